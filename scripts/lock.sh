@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Rewrites requirements/{cpu,cuda}.txt from pyproject.toml with uv; pins already there are kept, `--upgrade` moves them.
+#
+#   scripts/lock.sh --torch-backend cpu       # or: --find-links DIR_WITH_THE_CPU_WHEEL_OF_TORCH
+set -euo pipefail
+cd "$(dirname "$0")/.."
+work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
+torch=$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -1)
+# torchstore's pins of torch and Monarch are older than what it runs with.
+grep -oE 'torchmonarch==[0-9.]+' pyproject.toml | tee "$work/cuda" > "$work/cpu"
+echo "$torch" >> "$work/cuda"
+echo "$torch+cpu" >> "$work/cpu"
+# On PyPI these three are CUDA builds only; beside the CPU build of torch they break `import transformers`.
+printf '%s\n' torchvision torchaudio torchcodec > "$work/exclude"
+# cuda-python before 13 does not belong to the CUDA 13 that torch brings.
+echo 'cuda-python>=13' > "$work/constraints"
+
+lock() {                                                     # lock DEVICE PYTHON UV_OPTION...
+    local device=$1 python=$2 out=requirements/$1.txt; shift 2
+    uv pip compile pyproject.toml --quiet --extra "$device" --extra dev --overrides "$work/$device" \
+        --python-version "$python" --python-platform x86_64-manylinux_2_39 \
+        --no-annotate --no-header --output-file "$out" "$@" > /dev/null
+    { sed "s/DEVICE/$device/; s/PYTHON/$python/" <<'EOF'
+# Everything that runs and tests rl-actors on DEVICE: Linux x86-64, resolved for Python PYTHON. Install with pip's --no-deps (make setup does).
+# Made by scripts/lock.sh: uv pip compile of pyproject.toml, extras DEVICE and dev, with torchstore's old pins of torch and Monarch overridden.
+EOF
+      cat "$out"; } > "$work/out"
+    cp "$work/out" "$out"
+}
+lock cpu 3.11 --excludes "$work/exclude" "$@"
+lock cuda 3.12 --constraints "$work/constraints"

@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Makes .venv from the lock of this machine's device, and does nothing when .venv is that already.
+#
+#   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override what it chooses
+#   scripts/setup.sh --stamp    only print what a finished .venv/stamp must hold: device, lock, folder
+set -euo pipefail
+cd "$(dirname "$0")/.."
+started=$SECONDS
+
+say() { echo "[setup] $*"; }
+die() { echo "[setup] error: $*" >&2; exit 1; }
+
+device=${DEVICE:-$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo cuda || echo cpu)}
+[[ $device == cpu || $device == cuda ]] || die "DEVICE=$device, but it must be cpu or cuda"
+lock=requirements/$device.txt
+stamp="$device $(sha256sum < "$lock" | cut -c1-16) $PWD"     # the folder: a copied .venv would import the original's code
+if [[ ${1:-} == --stamp ]]; then echo "$stamp"; exit; fi
+
+# Two makes at once (`make test` beside `make grpo`) take turns instead of writing into one folder.
+exec 9< "$0"
+flock 9
+if [[ $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
+
+[[ $(uname -sm) == "Linux x86_64" ]] || die "the locks are for Linux x86_64, this is $(uname -sm)"
+
+choose_python() {
+    local candidate
+    for candidate in "$@"; do
+        if "$candidate" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+            echo "$candidate"; return
+        fi
+    done
+    die "none of $* is Python 3.11 or 3.12 with venv; install one (Debian, Ubuntu: apt install python3.11-venv) or give PYTHON=PATH"
+}
+if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON")
+elif [[ $device == cuda ]]; then candidates=(python3.12 python3.11 python3)
+else candidates=(python3.11 python3.12 python3); fi
+python=$(choose_python "${candidates[@]}")
+
+[[ -e .venv ]] && say "replacing .venv: it is unfinished or of another lock"
+rm -rf .venv
+"$python" -m venv .venv
+log=.venv/setup.log
+pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input install --no-deps "$@" >> "$log" 2>&1; }
+failed() { tail -n 15 "$log" >&2; die "$1 (whole output: $log); mend the cause and run make setup again"; }
+
+say "$("$python" -V), $device, $(grep -c == "$lock") packages of $lock into .venv (some minutes; pip's output: $log)"
+if [[ $device == cpu ]]; then
+    torch=$(grep '^torch==' "$lock")
+    if ! pip "$torch"; then
+        say "$torch is in none of pip's configured sources, asking PyTorch's CPU index"
+        pip --index-url https://download.pytorch.org/whl/cpu "$torch" || failed "cannot install $torch"
+    fi
+    say "$torch installed after $((SECONDS - started)) s"
+fi
+pip -r "$lock" || failed "cannot install $lock"
+pip --no-build-isolation --editable . || failed "cannot install the project into .venv"
+.venv/bin/python -c 'import torch, transformers' >> "$log" 2>&1 || failed "the installed torch or transformers does not import"
+echo "$stamp" > .venv/stamp
+say "done in $((SECONDS - started)) s"
