@@ -1,0 +1,152 @@
+"""The direction of imports, read from the source: configs -> controllers -> actor shells and clients -> engine, transports -> losses, types, config.
+
+An import inside a function or under TYPE_CHECKING counts too. A name looked up at run time (`--config tiny`) is data, not an edge.
+"""
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("rl_actors", "controllers", "configs")
+# Higher may import lower or equal. A module of rl_actors that is not named is a shell or a client.
+LEVELS = {
+    "configs": 4,
+    "controllers": 3,
+    "rl_actors": 2,
+    "rl_actors.engine": 1,
+    "rl_actors.meshes": 1,  # transports spawn processes of their own
+    "rl_actors.transports": 1,
+    "rl_actors.config": 0,
+    "rl_actors.logs": 0,
+    "rl_actors.losses": 0,
+    "rl_actors.metrics": 0,
+    "rl_actors.types": 0,
+    "rl_actors.validation": 0,
+}
+
+
+def level(module: str) -> int | None:
+    """level("rl_actors.engine.packing") -> 1; None for what is not ours."""
+    parts = module.split(".")
+    prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
+    return next((LEVELS[prefix] for prefix in prefixes if prefix in LEVELS), None)
+
+
+def is_within(module: str, *packages: str) -> bool:
+    return any(module == package or module.startswith(package + ".") for package in packages)
+
+
+def sources(root: Path, *folders: str) -> dict[str, Path]:
+    """{"rl_actors.types": root/rl_actors/types.py, "rl_actors": root/rl_actors/__init__.py, ...}"""
+    paths = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
+    return {".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+def imports(module: str, path: Path, known: dict[str, Path]) -> Iterator[tuple[int, str]]:
+    """(line, imported module); `from rl_actors import types` is an import of rl_actors.types and not of all of rl_actors."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            source = ".".join(filter(None, [base, node.module]))
+            for alias in node.names:
+                whole = f"{source}.{alias.name}"
+                is_module = whole in known or whole == "torchtitan.experiments"
+                yield node.lineno, whole if is_module else source
+
+
+def violations(root: Path) -> list[str]:
+    known = sources(root, *PACKAGES, "benchmarks", "tests", "scripts")
+    found = []
+    for module, path in known.items():
+        here = level(module)
+        pure = here == 0 or is_within(module, "rl_actors.engine")
+        for line, imported in imports(module, path, known):
+            there = level(imported)
+            broken = {
+                "imports go downwards": here is not None and there is not None and there > here,
+                "the engine and what is below know no Monarch and no vLLM": pure
+                and is_within(imported, "monarch", "vllm"),
+                "nobody imports torchtitan.experiments": is_within(imported, "torchtitan.experiments"),
+            }
+            where = f"{path.relative_to(root)}:{line} imports {imported}"
+            found += [f"{where}: {rule}" for rule, is_broken in broken.items() if is_broken]
+    return found
+
+
+def loaded_after(code: str) -> dict:
+    """The modules a fresh process holds after `code`, and whether it initialised CUDA."""
+    report = "import json, sys; t = sys.modules.get('torch'); cuda = bool(t and t.cuda.is_initialized())"
+    program = f"{code}\n{report}\nprint(json.dumps(dict(modules=list(sys.modules), cuda=cuda)))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def test_imports_go_downwards():
+    assert violations(ROOT) == []
+
+
+def test_importing_rl_actors_is_light():
+    state = loaded_after("import rl_actors")
+    heavy = [
+        name for name in state["modules"] if is_within(name, "vllm", "torchtitan.trainer", "torchtitan.experiments")
+    ]
+    assert (heavy, state["cuda"]) == ([], False)
+
+
+def test_the_engine_and_what_it_imports_load_neither_monarch_nor_vllm():
+    engine = sources(ROOT, "rl_actors/engine")
+    state = loaded_after("\n".join(f"import {module}" for module in engine))
+    assert [name for name in state["modules"] if is_within(name, "monarch", "vllm")] == []
+
+
+TREE = {
+    "configs/tiny.py": "from controllers.grpo import train\nfrom rl_actors.config import C\n",
+    "controllers/grpo.py": "import rl_actors\nfrom rl_actors.losses import PPO\nfrom . import rollouts\n",
+    "controllers/rollouts.py": "from rl_actors.clients import TrainerClient\nimport rl_actors.types as types\n",
+    "rl_actors/__init__.py": "from rl_actors.clients import TrainerClient\n",
+    "rl_actors/clients.py": "import monarch.actor\nfrom rl_actors.engine.packing import plan\n",
+    "rl_actors/engine/packing.py": "import torchtitan.models.qwen3\nfrom rl_actors import types\nfrom ..losses import PPO\n",
+    "rl_actors/transports/store.py": "from monarch.actor import Actor\n",
+    "rl_actors/losses/__init__.py": "from rl_actors.types import Sample\n",
+    "rl_actors/types.py": "import torch\n",
+    "rl_actors/config.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "line", "imported"),
+    [
+        (None, "", ""),
+        ("controllers/grpo.py", "import configs.tiny", "configs.tiny"),
+        ("rl_actors/clients.py", "def f():\n    from controllers import rollouts", "controllers.rollouts"),
+        ("rl_actors/types.py", "import configs", "configs"),
+        ("rl_actors/engine/packing.py", "from rl_actors.clients import TrainerClient", "rl_actors.clients"),
+        ("rl_actors/engine/packing.py", "from rl_actors import TrainerClient", "rl_actors"),
+        ("rl_actors/engine/packing.py", "from .. import clients", "rl_actors.clients"),
+        ("rl_actors/engine/packing.py", "from monarch.actor import Actor", "monarch.actor"),
+        ("rl_actors/engine/packing.py", "import vllm", "vllm"),
+        ("rl_actors/losses/__init__.py", "from ..engine import packing", "rl_actors.engine.packing"),
+        ("rl_actors/types.py", "import rl_actors.transports.store", "rl_actors.transports.store"),
+        ("rl_actors/clients.py", "from torchtitan.experiments.rl import x", "torchtitan.experiments.rl"),
+        ("benchmarks/overhead.py", "from torchtitan import experiments", "torchtitan.experiments"),
+    ],
+)
+def test_the_checker_finds_a_broken_rule(tmp_path, path, line, imported):
+    tree = dict(TREE)
+    if path:
+        tree[path] = tree.get(path, "") + line + "\n"
+    for name, text in tree.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = violations(tmp_path)
+    assert [text.split(" imports ")[1].split(":")[0] for text in found] == ([imported] if path else [])
