@@ -1,0 +1,40 @@
+# DEVICE=cpu or DEVICE=cuda overrides what the machine has, ARGS="..." is passed on. Give every target the same DEVICE.
+PYTHON_IN_VENV := .venv/bin/python
+.DEFAULT_GOAL := help
+.PHONY: help setup doctor check test test-all grpo sft bench clean
+ifdef DEVICE
+export DEVICE
+endif
+
+help: ## show this list
+	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
+
+setup: ## make .venv from the lock of this machine (does nothing the second time)
+	@scripts/setup.sh
+
+doctor: ## print versions, devices and what is missing, each with the command that mends it
+	@python3 scripts/doctor.py
+
+check: setup ## lint, formatting, types, direction of imports
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	.venv/bin/mypy
+	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
+
+test: setup ## the tests that take minutes
+	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" $(ARGS)
+
+test-all: setup ## every test that needs no GPU
+	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)
+
+grpo: setup ## the main job: GRPO on a tiny model
+	$(PYTHON_IN_VENV) -m controllers.grpo --config tiny $(ARGS)
+
+sft: setup ## supervised training of the same model
+	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
+
+bench: setup ## list the benchmarks; ROW=overhead runs one
+	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
+
+clean: ## remove .venv and caches; runs/ stays
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
