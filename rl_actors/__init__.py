@@ -1,0 +1,66 @@
+"""An RL post-training service of Monarch actors. Importing it loads neither vLLM nor CUDA; the names below load what they need."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from rl_actors.config import GeneratorConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.losses import PPO, CrossEntropy, ImportanceSampling
+from rl_actors.types import (
+    Completion,
+    ForwardBackwardOutput,
+    OptimParams,
+    OptimResult,
+    Sample,
+    SamplingParams,
+    TrainerInfo,
+    num_loss_tokens,
+)
+
+if TYPE_CHECKING:
+    from rl_actors.clients import GeneratorClient, TrainerClient
+    from rl_actors.generator import Generator
+    from rl_actors.policy_trainer import PolicyTrainer
+    from rl_actors.transports.files import FilesTransport
+    from rl_actors.transports.memory import MemoryTransport
+    from rl_actors.transports.torchstore import TorchStoreTransport
+
+_LAZY = {
+    "FilesTransport": "rl_actors.transports.files",
+    "Generator": "rl_actors.generator",
+    "GeneratorClient": "rl_actors.clients",
+    "MemoryTransport": "rl_actors.transports.memory",
+    "PolicyTrainer": "rl_actors.policy_trainer",
+    "TorchStoreTransport": "rl_actors.transports.torchstore",
+    "TrainerClient": "rl_actors.clients",
+}
+
+__all__ = [
+    "PPO",
+    "Completion",
+    "CrossEntropy",
+    "FilesTransport",
+    "ForwardBackwardOutput",
+    "Generator",
+    "GeneratorClient",
+    "GeneratorConfig",
+    "ImportanceSampling",
+    "MemoryTransport",
+    "ModelConfig",
+    "OptimParams",
+    "OptimResult",
+    "OptimizerConfig",
+    "PolicyTrainer",
+    "Sample",
+    "SamplingParams",
+    "TorchStoreTransport",
+    "TrainerClient",
+    "TrainerConfig",
+    "TrainerInfo",
+    "num_loss_tokens",
+]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

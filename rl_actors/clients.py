@@ -1,0 +1,427 @@
+"""The callers' side: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor meshes; computes nothing.
+
+All clients of a process share one background thread, so that a REPL, a script and a running Jupyter loop work alike.
+"""
+
+import asyncio
+import atexit
+import contextlib
+import threading
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Generator as Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import replace
+from typing import Any, Generic, TypeVar
+
+import torch
+from monarch.actor import ActorError
+from torch import Tensor
+
+from rl_actors import metrics
+from rl_actors.config import GeneratorConfig, TrainerConfig
+from rl_actors.generator import Generator, validate_prompts
+from rl_actors.losses import Loss, resolve
+from rl_actors.meshes import LogRoute, ProcessMesh, spawn_processes
+from rl_actors.policy_trainer import Order, PolicyTrainer
+from rl_actors.transports.base import Transport
+from rl_actors.types import (
+    Completion,
+    ForwardBackwardOutput,
+    OptimParams,
+    OptimResult,
+    Sample,
+    SamplingParams,
+    TrainerInfo,
+)
+from rl_actors.validation import validate_optim_params, validate_samples
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """An answer under way. `await` it, or wait with `.result()`; it goes on whether or not anybody waits."""
+
+    def __init__(self, future: "Future[T]", what: str) -> None:
+        self._future, self._what = future, what
+
+    def result(self, timeout: float | None = None) -> T:
+        """Wait for the answer. TimeoutError and Ctrl-C end the waiting, not the call: ask again for the result."""
+        try:
+            return self._future.result(timeout)
+        except FutureTimeout as error:
+            if self._future.done():
+                raise  # the call's own TimeoutError
+            raise TimeoutError(f"{self._what} has not answered within {timeout:g} s and goes on; ask again") from error
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def __await__(self) -> Iterator[Any, None, T]:
+        # shield: an `asyncio.wait_for` around it must not cancel what the ranks are doing
+        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+
+class _Background:
+    """One daemon thread with an event loop, made at first use."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, coroutine: Awaitable[T], what: str) -> Call[T]:
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, name="rl_actors", daemon=True).start()
+        return Call(asyncio.run_coroutine_threadsafe(coroutine, self._loop), what)
+
+
+_background = _Background()
+_open_clients: "weakref.WeakSet[_Client]" = weakref.WeakSet()
+
+
+class _Client:
+    """What both clients share: starting once, closing once, errors that say where they come from."""
+
+    name: str
+    setup_timeout: float
+    call_timeout: float
+
+    def __init__(self, mesh: Any = None, transport: Transport | None = None) -> None:
+        self._mesh = mesh
+        self._transport = transport
+        self._processes: ProcessMesh | None = None
+        self._closed = False
+        self._broken: str | None = None
+
+    def close(self) -> Call[None]:
+        """End the processes that this client spawned, and nothing else. A second call does nothing."""
+        self._closed = True
+        _open_clients.discard(self)
+        return _background.run(self._close(), f"{self.name}: close")
+
+    async def _close(self) -> None:
+        if self._processes is not None:
+            processes, self._processes = self._processes, None
+            await processes.stop()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close().result()
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    async def _ask(self, endpoint: Any, phase: str, timeout: float, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call all ranks and collect their answers, by rank. What a rank raised is raised here, with a note of where it was."""
+        if self._closed:
+            raise RuntimeError(f"{self.name}: {phase} after close")
+        try:
+            answers = await asyncio.wait_for(_awaited(endpoint.call(*args, **kwargs)), timeout)
+        except TimeoutError:
+            self._broken = f"{phase} did not answer within {timeout:g} s"
+            raise TimeoutError(f"{self.name}: {self._broken}; its ranks may still be at it") from None
+        except ActorError as error:
+            cause = error.exception
+            cause.add_note(f"raised in {self.name}, {phase}: {error}")
+            raise cause from None
+        except Exception as error:
+            error.add_note(f"raised by {self.name} in {phase}")
+            raise
+        return list(answers.values())
+
+
+class TrainerClient(_Client):
+    """The one sender of a trainer mesh. Calls run in the order in which they were made, one at a time, on all ranks.
+
+    >>> trainer = TrainerClient.spawn(config)                                  # doctest: +SKIP
+    >>> trainer.forward_backward(samples, loss="cross_entropy").result()       # doctest: +SKIP
+    >>> trainer.optim_step(OptimParams(learning_rate=1e-3)).result()           # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        *,
+        transport: Transport | None = None,
+        call_timeout: float = 600.0,
+        setup_timeout: float = 300.0,
+        name: str = "trainer",
+    ) -> None:
+        """Drive a PolicyTrainer mesh that the caller spawned and will stop."""
+        super().__init__(mesh, transport)
+        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
+        self._start()
+
+    @classmethod
+    def spawn(
+        cls,
+        config: TrainerConfig,
+        *,
+        transport: Transport | None = None,
+        name: str = "trainer",
+        logs: LogRoute | None = None,
+    ) -> "TrainerClient":
+        """Spawn processes on this host and build the model in them; returns at once, the first answer waits for it.
+
+        transport: opened by whoever made it. None: a torchstore of the client's own, opened here and closed with it.
+        Raises ValueError for a config that no trainer can be built from.
+        """
+        config.validate()
+        client = cls.__new__(cls)
+        _Client.__init__(client, transport=transport)
+        client.name, client.call_timeout, client.setup_timeout = name, config.call_timeout, config.setup_timeout
+        client.config = config
+        client._start(logs)
+        _open_clients.add(client)
+        return client
+
+    config: TrainerConfig | None = None
+
+    def _start(self, logs: LogRoute | None = None) -> None:
+        self._session = uuid.uuid4().hex[:12]
+        self._number = 0
+        self._owns_transport = False
+        self._turn: asyncio.Lock | None = None  # made on the background loop
+        self._info: TrainerInfo | None = None
+        self._started = _background.run(self._set_up(logs), f"{self.name}: setup")
+
+    async def _set_up(self, logs: LogRoute | None) -> None:
+        self._turn = asyncio.Lock()
+        if self._mesh is None:
+            if self._transport is None:
+                from rl_actors.transports.torchstore import TorchStoreTransport
+
+                self._transport, self._owns_transport = TorchStoreTransport(), True
+                await self._transport.open()
+            self._processes = await spawn_processes(self.name, self.config.num_processes(), logs=logs)
+            self._mesh = self._processes.mesh.spawn(self.name, PolicyTrainer, self.config, self._transport)
+        answers = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
+        self._info = answers[0]
+
+    async def _close(self) -> None:
+        await super()._close()
+        if self._owns_transport:
+            await self._transport.close()
+
+    def info(self) -> Call[list[TrainerInfo]]:
+        """What every rank says about itself, by rank."""
+        return self._in_turn("info", self._collect("info"))
+
+    def forward(self, samples: Sequence[Sample]) -> Call[ForwardBackwardOutput]:
+        """Logprobs of the targets without gradients."""
+        return self._in_turn("forward", self._run_samples("forward", samples, None))
+
+    def forward_backward(self, samples: Sequence[Sample], loss: str | Loss) -> Call[ForwardBackwardOutput]:
+        """Add the gradient of the summed loss; any number of calls accumulate until optim_step."""
+        return self._in_turn("forward_backward", self._run_samples("forward_backward", samples, loss))
+
+    def optim_step(self, params: OptimParams) -> Call[OptimResult]:
+        """Divide by params.grad_divisor, clip, step, clear."""
+
+        async def call() -> OptimResult:
+            validate_optim_params(params)
+            return await self._first("optim_step", params)
+
+        return self._in_turn("optim_step", call)
+
+    def discard_gradients(self) -> Call[None]:
+        """Drop the accumulated gradients; mends a client that a timeout broke, once the ranks answer again."""
+
+        async def call() -> None:
+            await self._first("discard_gradients")
+            self._broken = None
+
+        return self._in_turn("discard_gradients", call, mends=True)
+
+    def save_checkpoint(self, path: str) -> Call[None]:
+        """Write model, optimizer and policy_version to a directory that is whole or is not there."""
+        return self._in_turn("save_checkpoint", lambda: self._first("save_checkpoint", str(path)))
+
+    def load_checkpoint(self, path: str) -> Call[int]:
+        """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version."""
+        return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", str(path)))
+
+    def push_model_state_dict(self) -> Call[int]:
+        """Publish the weights for generators under policy_version, and return it."""
+        return self._in_turn("push_model_state_dict", lambda: self._first("push_model_state_dict"))
+
+    def spawn_generator(
+        self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
+    ) -> "GeneratorClient":
+        """A generator of the trainer's model, with its current weights. Returns at once; the first answer waits for it."""
+        if config is None:
+            if self.config is None:
+                raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
+            config = GeneratorConfig(model=self.config.model, max_model_len=self.config.max_sequence_length)
+        push = self.push_model_state_dict()
+        generator = GeneratorClient.spawn(config, transport=lambda: self._transport, name=name, logs=logs)
+        generator._pull_first(push)
+        return generator
+
+    def _in_turn(self, what: str, call: Callable[[], Awaitable[T]], *, mends: bool = False) -> Call[T]:
+        if self._closed:
+            raise RuntimeError(f"{self.name}: {what} after close")
+
+        async def run() -> T:
+            await self._started
+            async with self._turn:  # first come, first served
+                if self._broken and not mends:
+                    raise RuntimeError(
+                        f"{self.name} is broken: {self._broken}; call discard_gradients, or spawn it again"
+                    )
+                return await call()
+
+        return _background.run(run(), f"{self.name}: {what}")
+
+    def _run_samples(self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None):
+        async def call() -> ForwardBackwardOutput:
+            resolved = resolve(loss) if loss is not None else None
+            if endpoint == "forward_backward" and resolved is None:
+                raise ValueError("unknown loss None; give a loss such as 'cross_entropy' or PPO()")
+            wire = [_to_wire(sample) for sample in samples] if isinstance(samples, Sequence) else samples
+            info = self._info
+            validate_samples(
+                wire,
+                resolved,
+                vocab_size=info.vocab_size,
+                max_sequence_length=info.max_sequence_length,
+                max_call_bytes=info.max_call_bytes,
+            )
+            args = (wire,) if loss is None else (wire, resolved)
+            return merge_outputs(len(wire), await self._ordered(endpoint, *args))
+
+        return call
+
+    def _collect(self, endpoint: str):
+        async def call() -> list[Any]:
+            return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout)
+
+        return call
+
+    async def _first(self, endpoint: str, *args: Any) -> Any:
+        return (await self._ordered(endpoint, *args))[0]
+
+    async def _ordered(self, endpoint: str, *args: Any) -> list[Any]:
+        self._number += 1
+        order = Order(session=self._session, number=self._number)
+        return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
+
+
+class GeneratorClient(_Client):
+    """Calls to one generator; they run at the same time, and each waits until the generator is up."""
+
+    def __init__(self, mesh: Any, *, config: GeneratorConfig, name: str = "generator") -> None:
+        """Call a Generator mesh of one process that the caller spawned and will stop."""
+        super().__init__(mesh)
+        self._configure(config, name)
+        self._started = _background.run(self._set_up(None), f"{name}: setup")
+
+    @classmethod
+    def spawn(
+        cls, config: GeneratorConfig, *, transport: Any = None, name: str = "generator", logs: LogRoute | None = None
+    ) -> "GeneratorClient":
+        """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it."""
+        client = cls.__new__(cls)
+        _Client.__init__(client, transport=transport)
+        client._configure(config, name)
+        client._started = _background.run(client._set_up(logs), f"{name}: setup")
+        _open_clients.add(client)
+        return client
+
+    def _configure(self, config: GeneratorConfig, name: str) -> None:
+        self.config, self.name = config, name
+        self.call_timeout, self.setup_timeout = config.call_timeout, config.setup_timeout
+
+    async def _set_up(self, logs: LogRoute | None) -> None:
+        if self._mesh is None:
+            threads = str(self.config.num_threads)
+            self._processes = await spawn_processes(self.name, 1, env={"OMP_NUM_THREADS": threads}, logs=logs)
+            transport = self._transport() if callable(self._transport) else self._transport
+            self._mesh = self._processes.mesh.spawn(self.name, Generator, self.config, transport)
+        await self._ask(self._mesh.setup, "setup", self.setup_timeout)
+
+    def _pull_first(self, push: Call[int]) -> None:
+        set_up = self._started
+
+        async def pull() -> None:
+            version = await push
+            await set_up
+            await self._one("pull_model_state_dict", self.call_timeout, version)
+
+        self._started = _background.run(pull(), f"{self.name}: first pull")
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> Call[list[list[Completion]]]:
+        """params.n completions of each prompt, in order. Raises ValueError for a prompt or parameter out of its limits."""
+        params = params or SamplingParams()
+        wire = _validated_prompts(prompts, params, self.config)
+        return self._call("generate", wire, params)
+
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
+        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence."""
+        return self._call("compute_logprobs", _validated_prompts(sequences, SamplingParams(max_tokens=1), self.config))
+
+    def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> Call[int]:
+        """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them."""
+        return self._call("pull_model_state_dict", version, timeout)
+
+    def _call(self, endpoint: str, *args: Any) -> Call[Any]:
+        if self._closed:
+            raise RuntimeError(f"{self.name}: {endpoint} after close")
+
+        async def run() -> Any:
+            await self._started
+            return await self._one(endpoint, self.call_timeout, *args)
+
+        return _background.run(run(), f"{self.name}: {endpoint}")
+
+    async def _one(self, endpoint: str, timeout: float, *args: Any) -> Any:
+        return (await self._ask(getattr(self._mesh, endpoint), endpoint, timeout, *args))[0]
+
+
+def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOutput:
+    """Put what the ranks reported (RankOutput) back into the order of the samples, and merge their metrics."""
+    logprobs: list[Tensor] = [torch.empty(0)] * num_samples
+    for output in outputs:
+        for index, piece in zip(output.indices, output.logprobs.split(output.lengths), strict=True):
+            logprobs[index] = piece
+    merged = metrics.finish(metrics.merge(output.metrics for output in outputs))
+    return ForwardBackwardOutput(logprobs=logprobs, metrics=merged, policy_version=outputs[0].policy_version)
+
+
+def _to_wire(sample: Sample) -> Sample:
+    """Lists become tensors here, so that actors see CPU tensors of int64 and float32 alone."""
+    if not isinstance(sample, Sample):
+        return sample
+    ids = {n: torch.as_tensor(getattr(sample, n), dtype=torch.int64, device="cpu") for n in ("tokens", "targets")}
+    columns = {n: torch.as_tensor(c, dtype=torch.float32, device="cpu") for n, c in sample.columns.items()}
+    return replace(sample, **ids, columns=columns)
+
+
+def _validated_prompts(prompts: Any, params: SamplingParams, config: GeneratorConfig) -> list[list[int]]:
+    if isinstance(prompts, Sequence):
+        prompts = [prompt.tolist() if isinstance(prompt, Tensor) else list(prompt) for prompt in prompts]
+    validate_prompts(prompts, params, max_model_len=config.max_model_len, vocab_size=config.model.vocab_size)
+    return prompts
+
+
+async def _awaited(future: Any) -> Any:
+    return await future
+
+
+@atexit.register
+def _close_all() -> None:
+    """Leaving a REPL without close ends the processes, too."""
+    for client in list(_open_clients):
+        with contextlib.suppress(Exception):
+            client.close().result(timeout=10)

@@ -1,0 +1,207 @@
+"""The configs of the trainer and the generator: plain dataclasses, importable without Monarch, vLLM or a GPU."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from torchtitan.config import CompileConfig, ParallelismConfig
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """A Qwen3 in the terms of its Hugging Face config.json."""
+
+    vocab_size: int = 151_936
+    """Rows of the embedding."""
+    hidden_size: int = 1024
+    """Width of the residual stream."""
+    intermediate_size: int = 3072
+    """Width of the MLP."""
+    num_hidden_layers: int = 28
+    """Transformer blocks."""
+    num_attention_heads: int = 16
+    """Query heads."""
+    num_key_value_heads: int = 8
+    """Key and value heads; divides num_attention_heads."""
+    head_dim: int = 128
+    """Width of one head."""
+    max_position_embeddings: int = 40_960
+    """Longest sequence the rotary embedding covers."""
+    rope_theta: float = 1_000_000.0
+    """Base of the rotary embedding."""
+    tie_word_embeddings: bool = True
+    """Whether the output projection is the embedding matrix."""
+
+    @classmethod
+    def from_hf(cls, path: str | Path) -> "ModelConfig":
+        """Read config.json of a Hugging Face directory. Raises ValueError when it is not a dense Qwen3."""
+        file = Path(path) / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
+        values = json.loads(file.read_text())
+        if values.get("model_type") != "qwen3":
+            raise ValueError(f"{file} has model_type {values.get('model_type')!r}; supported is 'qwen3'")
+        # transformers 5 moved the base of the rotary embedding into rope_parameters
+        rope = values.get("rope_parameters") or {}
+        values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+
+    def to_hf(self) -> dict:
+        """The content of config.json for transformers and vLLM."""
+        return {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-6,
+            "initializer_range": 0.02,
+            "torch_dtype": "float32",
+            "use_sliding_window": False,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+        }
+
+    def save(self, directory: str | Path) -> None:
+        """Write config.json, which is all that a generator needs besides weights."""
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """Which optimizer; its learning rate, betas, eps and weight decay come with each optim_step."""
+
+    name: Literal["AdamW", "Adam"] = "AdamW"
+    """Optimizer of every parameter."""
+    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    """torch's implementation of it."""
+
+
+def _parallelism() -> ParallelismConfig:
+    # "spmd_types", torchtitan's default, fails on torch 2.13 in every world larger than one process.
+    return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hf_path: str = ""
+    """Hugging Face directory to load weights from; empty: random weights from `seed`."""
+    parallelism: ParallelismConfig = field(default_factory=_parallelism)
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What the backward pass recomputes instead of storing."""
+    compile: CompileConfig = field(default_factory=CompileConfig)
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the forward and backward pass; parameters, gradients and optimizer state stay float32."""
+    max_sequence_length: int = 4096
+    """Longest sample in positions; longer ones are refused."""
+    tokens_per_row: int = 4096
+    """Samples are packed into rows of at most this many positions."""
+    rows_per_microbatch: int = 1
+    """Rows that one forward and backward pass of a data-parallel rank takes."""
+    logprob_chunk_tokens: int = 1024
+    """Positions whose [tokens, vocabulary] logits exist at a time."""
+    max_call_bytes: int = 1 << 30
+    """Samples of one call may hold this many bytes."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    seed: int = 0
+    """Of the random weights."""
+    deterministic: bool = False
+    """Deterministic kernels only, at a cost in speed."""
+    setup_timeout: float = 300.0
+    """Seconds until the model must be built and loaded."""
+    call_timeout: float = 600.0
+    """Seconds until any other call must answer."""
+
+    def num_processes(self) -> int:
+        """One per device of the layout. Raises ValueError for a degree below 1."""
+        product = 1
+        for name, degree in self.layout().items():
+            if degree < 1:
+                raise ValueError(f"parallelism.{name}_degree={degree}; it must be at least 1")
+            product *= degree
+        return product
+
+    def layout(self) -> dict[str, int]:
+        parallel = self.parallelism
+        return {
+            "data_parallel_replicate": parallel.data_parallel_replicate_degree,
+            "data_parallel_shard": parallel.data_parallel_shard_degree,
+            "context_parallel": parallel.context_parallel_degree,
+            "tensor_parallel": parallel.tensor_parallel_degree,
+            "pipeline_parallel": parallel.pipeline_parallel_degree,
+        }
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
+        model, parallel = self.model, self.parallelism
+        self.num_processes()
+        unsupported = {
+            "context_parallel": parallel.context_parallel_degree,
+            "pipeline_parallel": parallel.pipeline_parallel_degree,
+            "expert_parallel": parallel.expert_parallel_degree,
+        }
+        for name, degree in unsupported.items():
+            if degree != 1:
+                raise ValueError(f"parallelism.{name}_degree={degree}; only 1 is supported so far")
+        if parallel.spmd_backend != "partial_dtensor":
+            raise ValueError(
+                f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
+            )
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if getattr(model, name) % parallel.tensor_parallel_degree:
+                raise ValueError(
+                    f"model.{name}={getattr(model, name)} is not divisible by parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}"
+                )
+        if model.num_attention_heads % model.num_key_value_heads:
+            raise ValueError(
+                f"model.num_attention_heads={model.num_attention_heads} is not divisible by model.num_key_value_heads={model.num_key_value_heads}"
+            )
+        if self.max_sequence_length > model.max_position_embeddings:
+            raise ValueError(
+                f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"
+            )
+        if self.tokens_per_row < self.max_sequence_length:
+            raise ValueError(
+                f"tokens_per_row={self.tokens_per_row} is below max_sequence_length={self.max_sequence_length}"
+            )
+        for name in (
+            "max_sequence_length",
+            "rows_per_microbatch",
+            "logprob_chunk_tokens",
+            "max_call_bytes",
+            "setup_timeout",
+            "call_timeout",
+        ):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+
+
+@dataclass(kw_only=True)
+class GeneratorConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    hf_path: str = ""
+    """Hugging Face directory of config.json and weights; empty: weights come with the first pull."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the weights and of the forward pass."""
+    max_model_len: int = 4096
+    """Longest prompt plus completion in tokens."""
+    max_num_seqs: int = 256
+    """Sequences that run at a time; further ones queue."""
+    kv_cache_bytes: int = 256 << 20
+    """Memory of the key-value cache on a CPU."""
+    gpu_memory_utilization: float = 0.8
+    """Share of the GPU's memory that the engine may take."""
+    enforce_eager: bool = False
+    """Run without CUDA graphs."""
+    num_threads: int = 1
+    """CPU threads of the forward pass on a CPU."""
+    seed: int = 0
+    """Of sampling without a seed of its own."""
+    setup_timeout: float = 300.0
+    """Seconds until the engine must be up."""
+    call_timeout: float = 600.0
+    """Seconds until any other call must answer."""

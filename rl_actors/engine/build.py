@@ -1,0 +1,137 @@
+"""Build the parts of an engine from its config: torchtitan's Qwen3, its unpatched parallelize, its optimizer container.
+
+Nothing here trains.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.qwen3 import (
+    _EMBEDDING_INIT,
+    _EMBEDDING_SKIP_INIT,
+    _LINEAR_INIT,
+    Qwen3Model,
+    Qwen3StateDictAdapter,
+    _build_qwen3_layers,
+    _qwen3_norm,
+    parallelize_qwen3,
+)
+
+import rl_actors.engine.cpu as cpu
+import rl_actors.engine.gpu as gpu
+from rl_actors.config import ModelConfig, OptimizerConfig, TrainerConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    model: nn.Module
+    optimizers: OptimizersContainer
+    parallel_dims: ParallelDims
+    device: torch.device
+    attention_masks: Callable[[Tensor], Any]  # positions_BL -> what the attention layers take
+    context: Callable[[], Any]  # torchtitan's context around forward and backward
+    adapter: Qwen3StateDictAdapter
+
+
+def qwen3_config(model: ModelConfig) -> Qwen3Model.Config:
+    """torchtitan's config of a dense Qwen3 with these dimensions, from the builders that its own flavors use."""
+    rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=model.max_position_embeddings, theta=model.rope_theta)
+    return Qwen3Model.Config(
+        vocab_size=model.vocab_size,
+        dim=model.hidden_size,
+        norm=_qwen3_norm(model.hidden_size),
+        enable_weight_tying=model.tie_word_embeddings,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=model.vocab_size,
+            embedding_dim=model.hidden_size,
+            param_init=_EMBEDDING_SKIP_INIT if model.tie_word_embeddings else _EMBEDDING_INIT,
+        ),
+        lm_head=Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT),
+        layers=_build_qwen3_layers(
+            n_layers=model.num_hidden_layers,
+            dim=model.hidden_size,
+            n_heads=model.num_attention_heads,
+            n_kv_heads=model.num_key_value_heads,
+            head_dim=model.head_dim,
+            hidden_dim=model.intermediate_size,
+            attn_backend="flex",
+            rope=rope,
+        ),
+    )
+
+
+def platform() -> ModuleType:
+    """The module that knows this machine: cpu.py or gpu.py."""
+    return gpu if torch.cuda.is_available() else cpu
+
+
+def build(config: TrainerConfig) -> Parts:
+    """Build and shard the model on this rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
+
+    Raises ValueError when the layout does not use exactly the processes there are.
+    """
+    machine = platform()
+    world_size = dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend=machine is gpu)
+    if config.num_processes() != world_size:
+        layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
+        raise ValueError(f"{layout} needs {config.num_processes()} processes but there are {world_size}")
+    device = machine.device()
+    machine.prepare(world_size)
+    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
+    training = TrainingConfig(seq_len=config.tokens_per_row, mixed_precision_param=config.compute_dtype)
+
+    model_config = qwen3_config(config.model)
+    for layer in model_config.layers:
+        layer.attention.inner_attention = machine.attention()
+    run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
+    model_config.update_from_config(config=run)
+    with torch.device("meta"):
+        model = model_config.build()
+    parallelize_qwen3(
+        model,
+        parallel_dims=parallel_dims,
+        training=training,
+        parallelism=config.parallelism,
+        compile_config=config.compile,
+        ac_config={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
+            config.activation_checkpointing
+        ],
+        dump_folder="",
+    )
+    machine.after_parallelize(model)
+    dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    return Parts(
+        model=model,
+        optimizers=_optimizers(config.optimizer, model),
+        parallel_dims=parallel_dims,
+        device=device,
+        attention_masks=machine.attention_masks(model),
+        context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
+        adapter=Qwen3StateDictAdapter(model_config, config.hf_path or None),
+    )
+
+
+def _optimizers(config: OptimizerConfig, model: nn.Module) -> OptimizersContainer:
+    # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
+    group = ParamGroupConfig(
+        pattern=".*", optimizer_name=config.name, optimizer_kwargs={"lr": 0.0, "weight_decay": 0.0}
+    )
+    return OptimizersContainer.Config(param_groups=[group], implementation=config.implementation).build(
+        model_parts=[model]
+    )

@@ -1,0 +1,73 @@
+"""Everything a machine without a GPU needs, and nothing else: torchtitan's device, an attention with a backward, sums over gloo.
+gpu.py has the same names.
+
+B rows, L row length, N heads, H head width.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import torchtitan.tools.utils
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+# torchtitan assumes "cuda" where it finds no accelerator, and its modules copy the value when they are imported.
+if not torch.cuda.is_available():
+    torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
+
+from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+
+
+class DenseAttention(FlexAttention):
+    """torch's scaled_dot_product_attention under a dense mask: flex attention has no backward on a CPU, varlen no kernel."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlexAttention.Config):
+        pass
+
+    def forward(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks: Tensor, scale=None, enable_gqa=False, **_) -> Tensor:
+        q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BNLH, k_BNLH, v_BNLH, attn_mask=attention_masks, scale=scale, enable_gqa=enable_gqa
+        )
+        return out_BNLH.transpose(1, 2)
+
+
+def dense_mask(positions_BL: Tensor) -> Tensor:
+    """[B, 1, L, L] bool: position q sees k when k is not later and of the same document. A document starts where the position is 0."""
+    documents_BL = (positions_BL == 0).cumsum(1)
+    same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]
+    return same_BLL.tril()[:, None]
+
+
+def device() -> torch.device:
+    return torch.device("cpu")
+
+
+def prepare(world_size: int) -> None:
+    """Share the cores among the ranks of this host; more threads than cores make gloo and the kernels fight."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+
+
+def attention() -> DenseAttention.Config:
+    return DenseAttention.Config()
+
+
+def attention_masks(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    return dense_mask
+
+
+def after_parallelize(model: nn.Module) -> None:
+    """gloo has no PREMUL_SUM, which FSDP picks for a divide factor; torchtitan's factor is 1, so a plain sum is the same."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def memory_bytes() -> int:
+    """Resident memory of this process."""
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,36 @@
+"""Everything a CUDA machine needs, and nothing else; the same names as in cpu.py."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchtitan.models.common.attention import FlexAttention
+
+
+def device() -> torch.device:
+    """This rank's GPU, made current."""
+    index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def prepare(world_size: int) -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def attention() -> FlexAttention.Config:
+    return FlexAttention.Config()
+
+
+def attention_masks(model: nn.Module) -> Callable[[Tensor], Any]:
+    return model.get_attention_masks
+
+
+def after_parallelize(model: nn.Module) -> None:
+    """NCCL takes every reduction that FSDP picks."""
+
+
+def memory_bytes() -> int:
+    return torch.cuda.memory_allocated()

@@ -1,0 +1,43 @@
+"""The legal order of calls on a trainer: a state machine of three states. Holds no tensors."""
+
+IDLE, OPEN, BROKEN = "idle", "open", "broken"
+
+# state -> calls that may begin there. Reading calls (forward, push, info) leave the state as it is.
+LEGAL = {
+    IDLE: {
+        "forward",
+        "forward_backward",
+        "discard_gradients",
+        "save_checkpoint",
+        "load_checkpoint",
+        "push_model_state_dict",
+    },
+    OPEN: {"forward", "forward_backward", "optim_step", "discard_gradients", "push_model_state_dict"},
+    BROKEN: {"discard_gradients"},
+}
+_HINT = {
+    IDLE: "no gradients are accumulated: call forward_backward first",
+    OPEN: "gradients are accumulated: call optim_step or discard_gradients first",
+    BROKEN: "the last call failed half way: call discard_gradients first",
+}
+
+
+class OpenStep:
+    """Begins with the first forward_backward, ends with optim_step or discard_gradients; a failure in between breaks it."""
+
+    def __init__(self) -> None:
+        self.state = IDLE
+
+    def require(self, call: str) -> None:
+        """Raises RuntimeError that names the state when `call` may not begin in it."""
+        if call not in LEGAL[self.state]:
+            raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
+
+    def open(self) -> None:
+        self.state = OPEN
+
+    def close(self) -> None:
+        self.state = IDLE
+
+    def break_(self) -> None:
+        self.state = BROKEN

@@ -1,0 +1,226 @@
+"""The trainer on one rank: forward, backward, optimizer step, weights. Knows neither Monarch nor who calls it.
+
+B rows, L row length, D hidden size, V vocabulary.
+"""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchtitan.distributed import utils as dist_utils
+
+from rl_actors.config import TrainerConfig
+from rl_actors.engine import checkpoint
+from rl_actors.engine.build import Parts, build, platform
+from rl_actors.engine.inputs import Batch, make_batch
+from rl_actors.engine.logprobs import ChunkedLogprobs
+from rl_actors.engine.packing import plan
+from rl_actors.engine.step import OpenStep
+from rl_actors.losses import Loss, columns_of, resolve
+from rl_actors.metrics import Partials, merge, to_numbers
+from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
+from rl_actors.validation import validate_optim_params, validate_samples
+
+MAX_NAMES_REPORTED = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutput:
+    """What one rank adds to the answer; replicas of a data-parallel rank add nothing, so that each sample is there once."""
+
+    indices: list[int]  # of the samples this rank ran
+    lengths: list[int]
+    logprobs: Tensor  # [sum of lengths] float32
+    metrics: Partials
+    policy_version: int
+
+
+class TrainEngine:
+    """The trainer on one rank of an SPMD program: every rank makes the same calls with the same arguments in the same order."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        """Build, shard and initialise the model. Raises ValueError for a config or a Hugging Face directory that does not fit."""
+        config.validate()
+        self.config = config
+        self.parts: Parts = build(config)
+        self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
+        self.step = OpenStep()
+        self.policy_version = 0
+        mesh = self.parts.parallel_dims.get_optional_mesh("batch")
+        self.data_rank, self.num_data_ranks = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
+        tensor_mesh = self.parts.parallel_dims.get_optional_mesh("tp")
+        self.reports = tensor_mesh is None or tensor_mesh.get_local_rank() == 0
+        if config.hf_path:
+            checkpoint.load_hf(self.parts, config.hf_path)
+
+    def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
+        """Raises ValueError, on every rank alike, before any of them works."""
+        validate_samples(
+            samples,
+            loss,
+            vocab_size=self.config.model.vocab_size,
+            max_sequence_length=self.config.max_sequence_length,
+            max_call_bytes=self.config.max_call_bytes,
+        )
+
+    def forward(self, samples: Sequence[Sample]) -> RankOutput:
+        """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched."""
+        self.step.require("forward")
+        self.validate(samples, None)
+        outputs = []
+        with torch.no_grad(), self._evaluation():
+            for batch in self._batches(samples, ()):
+                outputs.append((batch, self.logprobs.forward(self._hidden(batch), batch), {}))
+        return self._output(samples, outputs)
+
+    def forward_backward(self, samples: Sequence[Sample], loss: str | Loss) -> RankOutput:
+        """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
+
+        Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken.
+        """
+        loss = resolve(loss)
+        self.step.require("forward_backward")
+        self.validate(samples, loss)
+        outputs = []
+        with self._breaking():
+            for batch in self._batches(samples, frozenset().union(*columns_of(type(loss)))):
+                outputs.append((batch, *self.logprobs.forward_backward(self._hidden(batch), batch, loss)))
+        self.step.open()
+        return self._output(samples, outputs)
+
+    def optim_step(self, params: OptimParams) -> OptimResult:
+        """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
+        self.step.require("optim_step")
+        validate_optim_params(params)
+        with self._breaking():
+            named = [(n, p) for n, p in self.parts.model.named_parameters() if p.grad is not None]
+            # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
+            torch._foreach_div_([_local(p.grad) for _, p in named], float(params.grad_divisor))
+            max_norm = float("inf") if params.grad_clip_norm is None else params.grad_clip_norm
+            grad_norm = float(dist_utils.clip_grad_norm_([p for _, p in named], max_norm))
+            finite = grad_norm < float("inf")
+            broken = () if finite else self._nonfinite([n for n, p in named], [p.grad for _, p in named])
+            if finite:
+                self._apply(params)
+                self.policy_version += 1
+            self.parts.optimizers.zero_grad()
+        self.step.close()
+        return OptimResult(
+            policy_version=self.policy_version, grad_norm=grad_norm, skipped=not finite, nonfinite_parameters=broken
+        )
+
+    def discard_gradients(self) -> None:
+        """Drop what was accumulated and close the step; does nothing when there is nothing. Mends a broken step."""
+        self.parts.optimizers.zero_grad()
+        self.step.close()
+
+    def save_checkpoint(self, path: str) -> None:
+        """Write model, optimizer and version as a DCP directory; it is whole or it is not there. Refused in an open step."""
+        self.step.require("save_checkpoint")
+        checkpoint.save(self.parts, path, self.policy_version)
+
+    def load_checkpoint(self, path: str) -> int:
+        """Read what save_checkpoint wrote, under any layout, and return its policy_version. Refused in an open step.
+
+        Raises ValueError when path is not a checkpoint.
+        """
+        self.step.require("load_checkpoint")
+        with self._breaking():
+            self.policy_version = checkpoint.load(self.parts, path)
+        return self.policy_version
+
+    def hf_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """The weights under their Hugging Face names, sharded as they lie, cast to dtype; tied heads appear once."""
+        state = self.parts.adapter.to_hf(self.parts.model.state_dict())
+        return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
+
+    def info(self) -> TrainerInfo:
+        config = self.config
+        return TrainerInfo(
+            policy_version=self.policy_version,
+            state=self.step.state,
+            num_parameters=sum(p.numel() for p in self.parts.model.parameters()),
+            vocab_size=config.model.vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            tokens_per_row=config.tokens_per_row,
+            max_call_bytes=config.max_call_bytes,
+            layout=config.layout(),
+            device=str(self.parts.device),
+            dtype=config.compute_dtype,
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            pid=os.getpid(),
+            memory_bytes=platform().memory_bytes(),
+        )
+
+    def _batches(self, samples: Sequence[Sample], columns) -> Iterator[Batch]:
+        config = self.config
+        ranks = plan(
+            [len(sample) for sample in samples],
+            tokens_per_row=config.tokens_per_row,
+            rows_per_microbatch=config.rows_per_microbatch,
+            num_ranks=self.num_data_ranks,
+        )
+        for microbatch in ranks[self.data_rank]:
+            yield make_batch(samples, microbatch, columns, self.parts.device)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        with self.parts.context():
+            return self.parts.model(
+                batch.tokens_BL,
+                positions=batch.positions_BL,
+                attention_masks=self.parts.attention_masks(batch.positions_BL),
+            )
+
+    def _output(self, samples: Sequence[Sample], outputs: list[tuple[Batch, Tensor, Partials]]) -> RankOutput:
+        spans = (
+            [(logprobs_BL, span) for batch, logprobs_BL, _ in outputs for span in batch.spans] if self.reports else []
+        )
+        pieces = [logprobs_BL[row, start:end] for logprobs_BL, (_, row, start, end) in spans]
+        return RankOutput(
+            indices=[index for _, (index, *_) in spans],
+            lengths=[len(piece) for piece in pieces],
+            logprobs=torch.cat(pieces).float().cpu() if pieces else torch.empty(0),
+            metrics=to_numbers(merge(metrics for _, _, metrics in outputs)) if self.reports else {},
+            policy_version=self.policy_version,
+        )
+
+    def _apply(self, params: OptimParams) -> None:
+        for optimizer in self.parts.optimizers.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = params.learning_rate
+                group["betas"] = (params.beta1, params.beta2)
+                group["eps"] = params.eps
+                group["weight_decay"] = params.weight_decay
+        self.parts.optimizers.step()
+
+    def _nonfinite(self, names: list[str], grads: list[Tensor]) -> tuple[str, ...]:
+        # A shard may be finite where its neighbour is not: the sum over all ranks decides, so that all ranks agree.
+        counts = torch.stack([(~torch.isfinite(_local(grad))).sum() for grad in grads])
+        torch.distributed.all_reduce(counts)
+        return tuple(name for name, count in zip(names, counts.tolist(), strict=True) if count)[:MAX_NAMES_REPORTED]
+
+    @contextmanager
+    def _breaking(self):
+        """What fails half way leaves the step broken: gradients or weights may be half done."""
+        try:
+            yield
+        except BaseException:
+            self.step.break_()
+            raise
+
+    @contextmanager
+    def _evaluation(self):
+        self.parts.model.eval()
+        try:
+            yield
+        finally:
+            self.parts.model.train()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

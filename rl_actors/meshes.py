@@ -1,0 +1,103 @@
+"""Processes for actors on this host. Spawning sets up what a rank needs (rendezvous, logs); importing this changes nothing.
+
+A process ends with the process that spawned it, within seconds, also after kill -9.
+"""
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import monarch.actor
+from monarch.actor import ProcMesh, default_bootstrap_cmd, this_host
+from torch.distributed import TCPStore
+
+from rl_actors.logs import route_process_output
+
+STOP_TIMEOUT = 20.0
+logger = logging.getLogger(__name__)
+
+# A dead process is noticed within seconds instead of Monarch's nine; a value that the user set stays.
+_SUPERVISION = {
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
+    "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRoute:
+    """Where the output of spawned processes goes: `<directory>/<name>-<rank>.log`, and with tee also to the terminal."""
+
+    directory: Path
+    tee: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class ProcessMesh:
+    mesh: ProcMesh
+    # The rendezvous of the ranks lives as long as they do.
+    rendezvous: TCPStore = field(repr=False)
+
+    async def stop(self) -> None:
+        """End the processes; a second call does nothing."""
+        try:
+            await asyncio.wait_for(_future(self.mesh.stop()), STOP_TIMEOUT)
+        except Exception as error:  # a mesh whose process died cannot be stopped twice
+            logger.info("stopping %s: %r", self.mesh, error)
+
+
+async def spawn_processes(
+    name: str, num_processes: int, *, env: Mapping[str, str] | None = None, logs: LogRoute | None = None
+) -> ProcessMesh:
+    """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
+
+    The rendezvous store is bound here, on a port that the system chose, so that no rank can find it taken.
+    """
+    _prepare_this_process()
+    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {
+        "WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(rendezvous.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of our store
+        **(env or {}),
+    }
+
+    def command(point):
+        rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point["gpus"])}
+        return default_bootstrap_cmd().with_env({**common, **rank})
+
+    bootstrap = functools.partial(_route_output, name, logs) if logs else None
+    mesh = this_host().spawn_procs(
+        per_host={"gpus": num_processes}, name=name, bootstrap=bootstrap, bootstrap_command=command
+    )
+    await mesh.initialized
+    return ProcessMesh(mesh=mesh, rendezvous=rendezvous)
+
+
+def _route_output(name: str, logs: LogRoute) -> None:
+    rank = os.environ["RANK"]
+    route_process_output(logs.directory / f"{name}-{rank}.log", f"[{name} {rank}] " if logs.tee else None)
+
+
+def _prepare_this_process() -> None:
+    for variable, value in _SUPERVISION.items():
+        os.environ.setdefault(variable, value)
+    # Monarch's own hook ends this process when any actor dies; the caller of a dead actor gets an exception anyway.
+    if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
+        monarch.actor.unhandled_fault_hook = _log_fault
+
+
+_DEFAULT_HOOK = monarch.actor.unhandled_fault_hook
+
+
+def _log_fault(failure) -> None:
+    logger.warning("an actor failed: %s", failure)
+
+
+async def _future(future):
+    return await future

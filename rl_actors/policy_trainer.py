@@ -1,0 +1,162 @@
+"""The trainer as a Monarch actor: one instance a rank, each a thin shell over its TrainEngine. Holds no other actor.
+
+Every rank must get the same calls in the same order, so one TrainerClient sends them; see `Order`.
+"""
+
+import inspect
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from monarch.actor import Actor, endpoint
+
+from rl_actors.config import TrainerConfig
+from rl_actors.losses import Loss
+from rl_actors.transports.base import Manifest, Transport, publish
+from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
+
+VERSIONS_KEPT = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """A caller's place in line. A repeated number is answered with the first answer; one that does not follow is an error."""
+
+    session: str
+    number: int
+
+
+class PolicyTrainer(Actor):
+    """Endpoints without an Order are run as they come; then it is the caller's business to be the only one."""
+
+    def __init__(self, config: TrainerConfig, transport: Transport | None = None) -> None:
+        self.config = config
+        self.transport = transport
+        self.session: str | None = None
+        self.last_number = 0
+        self.last_reply: Callable[[], Any] | None = None
+        self.published: list[Manifest] = []
+
+    def __repr__(self) -> str:
+        return f"PolicyTrainer({self.rank if hasattr(self, 'rank') else 'not set up'})"
+
+    @endpoint
+    async def setup(self, session: str | None = None) -> TrainerInfo:
+        """Build the model on first call, and make `session` the one whose orders are taken."""
+        if not hasattr(self, "engine"):
+            # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
+            from rl_actors.engine.train_engine import TrainEngine
+
+            self.engine = TrainEngine(self.config)
+            self.rank = dist.get_rank()
+            self.new_stream()
+        self.session, self.last_number, self.last_reply = session, 0, None
+        return self.engine.info()
+
+    @endpoint
+    async def info(self) -> TrainerInfo:
+        return self.engine.info()
+
+    @endpoint
+    async def forward(self, samples: Sequence[Sample], order: Order | None = None):
+        """Logprobs of the targets; changes nothing."""
+        return await self.in_order(order, lambda: self.engine.forward(samples))
+
+    @endpoint
+    async def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, order: Order | None = None):
+        """Add the gradient of the summed loss."""
+        return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss))
+
+    @endpoint
+    async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
+        """Divide, clip, step, clear. Advances policy_version by one."""
+        return await self.in_order(order, lambda: self.engine.optim_step(params))
+
+    @endpoint
+    async def discard_gradients(self, order: Order | None = None) -> None:
+        """Drop the accumulated gradients."""
+        return await self.in_order(order, lambda: self.engine.discard_gradients())
+
+    @endpoint
+    async def save_checkpoint(self, path: str, order: Order | None = None) -> None:
+        """Write model, optimizer and version."""
+        return await self.in_order(order, lambda: self.engine.save_checkpoint(path))
+
+    @endpoint
+    async def load_checkpoint(self, path: str, order: Order | None = None) -> int:
+        """Read model, optimizer and version. Versions published from here on are a new stream."""
+
+        def load() -> int:
+            version = self.engine.load_checkpoint(path)
+            self.new_stream()
+            return version
+
+        return await self.in_order(order, load)
+
+    @endpoint
+    async def push_model_state_dict(self, order: Order | None = None) -> int:
+        """Publish the weights under policy_version, sharded as they lie; a no-op when they are published."""
+        return await self.in_order(order, self.publish_weights)
+
+    async def publish_weights(self) -> int:
+        self.engine.step.require("push_model_state_dict")
+        if self.transport is None:
+            raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
+        version = self.engine.policy_version
+        if all(manifest.key != f"{self.stream}/{version}" for manifest in self.published):
+            weights = self.engine.hf_state_dict(self.transport.dtype)
+            names = {"stream": self.stream, "version": version, "rank": self.rank}
+            self.published.append(await publish(self.transport, weights, **names, all_succeeded=_all_succeeded))
+            while len(self.published) > VERSIONS_KEPT:
+                expired = self.published.pop(0)
+                if self.rank == 0:
+                    await self.transport.delete(expired)
+        return version
+
+    def new_stream(self) -> None:
+        """Name a lineage of versions, the same on all ranks."""
+        names = [uuid.uuid4().hex[:12]]
+        dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
+        self.stream = names[0]
+
+    async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
+        """Run `call` when it is its turn, and keep its answer, or its error, for a repetition."""
+        if order is None:
+            return await _settle(call())
+        if order.session != self.session:
+            raise RuntimeError(
+                f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
+            )
+        if order.number == self.last_number and self.last_reply is not None:
+            return self.last_reply()
+        if order.number != self.last_number + 1:
+            raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
+        self.last_number = order.number
+        try:
+            value = await _settle(call())
+        except Exception as error:
+            self.last_reply = _raiser(error)
+            raise
+        self.last_reply = lambda: value
+        return value
+
+
+async def _settle(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def _raiser(error: Exception) -> Callable[[], Any]:
+    def again():
+        raise error
+
+    return again
+
+
+def _all_succeeded(succeeded: bool) -> bool:
+    """The logical and over the ranks, on CPU tensors so that it works beside NCCL."""
+    flag = torch.tensor(int(succeeded))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

@@ -1,0 +1,62 @@
+"""Weights through safetensors files in a directory that all processes see: a debugging aid, and the way to hosts that share only a disk."""
+
+import asyncio
+import json
+import pickle
+import shutil
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
+
+
+class FilesTransport(Transport):
+    """One file a rank and version; the offsets of its shards stand in the file's metadata."""
+
+    def __init__(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.directory = Path(directory).absolute()
+
+    async def open(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
+        shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+        offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
+        file = self.directory / key / f"rank{rank}.safetensors"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # Copies: tied or sliced tensors may share storage, which safetensors refuses.
+        contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
+        await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
+
+    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        return await asyncio.to_thread(self._read, manifest)
+
+    def _read(self, manifest: Manifest) -> dict[str, Tensor]:
+        shards: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
+        for path in sorted((self.directory / manifest.key).glob("rank*.safetensors")):
+            with safe_open(path, framework="pt") as file:
+                for name, offset in file.metadata().items():
+                    shards[name].setdefault(tuple(json.loads(offset)), file.get_tensor(name))
+        return {name: assemble(name, *spec, shards[name]) for name, spec in manifest.tensors.items()}
+
+    async def put_object(self, key: str, value: Any) -> None:
+        file = self.directory / f"{key}.pickle"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(value))
+        partial.rename(file)  # a reader sees the former value or this one
+
+    async def get_object(self, key: str) -> Any | None:
+        file = self.directory / f"{key}.pickle"
+        return pickle.loads(file.read_bytes()) if file.is_file() else None
+
+    async def delete(self, manifest: Manifest) -> None:
+        shutil.rmtree(self.directory / manifest.key, ignore_errors=True)

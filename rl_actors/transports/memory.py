@@ -1,0 +1,83 @@
+"""The fake that ships: a dictionary in one actor. For tests and for reading; every byte goes through Monarch's message queue."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from monarch.actor import Actor, endpoint
+from torch import Tensor
+
+from rl_actors.meshes import ProcessMesh, spawn_processes
+from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
+
+
+class MemoryStore(Actor):
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+        self.shards: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
+
+    @endpoint
+    async def put_shards(self, shards: dict[str, tuple[Tensor, tuple[int, ...]]]) -> None:
+        for key, (shard, offset) in shards.items():
+            self.shards[key][offset] = shard
+
+    @endpoint
+    async def get_shards(self, keys: list[str]) -> dict[str, dict[tuple[int, ...], Tensor]]:
+        return {key: self.shards.get(key, {}) for key in keys}
+
+    @endpoint
+    async def put_object(self, key: str, value: Any) -> None:
+        self.objects[key] = value
+
+    @endpoint
+    async def get_object(self, key: str) -> Any | None:
+        return self.objects.get(key)
+
+    @endpoint
+    async def delete(self, keys: list[str]) -> None:
+        for key in keys:
+            self.shards.pop(key, None)
+            self.objects.pop(key, None)
+
+
+class MemoryTransport(Transport):
+    def __init__(self, *, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.store: Any = None
+        self._processes: ProcessMesh | None = None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_processes": None}
+
+    async def open(self) -> None:
+        if self._processes is None:
+            self._processes = await spawn_processes("memory", 1)
+            self.store = self._processes.mesh.spawn("memory_store", MemoryStore)
+            await self.store.initialized
+
+    async def close(self) -> None:
+        if self._processes is not None:
+            await self._processes.stop()
+            self._processes = None
+
+    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
+        shards = {f"{key}/{name}": local_shard(tensor) for name, tensor in tensors.items()}
+        await self.store.put_shards.call_one(shards)
+
+    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        shards = await self.store.get_shards.call_one([f"{manifest.key}/{name}" for name in manifest.tensors])
+        return {
+            name: assemble(name, *spec, shards[f"{manifest.key}/{name}"]) for name, spec in manifest.tensors.items()
+        }
+
+    async def put_object(self, key: str, value: Any) -> None:
+        await self.store.put_object.call_one(key, value)
+
+    async def get_object(self, key: str) -> Any | None:
+        return await self.store.get_object.call_one(key)
+
+    async def delete(self, manifest: Manifest) -> None:
+        await self.store.delete.call_one(
+            [f"{manifest.key}/manifest", *(f"{manifest.key}/{name}" for name in manifest.tensors)]
+        )

@@ -1,0 +1,82 @@
+"""Weights through torchstore, the default. The store lives in a process of its own, or where the caller initialized it.
+
+A newer torchstore, whose controller works under this Monarch, needs only the line that sets `torchstore.api.Controller` removed.
+"""
+
+import asyncio
+import inspect
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torchstore
+import torchstore.api
+import torchstore.controller
+from monarch.actor import endpoint
+from torch import Tensor
+
+from rl_actors.meshes import ProcessMesh, spawn_processes
+from rl_actors.transports.base import Manifest, Transport
+
+
+def _asynchronous(method):
+    async def call(self, *args, **kwargs):
+        return method(self, *args, **kwargs)
+
+    call.__name__ = method.__name__
+    return endpoint(call)
+
+
+# torchstore 0.1.2 mixes synchronous and asynchronous endpoints in one actor, which Monarch 0.7 refuses.
+_SYNCHRONOUS = {
+    name: _asynchronous(attribute._method)
+    for name, attribute in vars(torchstore.controller.Controller).items()
+    if hasattr(attribute, "_method") and not inspect.iscoroutinefunction(attribute._method)
+}
+AsyncController = type("AsyncController", (torchstore.controller.Controller,), {"__module__": __name__, **_SYNCHRONOUS})
+torchstore.api.Controller = AsyncController
+
+
+class TorchStoreTransport(Transport):
+    """TorchStoreTransport() starts a store of its own when opened; TorchStoreTransport(store_name) uses one that the caller initialized."""
+
+    def __init__(self, store_name: str | None = None, *, dtype: torch.dtype | None = None) -> None:
+        self.dtype = dtype
+        self.owns_store = store_name is None
+        self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
+        self._processes: ProcessMesh | None = None
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_processes": None}
+
+    async def open(self) -> None:
+        if self.owns_store and self._processes is None:
+            self._processes = await spawn_processes("store", 1)
+            await torchstore.initialize(store_name=self.store_name, mesh=self._processes.mesh)
+
+    async def close(self) -> None:
+        if self._processes is not None:
+            await torchstore.shutdown(self.store_name)
+            await self._processes.stop()
+            self._processes = None
+
+    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
+        puts = [torchstore.put(f"{key}/{name}", tensor.cpu(), self.store_name) for name, tensor in tensors.items()]
+        await asyncio.gather(*puts)
+
+    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+        gets = [torchstore.get(f"{manifest.key}/{name}", store_name=self.store_name) for name in manifest.tensors]
+        return dict(zip(manifest.tensors, await asyncio.gather(*gets), strict=True))
+
+    async def put_object(self, key: str, value: Any) -> None:
+        await torchstore.put(key, value, self.store_name)
+
+    async def get_object(self, key: str) -> Any | None:
+        if not await torchstore.exists(key, self.store_name):
+            return None
+        return await torchstore.get(key, store_name=self.store_name)
+
+    async def delete(self, manifest: Manifest) -> None:
+        keys = [f"{manifest.key}/manifest", *(f"{manifest.key}/{name}" for name in manifest.tensors)]
+        await asyncio.gather(*(torchstore.delete(key, store_name=self.store_name) for key in keys))

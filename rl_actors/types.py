@@ -1,0 +1,153 @@
+"""What travels between a caller and the actors: frozen values of CPU tensors and scalars. No torch.distributed, no Monarch, no vLLM.
+
+T positions of one sample, C completion tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_TARGET = -100
+"""A target that is padding: its logprob is 0 and it is left out of every loss, mean and maximum."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One training sequence under the one alignment: position i reads `tokens[i]`, predicts `targets[i]`, and every column holds at i what belongs to `targets[i]`.
+
+    >>> Sample.from_tokens([5, 6], [7, 8], advantages=0.5).targets
+    tensor([6, 7, 8])
+    """
+
+    tokens: Tensor  # [T] int64
+    targets: Tensor  # [T] int64
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [T] float32
+    temperature: float = 1.0  # logits are divided by it before logprobs
+
+    @classmethod
+    def from_tokens(
+        cls,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        *,
+        temperature: float = 1.0,
+        **columns: float | Sequence[float] | Tensor,
+    ) -> "Sample":
+        """Shift a prompt and its completion into one Sample: the only shift in the project.
+
+        A column is one number for every completion token, or a sequence of C numbers; prompt positions get 0.
+        `loss_weights` is 1 on the completion unless given.
+        from_tokens([5, 6], [7, 8], advantages=2.0) -> tokens [5, 6, 7], targets [6, 7, 8], advantages [0, 2, 2], loss_weights [0, 1, 1]
+
+        Raises ValueError when prompt or completion is empty or a column's length is not C.
+        """
+        if len(prompt) == 0 or len(completion) == 0:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens and completion has {len(completion)}; both need at least 1"
+            )
+        tokens = torch.as_tensor([*prompt, *completion], dtype=torch.int64)
+        num_positions, num_completion = len(tokens) - 1, len(completion)
+        full: dict[str, Tensor] = {}
+        for name, values in {"loss_weights": 1.0, **columns}.items():
+            values = torch.as_tensor(values, dtype=torch.float32)
+            if values.ndim > 1 or (values.ndim == 1 and len(values) != num_completion):
+                raise ValueError(
+                    f"column {name!r} has shape {tuple(values.shape)}, but the completion has {num_completion} tokens"
+                )
+            full[name] = torch.zeros(num_positions)
+            full[name][-num_completion:] = values
+        return cls(tokens=tokens[:-1], targets=tokens[1:], columns=full, temperature=temperature)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __reduce__(self):
+        # numpy arrays pickle an order of magnitude faster than tensors, and a call carries thousands.
+        columns = {name: column.numpy() for name, column in self.columns.items()}
+        return _sample_from_numpy, (self.tokens.numpy(), self.targets.numpy(), columns, self.temperature)
+
+
+def _sample_from_numpy(tokens, targets, columns, temperature) -> Sample:
+    tensors = {name: torch.from_numpy(column) for name, column in columns.items()}
+    return Sample(
+        tokens=torch.from_numpy(tokens), targets=torch.from_numpy(targets), columns=tensors, temperature=temperature
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimParams:
+    """What one optimizer step uses. `learning_rate` and `weight_decay` are base values that a parameter group may multiply."""
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip_norm: float | None = 1.0  # of the divided gradient; None does not clip
+    grad_divisor: float = 1.0  # losses are sums: num_loss_tokens(samples) makes the gradient a mean over tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimResult:
+    policy_version: int  # after the step
+    grad_norm: float  # after grad_divisor, before clipping
+    skipped: bool = False  # the gradient was not finite: nothing was stepped, the gradients are cleared
+    nonfinite_parameters: tuple[str, ...] = ()  # of this gradient, at most 10 names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardOutput:
+    """In the order of the samples. Metrics are named `name:reduction` with reduction sum, mean, min or max."""
+
+    logprobs: list[Tensor]  # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature
+    metrics: dict[str, float]
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    max_tokens: int = 128
+    n: int = 1  # completions per prompt
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 keeps the whole vocabulary
+    stop_token_ids: tuple[int, ...] = ()  # the stop token is the last token of the completion
+    seed: int | None = None  # completion i of a prompt draws from seed + i
+    ignore_stop: bool = False  # generate max_tokens whatever is drawn (for measurements)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    tokens: list[int]  # C ids
+    logprobs: list[float]  # C: log probability under the distribution that was sampled from (temperature, top_p, top_k)
+    policy_versions: list[int]  # C: the version of the weights that produced each token
+    finish_reason: str  # "stop" or "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerInfo:
+    """What a trainer says about itself; the same on every rank but for `rank`, `pid` and memory."""
+
+    policy_version: int
+    state: str  # "idle", "open" or "broken"
+    num_parameters: int
+    vocab_size: int
+    max_sequence_length: int
+    tokens_per_row: int
+    max_call_bytes: int
+    layout: dict[str, int]  # data_parallel_shard, tensor_parallel, … -> degree
+    device: str
+    dtype: str
+    rank: int
+    world_size: int
+    pid: int
+    memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def num_loss_tokens(samples: Sequence[Sample]) -> float:
+    """The number of positions with a non-zero loss weight: the usual `grad_divisor`."""
+    return float(sum(int((sample.columns["loss_weights"] != 0).sum()) for sample in samples))

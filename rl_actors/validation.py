@@ -1,0 +1,106 @@
+"""Refuse bad input before any rank does work: pure checks that the client and every rank run alike."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_actors.losses import Loss, columns_of
+from rl_actors.types import IGNORE_TARGET, OptimParams, Sample
+
+
+def validate_samples(
+    samples: Sequence[Sample], loss: Loss | None, *, vocab_size: int, max_sequence_length: int, max_call_bytes: int
+) -> None:
+    """Raises ValueError (TypeError for a wrong type) naming the sample, the value and the limit."""
+    if not isinstance(samples, Sequence) or len(samples) == 0:
+        raise ValueError(f"samples is {samples!r}; give a list of at least 1 Sample")
+    required, optional = columns_of(type(loss)) if loss is not None else (frozenset(), None)
+    num_bytes = 0
+    for index, sample in enumerate(samples):
+        _validate_shapes(f"sample {index}", sample, max_sequence_length)
+        names = set(sample.columns)
+        if missing := required - names:
+            raise ValueError(f"sample {index} has no column {min(missing)!r}, which {type(loss).__name__} reads")
+        if optional is not None and (unknown := names - required - optional):
+            reads = ", ".join(sorted(required | optional))
+            raise ValueError(f"sample {index} has the column {min(unknown)!r}, but {type(loss).__name__} reads {reads}")
+        num_bytes += len(sample) * (16 + 4 * len(names))
+    if num_bytes > max_call_bytes:
+        raise ValueError(f"the samples hold {num_bytes} bytes but max_call_bytes={max_call_bytes}; split the call")
+    _validate_values(samples, vocab_size)
+
+
+def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> None:
+    if not isinstance(sample, Sample):
+        raise TypeError(f"{where} is a {type(sample).__name__}; it must be a Sample")
+    length = len(sample.tokens)
+    if length == 0:
+        raise ValueError(f"{where} has 0 positions; it must have at least 1")
+    if length > max_sequence_length:
+        raise ValueError(f"{where} has {length} positions but max_sequence_length={max_sequence_length}")
+    for name, ids in (("tokens", sample.tokens), ("targets", sample.targets)):
+        if ids.ndim != 1 or ids.dtype != torch.int64:
+            raise ValueError(
+                f"{where}: {name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be [T] int64"
+            )
+    if len(sample.targets) != length:
+        raise ValueError(f"{where}: targets has {len(sample.targets)} positions but tokens has {length}")
+    if not (isinstance(sample.temperature, float | int) and 0 < sample.temperature < math.inf):
+        raise ValueError(f"{where}: temperature={sample.temperature}; it must be positive")
+    for name, column in sample.columns.items():
+        if column.dtype != torch.float32 or column.shape != (length,):
+            given = f"shape {tuple(column.shape)} and dtype {column.dtype}"
+            raise ValueError(f"{where}: column {name!r} has {given}; it must be [{length}] float32")
+
+
+def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Look at all samples at once, and for the culprit only when there is one."""
+
+    def culprit(is_bad: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> tuple[int, int, float] | None:
+        if not bool(is_bad(torch.cat(tensors)).any()):
+            return None
+        index = next(i for i, tensor in enumerate(tensors) if is_bad(tensor).any())
+        position = int(is_bad(tensors[index]).nonzero()[0])
+        return index, position, tensors[index][position].item()
+
+    if found := culprit(lambda x: (x < 0) | (x >= vocab_size), [sample.tokens for sample in samples]):
+        index, position, value = found
+        raise ValueError(
+            f"sample {index}: tokens[{position}]={value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
+        )
+    bad_target = lambda x: ((x < 0) & (x != IGNORE_TARGET)) | (x >= vocab_size)  # noqa: E731
+    if found := culprit(bad_target, [sample.targets for sample in samples]):
+        index, position, value = found
+        raise ValueError(
+            f"sample {index}: targets[{position}]={value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size}) or {IGNORE_TARGET}"
+        )
+    for name in sorted({name for sample in samples for name in sample.columns}):
+        holders = [i for i, sample in enumerate(samples) if name in sample.columns]
+        if found := culprit(lambda x: ~torch.isfinite(x), [samples[i].columns[name] for i in holders]):
+            index, position, value = found
+            raise ValueError(
+                f"sample {holders[index]}: column {name!r} holds {value} at position {position}; it must be finite"
+            )
+
+
+def validate_optim_params(params: OptimParams) -> None:
+    """Raises ValueError naming the field, its value and the limit."""
+    if not isinstance(params, OptimParams):
+        raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
+    limits: dict[str, tuple[Any, str]] = {
+        "learning_rate": (lambda x: x >= 0, "at least 0"),
+        "beta1": (lambda x: 0 <= x < 1, "in [0, 1)"),
+        "beta2": (lambda x: 0 <= x < 1, "in [0, 1)"),
+        "eps": (lambda x: x > 0, "positive"),
+        "weight_decay": (lambda x: x >= 0, "at least 0"),
+        "grad_divisor": (lambda x: x > 0, "positive"),
+        "grad_clip_norm": (lambda x: x is None or x > 0, "positive or None"),
+    }
+    for name, (holds, limit) in limits.items():
+        value = getattr(params, name)
+        finite = value is None or (isinstance(value, float | int) and math.isfinite(value))
+        if not finite or not holds(value):
+            raise ValueError(f"{name}={value}; it must be {limit}")
