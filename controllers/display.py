@@ -1,0 +1,143 @@
+"""What the terminal shows of a run: a live panel, or one line a step where stdout is a file or a pipe. Measures nothing."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich.columns import Columns
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+COLUMNS = (  # title, width, key of the record, format
+    ("reward", 6, "reward/mean", ".3f"),
+    ("accuracy", 8, "validation/accuracy", ".3f"),
+    ("loss", 9, "loss", ".3g"),
+    ("grad_norm", 9, "grad_norm", ".3g"),
+    ("lr", 8, "learning_rate", ".2e"),
+    ("tokens/s", 8, "tokens/s", ",.0f"),  # trained tokens over the whole step
+    ("generate", 8, "time/generate", ".2f"),
+    ("train", 5, "time/train", ".2f"),
+    ("sync", 5, "time/sync", ".2f"),
+    ("lag", 3, "policy_lag", ".2g"),  # policy versions from the weights sampled with to the weights trained
+)
+
+
+class LineDisplay:
+    """One aligned line a step, under a header now and then."""
+
+    def __init__(self, out: TextIO, total_steps: int | None, first_step: int = 0):
+        self.out, self.total_steps = out, total_steps
+        self.setups: dict[str, float] = {}  # those under way -> when they started
+        self.record: dict[str, Any] = {"step": first_step - 1, "phase": ""}  # the last step's
+        self._start, self._recent = time.perf_counter(), deque(maxlen=20)
+        self._num_rows, self._phase = 0, ""
+
+    @contextmanager
+    def setup(self, label: str) -> Iterator[None]:
+        self.setups[label] = start = time.perf_counter()
+        self.setup_started(label)
+        try:
+            yield
+        finally:
+            del self.setups[label]
+            self.print(f"{label}: {time.perf_counter() - start:.1f} s")
+
+    def setup_started(self, label: str) -> None:
+        self.print(f"{label} ...")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        seconds, trained = record.get("time/step"), record.get("tokens/trained")
+        self.record = {**record, "tokens/s": trained / seconds if trained and seconds else None}
+        self._recent.append(seconds or 0.0)
+        self.row()
+
+    def row(self) -> None:
+        if self._num_rows % 20 == 0 or self.record["phase"] != self._phase:
+            titles = "".join(f"  {title:>{width}}" for title, width, *_ in COLUMNS)
+            self.print(f"{'done':>7}  {'':4}{titles}  {'elapsed':>7}  {'left':>7}")
+        self._num_rows, self._phase = self._num_rows + 1, self.record["phase"]
+        values = "".join(f"  {_text(self.record, key, spec):>{width}}" for _, width, key, spec in COLUMNS)
+        skipped = "  skipped" if self.record.get("skipped") else ""
+        self.print(f"{self.done:>7}  {self._phase:4}{values}  {self.elapsed:>7}  {self.left:>7}{skipped}")
+
+    @property
+    def done(self) -> str:
+        return f"{self.record['step'] + 1}/{self.total_steps or '?'}"
+
+    @property
+    def elapsed(self) -> str:
+        return _clock(time.perf_counter() - self._start)
+
+    @property
+    def left(self) -> str:
+        if not self.total_steps or not self._recent:
+            return "-"
+        return _clock((self.total_steps - self.record["step"] - 1) * sum(self._recent) / len(self._recent))
+
+    def print(self, line: str) -> None:
+        print(line, file=self.out, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LiveDisplay(LineDisplay):
+    """A panel at the bottom of a terminal. A step with a validation leaves its line above it."""
+
+    def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
+        super().__init__(console.file, total_steps, first_step)
+        self._console, self._known = console, self.record
+        redirect = console.file is sys.stdout  # stray prints then appear above the panel and do not tear it
+        self._live = Live(
+            console=console, get_renderable=self._panel, redirect_stdout=redirect, redirect_stderr=redirect
+        )
+        self._live.start()
+
+    def setup_started(self, label: str) -> None:
+        pass  # the panel counts its seconds
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        super().step(record)
+        self._known = self._known | {key: value for key, value in self.record.items() if value is not None}
+
+    def row(self) -> None:
+        if self.record.get("validation/accuracy") is not None:
+            super().row()
+
+    def print(self, line: str) -> None:
+        self._console.print(Text(line), no_wrap=True, overflow="crop", crop=True)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _panel(self) -> Group:
+        now = time.perf_counter()
+        spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(now * 8) % 10]
+        setups = [Text(f"{spinner} {label}: {now - start:.0f} s") for label, start in list(self.setups.items())]
+        if setups or not self._known["phase"]:
+            return Group(*setups)
+        bar = Table.grid(padding=(0, 2))
+        progress = ProgressBar(total=self.total_steps, completed=self._known["step"] + 1, width=32)
+        times = Text(f"{self.elapsed} elapsed, {self.left} left", style="dim")
+        bar.add_row(Text(self._known["phase"], style="bold"), progress, self.done, times)
+        cells = [
+            Text.assemble((f"{title} ", "dim"), (f"{_text(self._known, key, spec):<{width}}", "bold"))
+            for title, width, key, spec in COLUMNS
+        ]
+        return Group(bar, Columns(cells, padding=(0, 2)))
+
+
+def _text(record: Mapping[str, Any], key: str, spec: str) -> str:
+    return "-" if record.get(key) is None else format(record[key], spec)
+
+
+def _clock(seconds: float) -> str:
+    """3725.2 -> 1:02:05"""
+    minutes, seconds = divmod(max(0, int(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"

@@ -1,0 +1,212 @@
+"""What a run shows and leaves as it goes: a display, metrics.jsonl, rollouts.jsonl, TensorBoard, wandb. Decides nothing.
+
+A step is one training step; supervised and GRPO steps share one count from 0. A record is a step's line in metrics.jsonl.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+
+from controllers.display import LineDisplay, LiveDisplay
+
+KEYS = (
+    *("policy_version", "reward/mean", "reward/std", "loss", "grad_norm", "learning_rate"),
+    *("logprob_diff/mean", "logprob_diff/max", "kl/policy_generator", "groups/filtered"),
+    *("tokens/trained", "tokens/generated", "time/generate", "time/train", "time/sync", "time/step"),
+)
+"""In every record, null where a step has no such value. `validation/accuracy` is there when it was measured."""
+
+
+class RunFolder:
+    """The paths of one run, and its JSON-lines files."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config, self.metrics = self.path / "config.json", self.path / "metrics.jsonl"
+        self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
+        self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
+        self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
+
+    @property
+    def holds_run(self) -> bool:
+        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
+
+    def log(self, name: str) -> Path:
+        """log("trainer-0") -> logs/trainer-0.log"""
+        return self.path / "logs" / f"{name}.log"
+
+    def drop_from(self, step: int) -> None:
+        """Forget the lines of steps >= step, and a line that a killed run left half written, each file in one rename."""
+        for file in filter(Path.exists, (self.metrics, self.rollouts)):
+            with file.with_suffix(".tmp").open("w") as temporary:
+                temporary.writelines(to_json(line) + "\n" for line in read_jsonl(file) if line["step"] < step)
+                temporary.flush()
+                os.fsync(temporary.fileno())
+            os.replace(temporary.name, file)
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a JSON-lines file; none when there is no file."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # the run was killed while it wrote this line
+    return records
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON on one line: NaN and infinity become null, a tensor or an array its numbers."""
+    return json.dumps(_plain(value), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {str(key): _plain(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case float():
+            return float(value) if math.isfinite(value) else None
+        case None | bool() | int() | str():
+            return value
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+class Timer:
+    """Seconds by name since the last reset: `with timer("generate"): …` adds to `timer.seconds["generate"]`."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._start = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def reset(self) -> dict[str, float]:
+        """{"time/generate": …, "time/step": wall time since the last reset}; then start again."""
+        now = time.perf_counter()
+        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": now - self._start}
+        self.seconds, self._start = {}, now
+        return times
+
+
+class MetricsLogger(AbstractContextManager):
+    """Takes each step's numbers wherever they go. Leaving `with` closes everything and writes down how the run ended.
+
+    with MetricsLogger(RunFolder("runs/tiny"), total_steps=200) as log:
+        with log.setup("starting trainer"): ...
+        log.step(0, {"loss": 0.7, **timer.reset()}, phase="grpo")
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` when it is
+        first_step: int = 0,  # lines of this step and later ones are dropped: a resumed run writes them again
+        tensorboard: bool = True,
+        wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are honoured
+        config: Mapping[str, Any] | None = None,  # shown by wandb
+        rollouts_per_step: int = 4,
+        lines: bool = False,  # one line a step on a terminal too, as --verbose needs
+        console: Console | None = None,  # None: stdout
+    ):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.drop_from(first_step)
+        self.folder, self._last_step, self._rollouts_per_step = folder, first_step - 1, rollouts_per_step
+        self._tensorboard = _tensorboard(folder, first_step) if tensorboard else None
+        self._wandb = _wandb(folder, wandb_project, config) if wandb_project else None
+        self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
+        console = console or Console()
+        if console.is_terminal and not lines:
+            self.display = LiveDisplay(console, total_steps, first_step)
+        else:
+            self.display = LineDisplay(console.file, total_steps, first_step)
+        self._write_outcome("running")
+
+    def setup(self, label: str) -> AbstractContextManager[None]:
+        """Show a phase before the first step: "starting generator: 7 s"."""
+        return self.display.setup(label)
+
+    def note(self, line: str) -> None:
+        self.display.print(line)
+
+    def step(self, step: int, metrics: Mapping[str, Any], *, phase: str, skipped: bool = False) -> None:
+        """Record one step of phase "sft" or "grpo". In the record, `nonfinite` names what was NaN or infinite."""
+        if step <= self._last_step:
+            raise ValueError(f"step {step} comes after step {self._last_step}: a step is recorded once, in order")
+        self._last_step = step
+        record = {"step": step, "phase": phase} | dict.fromkeys(KEYS) | _plain(metrics)
+        if skipped:
+            record["skipped"] = True
+        if nonfinite := [key for key, value in metrics.items() if value is not None and record[key] is None]:
+            record["nonfinite"] = nonfinite
+        self._append(self._metrics, [record])
+        scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
+        if self._tensorboard is not None:
+            for key, value in scalars.items():
+                self._tensorboard.add_scalar(key, value, step)
+        if self._wandb is not None:
+            self._wandb.log(scalars, step=step)
+        self.display.step(record)
+
+    def rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        """Keep a few, evenly spaced, of {"prompt": str, "completion": str, "reward": float, …}."""
+        stride = max(1, len(rollouts) // self._rollouts_per_step)
+        kept = rollouts[::stride][: self._rollouts_per_step]
+        self._append(self._rollouts, [{"step": step, **rollout} for rollout in kept])
+
+    def _append(self, file: TextIO, records: Sequence[Mapping[str, Any]]) -> None:
+        file.write("".join(to_json(record) + "\n" for record in records))
+        file.flush()
+
+    def _write_outcome(self, status: str, error: str | None = None) -> None:
+        outcome = {"status": status, "error": error, "total_steps": self.display.total_steps}
+        self.folder.outcome.write_text(to_json(outcome) + "\n")
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.display.close()
+        if isinstance(error, Exception):
+            self._write_outcome("failed", f"{kind.__name__}: {error}")
+        elif error is not None:  # KeyboardInterrupt, SystemExit, CancelledError
+            self._write_outcome("interrupted", kind.__name__)
+        else:
+            whole = self._last_step + 1 >= (self.display.total_steps or 0)
+            self._write_outcome("finished" if whole else "stopped early")
+        self._metrics.close()
+        self._rollouts.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+        if self._wandb is not None:
+            self._wandb.finish(exit_code=0 if error is None else 1)
+
+
+def _tensorboard(folder: RunFolder, first_step: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError("TensorBoard events need `pip install tensorboard`") from error
+    return SummaryWriter(str(folder.tensorboard), purge_step=first_step or None, flush_secs=10)
+
+
+def _wandb(folder: RunFolder, project: str, config: Mapping[str, Any] | None):
+    try:
+        import wandb
+    except ImportError as error:
+        raise ImportError("reporting to wandb needs `pip install wandb`") from error
+    settings = wandb.Settings(silent=True, console="off")
+    return wandb.init(project=project, name=folder.path.name, dir=folder.path, config=config, settings=settings)

@@ -1,0 +1,194 @@
+import io
+import json
+import sys
+
+import pytest
+import torch
+from rich.console import Console
+
+from controllers.metrics import KEYS, MetricsLogger, RunFolder, Timer, read_jsonl, to_json
+
+
+def logger(folder: RunFolder, out: io.StringIO | None = None, **options) -> MetricsLogger:
+    console = Console(file=out if out is not None else io.StringIO(), width=200)
+    return MetricsLogger(folder, console=console, **{"tensorboard": False, **options})
+
+
+def record_steps(folder: RunFolder, steps, **options) -> None:
+    with logger(folder, **options) as log:
+        for step in steps:
+            log.step(step, {"loss": step / 10}, phase="grpo")
+            log.rollouts(step, [{"prompt": "1+1=", "completion": "2", "reward": 1.0}])
+
+
+def test_a_record_has_every_key_and_is_on_disk_before_the_next_step(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with logger(folder) as log:
+        log.step(0, {"policy_version": 1, "loss": torch.tensor(0.5), "policy_lag": 0}, phase="sft")
+        log.step(1, {"validation/accuracy": 0.25}, phase="grpo", skipped=True)
+        first, second = read_jsonl(folder.metrics)
+    assert set(KEYS) <= set(first) & set(second)
+    assert (first["step"], first["phase"], first["loss"], first["reward/mean"]) == (0, "sft", 0.5, None)
+    assert "validation/accuracy" not in first and "skipped" not in first
+    assert (second["skipped"], second["validation/accuracy"]) == (True, 0.25)
+
+
+def test_nan_and_infinity_become_null_and_are_named(tmp_path):
+    folder = RunFolder(tmp_path)
+    with logger(folder) as log:
+        log.step(0, {"loss": float("nan"), "grad_norm": torch.tensor(float("inf")), "learning_rate": 0.1}, phase="grpo")
+    (line,) = folder.metrics.read_text().splitlines()
+    record = json.loads(line, parse_constant=pytest.fail)
+    assert (record["loss"], record["grad_norm"], record["learning_rate"]) == (None, None, 0.1)
+    assert record["nonfinite"] == ["loss", "grad_norm"]
+    assert to_json({"a": [float("-inf"), {"b": torch.tensor([1, 2])}]}) == '{"a": [null, {"b": [1, 2]}]}'
+
+
+def test_resuming_leaves_one_line_a_step_though_the_last_was_torn(tmp_path):
+    folder = RunFolder(tmp_path)
+    record_steps(folder, range(5))
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 5, "lo')
+    record_steps(folder, range(3, 6), first_step=3)
+    assert [line["step"] for line in read_jsonl(folder.metrics)] == [0, 1, 2, 3, 4, 5]
+    assert [line["step"] for line in read_jsonl(folder.rollouts)] == [0, 1, 2, 3, 4, 5]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_failure_while_dropping_leaves_the_file_as_it_was(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    record_steps(folder, range(3))
+    before = folder.metrics.read_bytes()
+    monkeypatch.setattr("controllers.metrics.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        folder.drop_from(1)
+    assert folder.metrics.read_bytes() == before
+
+
+def test_a_step_is_recorded_once_and_in_order(tmp_path):
+    with logger(RunFolder(tmp_path), first_step=4) as log:
+        log.step(4, {}, phase="grpo")
+        with pytest.raises(ValueError, match="step 4 comes after step 4"):
+            log.step(4, {}, phase="grpo")
+
+
+def test_without_a_terminal_a_step_is_one_aligned_line_under_a_header(tmp_path):
+    out = io.StringIO()
+    with logger(RunFolder(tmp_path), out, total_steps=3) as log:
+        with log.setup("starting generator"):
+            pass
+        log.step(0, {"loss": 2.0, "time/step": 0.5, "tokens/trained": 1000}, phase="sft")
+        log.step(1, {"reward/mean": 0.5, "validation/accuracy": 0.25, "policy_lag": 1, "time/step": 1}, phase="grpo")
+        log.step(2, {"reward/mean": float("nan")}, phase="grpo", skipped=True)
+    started, ready, header, sft, header_again, grpo, skipped = out.getvalue().splitlines()
+    assert (started, ready) == ("starting generator ...", "starting generator: 0.0 s")
+    assert header == header_again
+    assert len(header) == len(sft) == len(grpo) == len(skipped) - len("  skipped") <= 120
+    assert sft.split()[:7] == ["1/3", "sft", "-", "-", "2", "-", "-"] and "2,000" in sft
+    assert grpo.split()[:4] == ["2/3", "grpo", "0.500", "0.250"]
+    assert skipped.split()[:3] == ["3/3", "grpo", "-"]
+    assert "\x1b" not in out.getvalue()
+
+
+def test_the_header_comes_back_every_twenty_lines(tmp_path):
+    out = io.StringIO()
+    with logger(RunFolder(tmp_path), out) as log:
+        for step in range(41):
+            log.step(step, {}, phase="grpo")
+    assert [i for i, line in enumerate(out.getvalue().splitlines()) if "grad_norm" in line] == [0, 21, 42]
+
+
+def test_a_terminal_shows_a_live_panel_and_leaves_the_lines_with_a_validation(tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system=None)
+    with MetricsLogger(RunFolder(tmp_path), total_steps=2, console=console, tensorboard=False) as log:
+        with log.setup("starting trainer"):
+            log.display._live.refresh()
+        log.step(0, {"loss": 0.125, "validation/accuracy": 0.75}, phase="grpo")
+        log.step(1, {"learning_rate": 0.1}, phase="grpo")
+        log.display._live.refresh()
+    shown = out.getvalue()
+    assert "starting trainer: 0 s" in shown and "starting trainer: 0.0 s" in shown
+    (left,) = [line for line in shown.splitlines() if line.endswith("0:00:00")]
+    assert " 1/2  grpo " in left and " 0.750 " in left
+    final = shown[shown.rindex("2/2") :]
+    assert "accuracy 0.750" in final and "loss 0.125" in final and "lr 1.00e-01" in final
+
+
+def test_rollouts_kept_are_a_few_evenly_spaced(tmp_path):
+    folder = RunFolder(tmp_path)
+    with logger(folder, rollouts_per_step=3) as log:
+        log.rollouts(7, [{"prompt": str(i), "reward": float(i)} for i in range(12)])
+        log.rollouts(8, [{"prompt": "only", "reward": 0.0}])
+        log.rollouts(9, [])
+    kept = [(line["step"], line["prompt"]) for line in read_jsonl(folder.rollouts)]
+    assert kept == [(7, "0"), (7, "4"), (7, "8"), (8, "only")]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(None, "finished"), (KeyboardInterrupt(), "interrupted"), (RuntimeError("boom"), "failed")],
+)
+def test_the_outcome_is_written_down(tmp_path, error, status):
+    folder = RunFolder(tmp_path)
+
+    def run():
+        with logger(folder, total_steps=1) as log:
+            assert json.loads(folder.outcome.read_text())["status"] == "running"
+            log.step(0, {}, phase="grpo")
+            if error is not None:
+                raise error
+
+    if error is None:
+        run()
+    else:
+        with pytest.raises(type(error)):
+            run()
+    outcome = json.loads(folder.outcome.read_text())
+    assert outcome["status"] == status
+    assert outcome["error"] == {"failed": "RuntimeError: boom", "interrupted": "KeyboardInterrupt"}.get(status)
+
+
+def test_fewer_steps_than_planned_is_not_finished(tmp_path):
+    folder = RunFolder(tmp_path)
+    record_steps(folder, range(2), total_steps=3)
+    assert json.loads(folder.outcome.read_text())["status"] == "stopped early"
+
+
+def test_tensorboard_shows_a_resumed_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folder = RunFolder(tmp_path)
+    record_steps(folder, range(4), tensorboard=True)
+    with logger(folder, tensorboard=True, first_step=2) as log:
+        log.step(2, {"loss": 9.0, "grad_norm": float("nan")}, phase="grpo")
+    events = EventAccumulator(str(folder.tensorboard)).Reload()
+    assert [(e.step, pytest.approx(e.value)) for e in events.Scalars("loss")] == [(0, 0.0), (1, 0.1), (2, 9.0)]
+    assert "grad_norm" not in events.Tags()["scalars"]
+
+
+def test_asking_for_a_missing_wandb_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(ImportError, match="pip install wandb"):
+        logger(RunFolder(tmp_path), wandb_project="x")
+
+
+def test_a_timer_adds_up_a_name_and_starts_again_on_reset():
+    timer = Timer()
+    with timer("generate"):
+        pass
+    once = timer.seconds["generate"]
+    with pytest.raises(KeyError), timer("generate"):
+        raise KeyError
+    assert timer.seconds["generate"] > once
+    times = timer.reset()
+    assert set(times) == {"time/generate", "time/step"} and times["time/generate"] <= times["time/step"]
+    assert timer.seconds == {} and timer.reset()["time/step"] <= times["time/step"] + 1
+
+
+def test_a_folder_with_a_config_or_records_holds_a_run(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert not folder.holds_run
+    folder.config.write_text("{}")
+    assert folder.holds_run
+    assert folder.log("trainer-0") == tmp_path / "logs" / "trainer-0.log"
