@@ -80,8 +80,3 @@ def test_verbose_logging_carries_the_label_on_the_terminal(tmp_path):
     assert done.stderr.startswith("[controller] ")
     assert done.stderr.count("a library speaks") == 1
     assert "a library speaks" in (tmp_path / "controller.log").read_text()
-
-
-def test_importing_the_module_loads_no_torch(tmp_path):
-    done = run_python("import sys\nprint('torch' in sys.modules)", tmp_path / "x")
-    assert done.stdout == "False\n"
