@@ -8,6 +8,7 @@ import sys
 import threading
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import Any
 
 
 class RoutedOutput(AbstractContextManager):
@@ -60,18 +61,19 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
     Leave verbose False where `route_process_output` tees the same file.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    handlers = [logging.FileHandler(path), *([logging.StreamHandler()] if verbose else [])]
+    handlers: list[logging.Handler] = [logging.FileHandler(path), *([logging.StreamHandler()] if verbose else [])]
     for handler, prefix in zip(handlers, ("", f"[{label}] "), strict=False):
         handler.setFormatter(logging.Formatter(prefix + "%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
     for logger in logging.root.manager.loggerDict.values():  # libraries with a terminal handler of their own
-        if any(type(handler) is logging.StreamHandler for handler in getattr(logger, "handlers", ())):
+        if isinstance(logger, logging.Logger) and any(type(h) is logging.StreamHandler for h in logger.handlers):
             logger.handlers, logger.propagate = [], True
 
 
 def _point_output(targets: tuple[int, int]) -> None:
-    for stream, fd, target in zip((sys.stdout, sys.stderr), (1, 2), targets, strict=True):
+    streams: list[Any] = [sys.stdout, sys.stderr]
+    for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
         with suppress(AttributeError, ValueError, OSError):  # no stream, a closed one, or not a text file
             stream.reconfigure(line_buffering=True)  # flushes; and a killed process leaves its words in the file
         ctypes.CDLL(None).fflush(None)
