@@ -5,7 +5,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -31,11 +31,11 @@ COLUMNS = (  # title, width, key of the record, format
 class LineDisplay:
     """One aligned line a step, under a header now and then."""
 
-    def __init__(self, out: TextIO, total_steps: int | None, first_step: int = 0):
-        self.out, self.total_steps = out, total_steps
+    def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
+        self.console, self.total_steps = console, total_steps
         self.setups: dict[str, float] = {}  # those under way -> when they started
         self.record: dict[str, Any] = {"step": first_step - 1, "phase": ""}  # the last step's
-        self._start, self._recent = time.perf_counter(), deque(maxlen=20)
+        self._start, self._recent = time.perf_counter(), deque[float](maxlen=20)  # the latter: seconds of steps
         self._num_rows, self._phase = 0, ""
 
     @contextmanager
@@ -54,7 +54,7 @@ class LineDisplay:
     def step(self, record: Mapping[str, Any]) -> None:
         seconds, trained = record.get("time/step"), record.get("tokens/trained")
         self.record = {**record, "tokens/s": trained / seconds if trained and seconds else None}
-        self._recent.append(seconds or 0.0)
+        self._recent.extend([seconds] if seconds else [])
         self.row()
 
     def row(self) -> None:
@@ -81,7 +81,7 @@ class LineDisplay:
         return _clock((self.total_steps - self.record["step"] - 1) * sum(self._recent) / len(self._recent))
 
     def print(self, line: str) -> None:
-        print(line, file=self.out, flush=True)
+        print(line, file=self.console.file, flush=True)
 
     def close(self) -> None:
         pass
@@ -91,8 +91,8 @@ class LiveDisplay(LineDisplay):
     """A panel at the bottom of a terminal. A step with a validation leaves its line above it."""
 
     def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
-        super().__init__(console.file, total_steps, first_step)
-        self._console, self._known = console, self.record
+        super().__init__(console, total_steps, first_step)
+        self._known = self.record  # the last value of each key
         redirect = console.file is sys.stdout  # stray prints then appear above the panel and do not tear it
         self._live = Live(
             console=console, get_renderable=self._panel, redirect_stdout=redirect, redirect_stderr=redirect
@@ -111,7 +111,7 @@ class LiveDisplay(LineDisplay):
             super().row()
 
     def print(self, line: str) -> None:
-        self._console.print(Text(line), no_wrap=True, overflow="crop", crop=True)
+        self.console.print(Text(line), no_wrap=True, overflow="crop", crop=True)
 
     def close(self) -> None:
         self._live.stop()

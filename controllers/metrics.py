@@ -132,10 +132,8 @@ class MetricsLogger(AbstractContextManager):
         self._wandb = _wandb(folder, wandb_project, config) if wandb_project else None
         self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
         console = console or Console()
-        if console.is_terminal and not lines:
-            self.display = LiveDisplay(console, total_steps, first_step)
-        else:
-            self.display = LineDisplay(console.file, total_steps, first_step)
+        live = console.is_terminal and not lines
+        self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps, first_step)
         self._write_outcome("running")
 
     def setup(self, label: str) -> AbstractContextManager[None]:
@@ -209,4 +207,6 @@ def _wandb(folder: RunFolder, project: str, config: Mapping[str, Any] | None):
     except ImportError as error:
         raise ImportError("reporting to wandb needs `pip install wandb`") from error
     settings = wandb.Settings(silent=True, console="off")
-    return wandb.init(project=project, name=folder.path.name, dir=folder.path, config=config, settings=settings)
+    return wandb.init(
+        project=project, name=folder.path.name, dir=folder.path, config=dict(config or {}), settings=settings
+    )

@@ -52,7 +52,7 @@ def draw_lines(axes: Axes, records: Records, lines: dict[str, tuple[str, str]], 
     """lines: {key: (label, color)}"""
     for key, (label, color) in lines.items():
         steps, values = series(records, key)
-        style = {"marker": "o", "markersize": 3.8} if markers or len(steps) == 1 else {}
+        style: dict[str, Any] = {"marker": "o", "markersize": 3.8} if markers or len(steps) == 1 else {}
         axes.plot(steps, values, color=LIGHT[color], label=label, **style)
     shown = [value for key in lines for value in series(records, key)[1]]
     if len(lines) > 1 and min(shown) > 0:
@@ -146,14 +146,14 @@ def tiles(records: Records, outcome: dict[str, Any]) -> list[tuple[str, str, str
     remarks += [f"best {max(scores):.3f} at step {steps[scores.index(max(scores))]}"] if scores else ["not measured"]
     skipped = sum(bool(r.get("skipped")) for r in records)
     minutes, seconds = divmod(round(sums["time/step"]), 60)
-    status = {"running": "running or killed"}.get(outcome.get("status"), outcome.get("status", "not recorded"))
-    planned = f"{outcome['total_steps']:,} steps planned" if outcome.get("total_steps") else ""
+    status = str(outcome.get("status", "not recorded")).replace("running", "running or killed")
+    remark = f"{outcome['total_steps']:,} steps planned" if outcome.get("total_steps") else ""
     return [
         ("validation accuracy", f"{scores[-1]:.3f}" if scores else "–", ", ".join(remarks)),
         ("steps", f"{len(records):,}", f"{len(warm_up):,} supervised, {skipped:,} skipped"),
         ("tokens trained", f"{sums['tokens/trained']:,.0f}", f"{sums['tokens/generated']:,.0f} generated"),
         ("time in steps", f"{minutes} min {seconds} s", f"{sums['time/step'] / max(1, len(records)):.2f} s a step"),
-        ("outcome", status, outcome.get("error") or planned),
+        ("outcome", status, str(outcome.get("error") or remark)),
     ]
 
 

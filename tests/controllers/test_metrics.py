@@ -104,12 +104,12 @@ def test_a_terminal_shows_a_live_panel_and_leaves_the_lines_with_a_validation(tm
     with MetricsLogger(RunFolder(tmp_path), total_steps=2, console=console, tensorboard=False) as log:
         with log.setup("starting trainer"):
             log.display._live.refresh()
-        log.step(0, {"loss": 0.125, "validation/accuracy": 0.75}, phase="grpo")
+        log.step(0, {"loss": 0.125, "validation/accuracy": 0.75, "time/step": 3661.0}, phase="grpo")
         log.step(1, {"learning_rate": 0.1}, phase="grpo")
         log.display._live.refresh()
     shown = out.getvalue()
     assert "starting trainer: 0 s" in shown and "starting trainer: 0.0 s" in shown
-    (left,) = [line for line in shown.splitlines() if line.endswith("0:00:00")]
+    (left,) = [line for line in shown.splitlines() if line.endswith("1:01:01")]
     assert " 1/2  grpo " in left and " 0.750 " in left
     final = shown[shown.rindex("2/2") :]
     assert "accuracy 0.750" in final and "loss 0.125" in final and "lr 1.00e-01" in final
