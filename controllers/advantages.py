@@ -1,0 +1,70 @@
+"""Advantages: pure functions of rewards [G, N] to advantages [G, N]. Know nothing of tokens, losses or which groups are kept.
+
+G groups (prompts), N completions of each.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def grpo(rewards_GN: Tensor, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
+    """(reward - group mean) / (group std + eps), std with N - 1 degrees of freedom: GRPO, arXiv 2402.03300 section 4.1.2.
+
+    grpo([[1, 0]]) -> [[0.7071, -0.7071]]
+    """
+    centered_GN = dr_grpo(rewards_GN)
+    return centered_GN / (rewards_GN.float().std(dim=1, keepdim=True) + eps) if normalize_std else centered_GN
+
+
+def dr_grpo(rewards_GN: Tensor) -> Tensor:
+    """reward - group mean, without the division that favours easy and hard prompts: Dr. GRPO, arXiv 2503.20783 section 3.
+
+    dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
+    """
+    rewards_GN = _checked(rewards_GN)
+    return rewards_GN - rewards_GN.mean(dim=1, keepdim=True)
+
+
+def rloo(rewards_GN: Tensor) -> Tensor:
+    """reward - mean of the group's other rewards: RLOO, arXiv 2402.14740 section 2.
+
+    rloo([[1, 0, 0]]) -> [[1, -0.5, -0.5]]
+    """
+    num_completions = rewards_GN.shape[-1]
+    # r - (sum - r) / (N - 1) is N / (N - 1) times r - sum / N
+    return dr_grpo(rewards_GN) * num_completions / (num_completions - 1)
+
+
+def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
+    """reward - group mean, then normalised over the whole batch: REINFORCE++ with baseline, arXiv 2501.03262.
+
+    A group far from its mean keeps its weight, where grpo gives every group the same.
+    """
+    centered_GN = dr_grpo(rewards_GN)
+    return (centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)
+
+
+def has_signal(rewards_GN: Tensor) -> Tensor:
+    """Bool [G]: whether a group's rewards differ at all. A group without has zero advantages, and trains nothing.
+
+    has_signal([[1, 1], [1, 0]]) -> [False, True]
+    """
+    return (rewards_GN != rewards_GN[:, :1]).any(dim=1)
+
+
+def _checked(rewards_GN: Tensor) -> Tensor:
+    if rewards_GN.ndim != 2 or rewards_GN.shape[0] < 1 or rewards_GN.shape[1] < 2:
+        raise ValueError(f"rewards have shape {tuple(rewards_GN.shape)}; expected [G, N] with G >= 1 and N >= 2")
+    if not torch.isfinite(rewards_GN).all():
+        raise ValueError(f"{int((~torch.isfinite(rewards_GN)).sum())} of {rewards_GN.numel()} rewards are not finite")
+    return rewards_GN.float()
+
+
+ADVANTAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "reinforce_plus_plus": reinforce_plus_plus,
+}

@@ -1,0 +1,60 @@
+"""Advantages against numbers worked out by hand or by loops over plain floats."""
+
+import math
+import statistics
+
+import pytest
+import torch
+
+from controllers.advantages import ADVANTAGES, dr_grpo, grpo, has_signal, reinforce_plus_plus, rloo
+
+REWARDS_GN = [[1.0, 0.0, 0.0, 0.5], [0.2, 0.9, 0.4, 0.4]]
+
+
+def expect(actual, expected):
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+
+
+def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
+    expected = [
+        [(r - statistics.mean(g)) / (statistics.stdev(g) + 1e-6) for r in g] for g in REWARDS_GN
+    ]  # statistics.stdev has N - 1 degrees of freedom
+    expect(grpo(torch.tensor(REWARDS_GN)), expected)
+
+
+def test_dr_grpo_and_grpo_without_std_only_subtract_the_mean():
+    expect(dr_grpo(torch.tensor([[1.0, 0.0, 0.0, 1.0]])), [[0.5, -0.5, -0.5, 0.5]])
+    assert torch.equal(grpo(torch.tensor(REWARDS_GN), normalize_std=False), dr_grpo(torch.tensor(REWARDS_GN)))
+
+
+def test_rloo_subtracts_the_mean_of_the_others():
+    expected = [[r - (sum(g) - r) / 3 for r in g] for g in REWARDS_GN]
+    expect(rloo(torch.tensor(REWARDS_GN)), expected)
+
+
+def test_reinforce_plus_plus_normalises_over_the_batch_after_the_group_mean():
+    centered = [[r - statistics.mean(g) for r in g] for g in REWARDS_GN]
+    std = statistics.stdev([a for g in centered for a in g])
+    expect(reinforce_plus_plus(torch.tensor(REWARDS_GN)), [[a / (std + 1e-6) for a in g] for g in centered])
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_without_signal_gets_zero_advantages(name):
+    advantages = ADVANTAGES[name](torch.tensor([[0.1, 0.1, 0.1], [0.0, 1.0, 0.0]]))
+    assert advantages[0].abs().max() < 1e-2 and advantages[1].abs().min() > 0.1
+    assert math.isclose(advantages[1].sum().item(), 0.0, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_integer_rewards_are_taken_and_bad_shapes_refused(name):
+    assert ADVANTAGES[name](torch.tensor([[1, 0]])).dtype == torch.float32
+    with pytest.raises(ValueError, match=r"shape \(3,\); expected \[G, N\]"):
+        ADVANTAGES[name](torch.zeros(3))
+    with pytest.raises(ValueError, match=r"shape \(3, 1\).*N >= 2"):
+        ADVANTAGES[name](torch.zeros(3, 1))
+    with pytest.raises(ValueError, match="1 of 2 rewards are not finite"):
+        ADVANTAGES[name](torch.tensor([[float("nan"), 0.0]]))
+
+
+def test_has_signal_marks_the_groups_whose_rewards_differ():
+    assert has_signal(torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.1, 0.1]])).tolist() == [False, True, False]
