@@ -1,0 +1,66 @@
+"""The character tokenizer, through transformers as a user and vLLM load it."""
+
+import pytest
+import tokenizers
+
+from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
+from rl_actors.config import ModelConfig
+
+ALPHABET = "0123456789+-*= \n"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("tokenizer")
+    build_character_tokenizer(directory, ALPHABET)
+    # transformers picks the tokenizer's class by the model's type when the two share a folder
+    ModelConfig(vocab_size=32).save(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(directory):
+    return load_tokenizer(directory)
+
+
+def test_ids_follow_the_alphabet_after_the_two_specials(tokenizer):
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 18)
+    assert encode(tokenizer, ALPHABET) == list(range(2, 18))
+    assert encode(tokenizer, "12+34=") == [3, 4, 12, 5, 6, 15]
+
+
+@pytest.mark.parametrize("text", ["12+34=46", " 1  2 ", "1 + 2 =\n3\n", "=", ""])
+def test_decoding_gives_the_text_back_exactly(tokenizer, text):
+    assert tokenizer.decode(encode(tokenizer, text)) == text
+    assert tokenizer.decode([*encode(tokenizer, text), 1, 0, 0], skip_special_tokens=True) == text
+
+
+def test_streamed_decoding_gives_the_text_back_exactly(directory):
+    """vLLM decodes token by token, on tokenizer.json alone."""
+    fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    stream = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
+    assert [stream.step(fast, token) for token in [3, 16, 16, 4, 1]] == ["1", " ", " ", "2", None]
+
+
+def test_a_character_outside_the_alphabet_is_an_error_that_names_it(tokenizer):
+    with pytest.raises(ValueError, match=r"\['a', 'b'\] of '1b\+a' .* alphabet '0123456789\+"):
+        encode(tokenizer, "1b+a")
+    with pytest.raises(ValueError, match="<"):
+        encode(tokenizer, "1<eos>")
+
+
+def test_a_saved_copy_is_the_same_tokenizer(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    copy = load_tokenizer(tmp_path)
+    assert encode(copy, "1 2") == [3, 16, 4]
+    with pytest.raises(ValueError, match="'x'"):
+        encode(copy, "x")
+
+
+def test_bad_alphabets_and_folders_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"repeats \['1'\]"):
+        build_character_tokenizer(tmp_path, "101")
+    with pytest.raises(ValueError, match="empty"):
+        build_character_tokenizer(tmp_path, "")
+    with pytest.raises(ValueError, match="no tokenizer_config.json"):
+        load_tokenizer(tmp_path)
