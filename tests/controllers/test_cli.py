@@ -1,0 +1,244 @@
+"""The command line: what it resolves to, what it refuses, and that a config survives its JSON."""
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from controllers import cli
+from controllers.environments import EnvironmentConfig
+from controllers.schedules import ScheduleConfig
+from rl_actors.config import TrainerConfig
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    steps: int = 10
+    """Optimizer steps of the run."""
+    seed: int = 0
+    """Of everything."""
+    group: tuple[int, ...] = (4, 8)
+    """A tuple."""
+    pair: tuple[str, float] = ("a", 0.5)
+    """A pair."""
+    scales: dict[int, float] = field(default_factory=lambda: {1: 2.0})
+    """A dict."""
+    cache: Path | None = None
+    """A path."""
+    mode: Literal["fast", "slow"] = "fast"
+    """A choice."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    def validate(self) -> None:
+        self.trainer.validate()
+        if self.steps < 1:
+            raise ValueError(f"steps={self.steps}; it must be at least 1")
+
+
+def tiny() -> RunConfig:
+    return RunConfig(environment=EnvironmentConfig(options={"max_digits": 2}))
+
+
+def tiny_tp2() -> RunConfig:
+    config = tiny()
+    config.trainer.parallelism.tensor_parallel_degree = 2
+    return config
+
+
+CONFIGS = {"tiny": tiny, "tiny_tp2": tiny_tp2}
+PROG = "python -m controllers.grpo"
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def parse(*argv: str) -> cli.Invocation:
+    return cli.parse(PROG, CONFIGS, argv)
+
+
+def refusal(capsys, *argv: str) -> str:
+    """What a refused command line says on stderr, with the frame of tyro's boxes and line breaks taken out."""
+    with pytest.raises(SystemExit) as exit:
+        parse(*argv)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == ""
+    return " ".join(err.replace("│", " ").split())
+
+
+def past_run(config: RunConfig, folder: str = "runs/old") -> str:
+    Path(folder).mkdir(parents=True)
+    (Path(folder) / "config.json").write_text(cli.config_to_json(config))
+    return folder
+
+
+def test_without_flags_the_first_config_runs_in_a_dated_folder():
+    invocation = parse()
+    assert invocation.config == tiny()
+    assert invocation.config_name == "tiny" and invocation.output_dir.match("runs/tiny-????????-??????")
+    assert invocation.resume is None and invocation.eval_only is None
+    assert not invocation.dry_run and not invocation.verbose
+    assert not Path("runs").exists()
+
+
+def test_flags_edit_the_chosen_config_in_both_spellings():
+    dashes = parse("--config", "tiny_tp2", "--steps", "3", "--trainer.model.hidden-size", "64", "--output-dir", "o")
+    lines = parse("--config=tiny_tp2", "--steps=3", "--trainer.model.hidden_size=64", "--output_dir", "o")
+    expected = tiny_tp2()
+    expected.steps, expected.trainer.model.hidden_size = 3, 64
+    assert dashes == lines and dashes.config == expected
+    assert dashes.output_dir == Path("o") and dashes.config_name == "tiny_tp2"
+
+
+def test_every_kind_of_field_can_be_set():
+    config = parse(
+        *("--group", "1", "2", "3", "--cache", "c", "--mode", "slow", "--trainer.deterministic"),
+        *("--environment.options", '{"operators": ["+"]}', "--trainer.parallelism.tensor-parallel-degree", "4"),
+        *("--schedule.total-steps", "7", "--schedule.learning_rate", "1e-3"),
+    ).config
+    assert (config.group, config.cache, config.mode, config.trainer.deterministic) == (
+        (1, 2, 3),
+        Path("c"),
+        "slow",
+        True,
+    )
+    assert config.environment.options == {"operators": ["+"]}
+    assert config.trainer.parallelism.tensor_parallel_degree == 4
+    assert (config.schedule.total_steps, config.schedule.learning_rate) == (7, 1e-3)
+
+
+def test_dry_run_and_verbose_are_bare_flags():
+    assert parse("--dry-run", "--verbose").dry_run and parse("--dry_run", "--verbose").verbose
+
+
+def test_help_names_every_field_with_meaning_and_default(capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse("--config", "tiny_tp2", "--help")
+    text = capsys.readouterr().out
+    assert exit.value.code == 0
+    names = [name for name, _ in cli._leaves(json.loads(cli.config_to_json(replace(tiny(), scales={}))))]
+    for name in [n for n in names if not n.startswith("environment.options.")]:
+        assert f"--{name.replace('_', '-')}" in text, name
+    flat = " ".join(text.replace("│", " ").split())
+    assert "--steps INT Optimizer steps of the run. (default: 10)" in flat
+    assert "Tensor Parallelism degree. 1 means disabled. (default: 2)" in flat
+    for flag in ("--config", "--output-dir", "--resume", "--eval-only", "--dry-run", "--verbose"):
+        assert flag in text
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--config", "tniy"], "--config tniy is neither a .json file nor a config; did you mean tiny"),
+        (["--trainer.model.hiden-size", "3"], "--trainer.model.hidden-size"),
+        (["--steps", "many"], "Error parsing --steps"),
+        (["--mode", "medium"], "invalid choice 'medium'"),
+        (["--steps", "0"], f"{PROG}: error: steps=0; it must be at least 1"),
+        (["--trainer.parallelism.context-parallel-load-balancer", ""], "cannot be an empty string"),
+        (["--eval-only", "nowhere"], "--eval-only nowhere is not a folder"),
+        (["--resume", "nowhere"], "nowhere/config.json does not exist, so no run can be resumed"),
+        (["--config", "nowhere.json"], "nowhere.json does not exist"),
+        (["--resume", "a", "--config", "tiny"], "--resume takes the config of its run"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_status_2(capsys, argv, message):
+    assert message in refusal(capsys, *argv)
+
+
+@pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
+def test_a_folder_that_holds_a_run_is_refused_with_the_command_that_resumes_it(capsys, file):
+    Path("my run").mkdir()
+    (Path("my run") / file).write_text("{}")
+    assert f"my run holds a run; to go on with it: {PROG} --resume 'my run'" in refusal(
+        capsys, "--output-dir", "my run"
+    )
+
+
+def test_resume_takes_the_config_of_its_run_and_edits_it():
+    folder = past_run(replace(tiny_tp2(), steps=77, mode="slow"))
+    invocation = parse("--resume", folder, "--steps", "99")
+    assert invocation.config == replace(tiny_tp2(), steps=99, mode="slow")
+    assert invocation.output_dir == invocation.resume == Path(folder)
+    assert parse("--resume", folder, "--output-dir", "./runs/old").output_dir == Path(folder)
+
+
+def test_resume_refuses_what_would_make_it_another_run(capsys):
+    folder = past_run(tiny())
+    assert "trainer.model.head_dim cannot go from 128 to 64" in refusal(
+        capsys, "--resume", folder, "--trainer.model.head-dim", "64"
+    )
+    assert "seed cannot go from 0 to 1" in refusal(capsys, "--resume", folder, "--seed", "1")
+    assert "environment.options.max_digits cannot go from 2 to 3" in refusal(
+        capsys, "--resume", folder, "--environment.options", '{"max_digits": 3}'
+    )
+    assert "goes on in its own folder" in refusal(capsys, "--resume", folder, "--output-dir", "other")
+    assert parse("--resume", folder, "--trainer.seed", "1", "--seed", "0").config.trainer.seed == 1
+
+
+def test_eval_only_takes_the_config_of_the_checkpoints_run():
+    checkpoint = Path(past_run(replace(tiny(), steps=77))) / "checkpoints" / "step-3"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.json").write_text('{"model_type": "qwen3"}')
+    invocation = parse("--eval-only", str(checkpoint))
+    assert invocation.config.steps == 77 and invocation.eval_only == checkpoint
+    assert invocation.output_dir.match("runs/old-*")
+    assert parse("--eval-only", str(checkpoint), "--config", "tiny").config.steps == 10
+
+
+def test_a_config_file_runs_again():
+    config = replace(tiny(), steps=5)
+    invocation = parse("--config", past_run(config) + "/config.json", "--seed", "4")
+    assert invocation.config == replace(config, seed=4) and invocation.config_name == "old"
+
+
+def test_a_config_survives_its_json():
+    config = tiny_tp2()
+    config.cache, config.schedule.total_steps, config.group, config.scales = Path("x/y"), 5, (), {3: 1.5, 4: 1.0}
+    config.trainer.parallelism.module_fqns_per_model_part = [["a", "b"], ["c"]]
+    config.trainer.compile.components = ["model"]
+    config.environment.options = {"operators": ["+"], "deep": {"n": None}}
+    again = cli.config_from_json(RunConfig, cli.config_to_json(config))
+    assert again == config
+    assert isinstance(again.cache, Path) and isinstance(again.group, tuple) and list(again.scales) == [3, 4]
+    assert type(again.trainer.parallelism) is type(config.trainer.parallelism)
+
+
+def test_a_missing_field_of_a_file_takes_its_default():
+    assert cli.config_from_json(RunConfig, '{"steps": 3}') == RunConfig(steps=3)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ('{"stepz": 3}', "stepz is not a field; did you mean steps"),
+        (
+            '{"trainer": {"model": {"hiden_size": 3}}}',
+            r"trainer.model.hiden_size is not a field; did you mean .*hidden_size",
+        ),
+        ('{"steps": "3"}', "steps='3' is not int"),
+        ('{"steps": true}', "steps=True is not int"),
+        ('{"mode": "medium"}', "mode='medium' is not .*'fast', 'slow'"),
+        ('{"group": [1, "x"]}', r"group\[1\]='x' is not int"),
+        ('{"pair": ["a"]}', r"pair=\['a'\] is not tuple\[str, float\]"),
+        ('{"schedule": {"total_steps": 1.5}}', r"schedule.total_steps=1.5 is not int \| None"),
+        ("[1]", r"the config=\[1\] is not RunConfig"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_by_name(capsys, text, message):
+    with pytest.raises(ValueError, match=message):
+        cli.config_from_json(RunConfig, text)
+    Path("bad.json").write_text(text)
+    assert refusal(capsys, "--config", "bad.json").startswith(f"{PROG}: error: bad.json: ")
+
+
+def test_print_config_shows_what_config_takes(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    config = replace(tiny(), cache=Path("x" * 100))
+    cli.print_config(config)
+    assert cli.config_from_json(RunConfig, capsys.readouterr().out) == config
