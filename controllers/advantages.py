@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def grpo(rewards_GN: Tensor, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
-    """(reward - group mean) / (group std + eps), std with N - 1 degrees of freedom: GRPO, arXiv 2402.03300 section 4.1.2.
+    """(reward - group mean) / (group std + eps), std with N - 1 degrees of freedom: GRPO, arXiv 2402.03300.
 
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """
@@ -19,7 +19,7 @@ def grpo(rewards_GN: Tensor, normalize_std: bool = True, eps: float = 1e-6) -> T
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
-    """reward - group mean, without the division that favours easy and hard prompts: Dr. GRPO, arXiv 2503.20783 section 3.
+    """reward - group mean, without the division that favours easy and hard prompts: Dr. GRPO, arXiv 2503.20783.
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """
@@ -28,7 +28,7 @@ def dr_grpo(rewards_GN: Tensor) -> Tensor:
 
 
 def rloo(rewards_GN: Tensor) -> Tensor:
-    """reward - mean of the group's other rewards: RLOO, arXiv 2402.14740 section 2.
+    """reward - mean of the group's other rewards: RLOO, arXiv 2402.14740.
 
     rloo([[1, 0, 0]]) -> [[1, -0.5, -0.5]]
     """
