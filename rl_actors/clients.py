@@ -89,6 +89,7 @@ class _Client:
     name: str
     setup_timeout: float
     call_timeout: float
+    _started: Call[None]
 
     def __init__(self, mesh: Any = None, transport: Transport | None = None) -> None:
         self._mesh = mesh
@@ -96,6 +97,10 @@ class _Client:
         self._processes: ProcessMesh | None = None
         self._closed = False
         self._broken: str | None = None
+
+    def ready(self) -> Call[None]:
+        """Done when the actor is up; raises what kept it from it."""
+        return self._started
 
     def close(self) -> Call[None]:
         """End the processes that this client spawned, and nothing else. A second call does nothing."""
@@ -395,8 +400,13 @@ def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOu
     for output in outputs:
         for index, piece in zip(output.indices, output.logprobs.split(output.lengths), strict=True):
             logprobs[index] = piece
-    merged = metrics.finish(metrics.merge(output.metrics for output in outputs))
-    return ForwardBackwardOutput(logprobs=logprobs, metrics=merged, policy_version=outputs[0].policy_version)
+    partials = metrics.merge(output.metrics for output in outputs)
+    return ForwardBackwardOutput(
+        logprobs=logprobs,
+        metrics=metrics.finish(partials),
+        policy_version=outputs[0].policy_version,
+        partials=partials,
+    )
 
 
 def _to_wire(sample: Sample) -> Sample:

@@ -205,7 +205,7 @@ class Generator(Actor):
         """
         limits = {"max_model_len": self.config.max_model_len, "vocab_size": self.expected_vocab_size}
         validate_prompts(prompts, params, **limits)
-        requests = self.engine.start(prompts, lambda _: _vllm_params(params), _read_completion)
+        requests = self.engine.start(prompts, lambda index: _vllm_params(params, index), _read_completion)
         results = await asyncio.wrap_future(requests)
         return [results[i : i + params.n] for i in range(0, len(results), params.n)]
 
@@ -312,7 +312,7 @@ def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int
             raise ValueError(f"{name}={getattr(params, name)}; it must be {limit}")
 
 
-def _vllm_params(params: SamplingParams) -> list[Any]:
+def _vllm_params(params: SamplingParams, prompt: int) -> list[Any]:
     """One vLLM request a completion: then every completion has its own seed, and a stretch of versions of its own."""
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
@@ -324,7 +324,7 @@ def _vllm_params(params: SamplingParams) -> list[Any]:
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=list(params.stop_token_ids),
-            seed=None if params.seed is None else params.seed + i,
+            seed=None if params.seed is None else params.seed + prompt * params.n + i,
             ignore_eos=params.ignore_stop,
             logprobs=0,
             detokenize=False,

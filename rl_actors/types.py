@@ -105,6 +105,9 @@ class ForwardBackwardOutput:
     logprobs: list[Tensor]  # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature
     metrics: dict[str, float]
     policy_version: int
+    partials: dict[str, Any] = field(
+        default_factory=dict, repr=False
+    )  # metrics that merge over calls: rl_actors.metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +118,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0  # 0 keeps the whole vocabulary
     stop_token_ids: tuple[int, ...] = ()  # the stop token is the last token of the completion
-    seed: int | None = None  # completion i of a prompt draws from seed + i
+    seed: int | None = None  # completion i of prompt p draws from seed + p * n + i
     ignore_stop: bool = False  # generate max_tokens whatever is drawn (for measurements)
 
 

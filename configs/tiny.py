@@ -1,0 +1,67 @@
+"""The default run: a Qwen3 of a million parameters learns two-digit addition on two cores, from random weights."""
+
+from typing import Any
+
+from controllers.environments import EnvironmentConfig
+from controllers.grpo import GRPOConfig
+from controllers.rollouts import RolloutConfig
+from controllers.schedules import ScheduleConfig
+from controllers.sft import SFTConfig, SupervisedConfig
+from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
+
+
+def tiny() -> GRPOConfig:
+    """Supervised steps until sampling is right about a third of the time, then GRPO."""
+    return GRPOConfig(
+        **_parts(),
+        steps=60,
+        rollouts=RolloutConfig(groups_per_step=64, group_size=16, max_refills=0),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.1),
+        warmup=_supervised(stop_at=0.25),
+        max_warmup_steps=600,
+    )
+
+
+def tiny_sft() -> SFTConfig:
+    """The supervised phase alone, to its end."""
+    return SFTConfig(**_parts(), steps=400, supervised=_supervised(stop_at=1.0))
+
+
+def _supervised(stop_at: float) -> SupervisedConfig:
+    schedule = ScheduleConfig(learning_rate=2e-3, warmup_steps=20)
+    return SupervisedConfig(batch_size=128, schedule=schedule, stop_at_answer_probability=stop_at)
+
+
+def _parts() -> dict[str, Any]:
+    """What all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
+    model = ModelConfig(
+        vocab_size=16,
+        hidden_size=128,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=128,
+        rope_theta=10_000.0,
+        tie_word_embeddings=True,
+    )
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"]}
+    options |= {"allow_parentheses": False, "allow_negation": False}
+    return {
+        "alphabet": "0123456789+-=.",
+        "max_tokens": 4,
+        "environment": EnvironmentConfig(
+            task="basic_arithmetic", options=options, prompt="{expression}=", remove_whitespace=True
+        ),
+        "trainer": TrainerConfig(
+            model=model,
+            max_sequence_length=64,
+            tokens_per_row=64,
+            rows_per_microbatch=128,
+            logprob_chunk_tokens=1 << 13,
+        ),
+        "generator": GeneratorConfig(
+            model=model, max_model_len=64, max_num_seqs=256, kv_cache_bytes=64 << 20, enforce_eager=True
+        ),
+    }

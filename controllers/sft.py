@@ -1,0 +1,127 @@
+"""Supervised training on a task's answers: the main path and its command line.
+
+python -m controllers.sft --config tiny
+"""
+
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from controllers.environments import Problem
+from controllers.run import Run, RunConfig, main
+from controllers.schedules import ScheduleConfig
+from controllers.tokenizer import encode
+from rl_actors import CrossEntropy, ForwardBackwardOutput, Sample, num_loss_tokens
+
+
+@dataclass(kw_only=True)
+class SupervisedConfig:
+    batch_size: int = 128
+    """Problems of one step."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate of the supervised steps."""
+    stop_at_answer_probability: float = 1.0
+    """Stop once the probability that a sampled completion is the answer, averaged over the last steps, exceeds this; 1: never."""
+    stop_window: int = 5
+    """Steps over which that probability is averaged; it is measured on problems before they are trained on."""
+
+    def validate(self) -> None:
+        if self.batch_size < 1 or self.stop_window < 1:
+            raise ValueError(f"batch_size={self.batch_size}, stop_window={self.stop_window}; both must be at least 1")
+        if not 0 < self.stop_at_answer_probability <= 1:
+            raise ValueError(f"stop_at_answer_probability={self.stop_at_answer_probability}; it must be in (0, 1]")
+        self.schedule.validate()
+
+
+@dataclass(kw_only=True)
+class SFTConfig(RunConfig):
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+
+    def validate(self) -> None:
+        super().validate()
+        self.supervised.validate()
+
+
+def to_sample(tokenizer: Any, problem: Problem) -> Sample:
+    """The answer and the end of the text, given the prompt."""
+    completion = [*encode(tokenizer, problem.answer), tokenizer.eos_token_id]
+    return Sample.from_tokens(encode(tokenizer, problem.prompt), completion)
+
+
+def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> float:
+    """The mean over samples of exp(sum of the completion's logprobs): how often sampling at temperature 1 would be right."""
+    pairs = zip(samples, logprobs, strict=True)
+    return fmean(float((row * sample.columns["loss_weights"]).sum().exp()) for sample, row in pairs)
+
+
+async def train_supervised(
+    run: Run,
+    supervised: SupervisedConfig,
+    *,
+    first_step: int,
+    last_step: int,
+    cursor: int,
+    after_step: Callable[[int, int, bool], Awaitable[dict]],
+) -> tuple[int, int]:
+    """Steps first_step to last_step - 1, or until the probability rule stops them; returns (next step, next problem).
+
+    after_step(step, cursor, is_last) validates and saves when it is time, and returns its metrics.
+    """
+    schedule = supervised.schedule.build(last_step)
+    recent: deque[float] = deque(run.state.get("recent", ()), maxlen=supervised.stop_window)
+    for step in range(first_step, last_step):
+        problems = [run.environment.problem(cursor + i) for i in range(supervised.batch_size)]
+        cursor += supervised.batch_size
+        samples = [to_sample(run.tokenizer, problem) for problem in problems]
+        with run.timer("train"):
+            chunk = run.config.samples_per_forward_backward
+            outputs: list[ForwardBackwardOutput] = []
+            for start in range(0, len(samples), chunk):
+                outputs.append(await run.trainer.forward_backward(samples[start : start + chunk], loss=CrossEntropy()))
+            divisor = num_loss_tokens(samples)
+            rate = schedule(step)
+            result = await run.trainer.optim_step(run.config.optimizer.params(learning_rate=rate, grad_divisor=divisor))
+        logprobs = [row for output in outputs for row in output.logprobs]
+        recent.append(answer_probability(samples, logprobs))
+        run.state["recent"] = list(recent)
+        probability = fmean(recent)
+        is_last = step + 1 == last_step or probability > supervised.stop_at_answer_probability
+        metrics = {
+            "policy_version": result.policy_version,
+            "loss": sum(output.metrics["loss:sum"] for output in outputs) / divisor,
+            "answer_probability": probability,
+            "grad_norm": result.grad_norm,
+            "learning_rate": rate,
+            "tokens/trained": sum(map(len, samples)),
+        }
+        metrics |= await after_step(step, cursor, is_last)
+        run.log.step(step, metrics | run.timer.reset(), phase="sft")
+        if is_last:
+            return step + 1, cursor
+    return last_step, cursor
+
+
+async def train(run: Run) -> None:
+    """The whole supervised run: validate and save every so often."""
+    config: SFTConfig = run.config
+    run.log.display.total_steps = config.steps
+
+    async def after_step(step: int, cursor: int, is_last: bool) -> dict:
+        metrics = {}
+        if is_last or (step + 1) % config.validate_every == 0:
+            await run.sync()
+            metrics["validation/accuracy"] = await run.accuracy()
+        if is_last or (step + 1) % config.checkpoint_every == 0:
+            await run.checkpoint({"step": step + 1, "cursor": cursor, "recent": run.state["recent"]})
+        return metrics
+
+    steps = {"first_step": run.state.get("step", 0), "last_step": config.steps, "cursor": run.state.get("cursor", 0)}
+    await train_supervised(run, config.supervised, **steps, after_step=after_step)
+
+
+if __name__ == "__main__":
+    main("controllers.sft")
