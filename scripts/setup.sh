@@ -6,6 +6,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
+# pip turns an interrupt into an ordinary failure, after which the script would go on.
+trap 'exit 130' INT TERM
 
 say() { echo "[setup] $*"; }
 die() { echo "[setup] error: $*" >&2; exit 1; }
@@ -19,7 +21,7 @@ if [[ ${1:-} == --stamp ]]; then echo "$stamp"; exit; fi
 # Two makes at once (`make test` beside `make grpo`) take turns instead of writing into one folder.
 exec 9< "$0"
 flock 9
-if [[ $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
+if [[ -x .venv/bin/python && $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
 
 [[ $(uname -sm) == "Linux x86_64" ]] || die "the locks are for Linux x86_64, this is $(uname -sm)"
 
