@@ -46,7 +46,7 @@ def _parts() -> dict[str, Any]:
         rope_theta=10_000.0,
         tie_word_embeddings=True,
     )
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2, "operators": ["+"]}
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}
     return {
         "alphabet": "0123456789+-=.",

@@ -253,8 +253,8 @@ async def _evaluate(
     invocation: cli.Invocation, folder: RunFolder, environment: Environment, tokenizer: Any, terminal: TextIO
 ) -> int:
     """Score a checkpoint on the held-out problems; leaves nothing but a log."""
-    config, checkpoint = invocation.config, invocation.eval_only
-    display = LineDisplay(terminal, None)
+    config, checkpoint = invocation.config, folder.path
+    display = LineDisplay(Console(file=terminal), None)
     async with open_run(config, folder, environment, tokenizer, display, verbose=invocation.verbose) as run:
         version = await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
         await run.sync()

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from collections.abc import Generator as Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -71,7 +71,7 @@ class _Background:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, coroutine: Awaitable[T], what: str) -> Call[T]:
+    def run(self, coroutine: Coroutine[Any, Any, T], what: str) -> Call[T]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -189,14 +189,14 @@ class TrainerClient(_Client):
         _open_clients.add(client)
         return client
 
-    config: TrainerConfig | None = None
+    config: TrainerConfig | None = None  # None: the caller spawned the mesh
+    _turn: asyncio.Lock  # made on the background loop
+    _info: TrainerInfo
 
     def _start(self, logs: LogRoute | None = None) -> None:
         self._session = uuid.uuid4().hex[:12]
         self._number = 0
         self._owns_transport = False
-        self._turn: asyncio.Lock | None = None  # made on the background loop
-        self._info: TrainerInfo | None = None
         self._started = _background.run(self._set_up(logs), f"{self.name}: setup")
 
     async def _set_up(self, logs: LogRoute | None) -> None:
@@ -207,6 +207,7 @@ class TrainerClient(_Client):
 
                 self._transport, self._owns_transport = TorchStoreTransport(), True
                 await self._transport.open()
+            assert self.config is not None
             self._processes = await spawn_processes(self.name, self.config.num_processes(), logs=logs)
             self._mesh = self._processes.mesh.spawn(self.name, PolicyTrainer, self.config, self._transport)
         answers = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
@@ -214,7 +215,7 @@ class TrainerClient(_Client):
 
     async def _close(self) -> None:
         await super()._close()
-        if self._owns_transport:
+        if self._owns_transport and self._transport is not None:
             await self._transport.close()
 
     def info(self) -> Call[list[TrainerInfo]]:

@@ -171,16 +171,22 @@ class Generator(Actor):
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
-        self.engine: Engine | None = None
+        self._engine: Engine | None = None
         self.setting_up = asyncio.Lock()
 
     @concurrent_endpoint
     async def setup(self) -> int:
         """Start vLLM on first call; returns the policy_version of its weights, -1 before the first pull."""
         async with self.setting_up:
-            if self.engine is None:
-                self.engine = await asyncio.to_thread(self._start)
+            if self._engine is None:
+                self._engine = await asyncio.to_thread(self._start)
         return self.engine.version
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("the generator is not set up: call setup first, as GeneratorClient does")
+        return self._engine
 
     def _start(self) -> Engine:
         os.environ.update(ENGINE_ENV)
@@ -279,7 +285,7 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
-        tensor, (shape, dtype) = tensors[name], manifest.tensors[name]
+        tensor, (_, dtype) = tensors[name], manifest.tensors[name]
         if tuple(tensor.shape) != expected[name] or tensor.dtype != dtype or not dtype.is_floating_point:
             wrong.append(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {expected[name]} {dtype}")
     if wrong:

@@ -16,7 +16,7 @@ IGNORE_TARGET = -100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training sequence under the one alignment: position i reads `tokens[i]`, predicts `targets[i]`, and every column holds at i what belongs to `targets[i]`.
+    """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`; every column holds at i what belongs to `targets[i]`.
 
     >>> Sample.from_tokens([5, 6], [7, 8], advantages=0.5).targets
     tensor([6, 7, 8])

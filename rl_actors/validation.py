@@ -17,7 +17,7 @@ def validate_samples(
     """Raises ValueError (TypeError for a wrong type) naming the sample, the value and the limit."""
     if not isinstance(samples, Sequence) or len(samples) == 0:
         raise ValueError(f"samples is {samples!r}; give a list of at least 1 Sample")
-    required, optional = columns_of(type(loss)) if loss is not None else (frozenset(), None)
+    required, optional = columns_of(loss) if loss is not None else (frozenset(), None)
     num_bytes = 0
     for index, sample in enumerate(samples):
         _validate_shapes(f"sample {index}", sample, max_sequence_length)

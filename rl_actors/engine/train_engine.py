@@ -51,7 +51,8 @@ class TrainEngine:
         self.step = OpenStep()
         self.policy_version = 0
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
-        self.data_rank, self.num_data_ranks = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
+        self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
+        self.num_data_ranks: int = mesh.size() if mesh is not None else 1
         tensor_mesh = self.parts.parallel_dims.get_optional_mesh("tp")
         self.reports = tensor_mesh is None or tensor_mesh.get_local_rank() == 0
         if config.hf_path:
@@ -71,7 +72,7 @@ class TrainEngine:
         """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched."""
         self.step.require("forward")
         self.validate(samples, None)
-        outputs = []
+        outputs: list[tuple[Batch, Tensor, Partials]] = []
         with torch.no_grad(), self._evaluation():
             for batch in self._batches(samples, ()):
                 outputs.append((batch, self.logprobs.forward(self._hidden(batch), batch), {}))
@@ -85,9 +86,9 @@ class TrainEngine:
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
-        outputs = []
+        outputs: list[tuple[Batch, Tensor, Partials]] = []
         with self._breaking():
-            for batch in self._batches(samples, frozenset().union(*columns_of(type(loss)))):
+            for batch in self._batches(samples, frozenset().union(*columns_of(loss))):
                 outputs.append((batch, *self.logprobs.forward_backward(self._hidden(batch), batch, loss)))
         self.step.open()
         return self._output(samples, outputs)

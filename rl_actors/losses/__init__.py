@@ -31,12 +31,16 @@ def resolve(loss: "str | Loss") -> Loss:
     return loss
 
 
-@lru_cache(maxsize=64)
-def columns_of(loss_type: type) -> tuple[frozenset[str], frozenset[str]]:
+def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
     """The (required, optional) columns of a loss: the keyword-only arguments of its __call__.
 
-    columns_of(CrossEntropy) -> ({"loss_weights"}, {})
+    columns_of(CrossEntropy()) -> ({"loss_weights"}, {})
     """
+    return _columns_of_type(type(loss))  # type: ignore[arg-type]  # any type is hashable
+
+
+@lru_cache(maxsize=64)
+def _columns_of_type(loss_type: Any) -> tuple[frozenset[str], frozenset[str]]:
     parameters = inspect.signature(loss_type.__call__).parameters.values()
     columns = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     required = frozenset(p.name for p in columns if p.default is p.empty)

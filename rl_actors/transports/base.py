@@ -40,10 +40,10 @@ class Transport(ABC):
 
     dtype: torch.dtype | None = None
 
-    async def open(self) -> None:
+    async def open(self) -> None:  # noqa: B027  (a transport may need none)
         """Start what the transport needs, once, from the process that owns it."""
 
-    async def close(self) -> None:
+    async def close(self) -> None:  # noqa: B027
         """Stop and remove what open made."""
 
     @abstractmethod
