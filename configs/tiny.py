@@ -62,6 +62,11 @@ def _parts() -> dict[str, Any]:
             logprob_chunk_tokens=1 << 13,
         ),
         "generator": GeneratorConfig(
-            model=model, max_model_len=64, max_num_seqs=256, kv_cache_bytes=64 << 20, enforce_eager=True
+            model=model,
+            max_model_len=64,
+            max_num_seqs=256,
+            kv_cache_bytes=64 << 20,
+            gpu_memory_utilization=0.3,
+            enforce_eager=True,
         ),
     }

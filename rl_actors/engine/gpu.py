@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torchtitan.models.common.attention import FlexAttention
 
 
@@ -17,7 +18,10 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    torch.set_float32_matmul_precision("high")
+    """Compile flex attention without autotuning: its minutes at every new shape are worth it for long runs alone."""
+    FlexAttention.inductor_configs["max_autotune"] = False
+    FlexAttention.inductor_configs["coordinate_descent_tuning"] = False
+    FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=FlexAttention.inductor_configs)
 
 
 def attention() -> FlexAttention.Config:
