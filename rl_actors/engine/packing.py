@@ -6,7 +6,7 @@ R rows, B rows of a microbatch, L row length, M microbatches.
 from dataclasses import dataclass
 
 ROW_MULTIPLE = 64
-"""Row lengths are multiples of it, so that few shapes occur and the logprob chunks divide them."""
+"""Row lengths are multiples of it, or tokens_per_row, so that few shapes occur and the logprob chunks divide them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ def plan(
 ) -> list[list[Microbatch]]:
     """Pack samples first-fit-decreasing and deal the rows out; every rank gets the same number of microbatches and shapes.
 
-    plan([3, 2, 4], tokens_per_row=5, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (2,), rank 1 the row (0, 1)
+    plan([3, 2, 4], tokens_per_row=5, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (0, 1), rank 1 the row (2,)
 
     Raises ValueError when a sample is longer than a row.
     """
@@ -33,7 +33,8 @@ def plan(
     ranks: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(rows), rows_per_step):
         group = rows[start : start + rows_per_step]
-        row_length = _round_up(max(fills[start : start + rows_per_step]), ROW_MULTIPLE)
+        # tokens_per_row bounds what a row costs, padding included
+        row_length = min(_round_up(max(fills[start : start + rows_per_step]), ROW_MULTIPLE), tokens_per_row)
         num_rows = -(-len(group) // num_ranks)
         group += [()] * (num_rows * num_ranks - len(group))
         for rank in range(num_ranks):
