@@ -26,11 +26,14 @@ class Batch:
 def make_batch(
     samples: Sequence[Sample], microbatch: Microbatch, column_names: Iterable[str], device: torch.device
 ) -> Batch:
-    """Lay the samples of a microbatch into rows; a document's positions start at 0, and so does the padding behind it."""
+    """Lay the samples of a microbatch into rows. A document's positions start at 0.
+
+    Every position of padding is a document of its own: as one long document it could pass the end of the rotary embedding.
+    """
     shape = (len(microbatch.rows), microbatch.row_length)
     tokens_BL = torch.zeros(shape, dtype=torch.int64)
     targets_BL = torch.full(shape, IGNORE_TARGET, dtype=torch.int64)
-    positions_BL = torch.arange(microbatch.row_length).repeat(shape[0], 1)
+    positions_BL = torch.zeros(shape, dtype=torch.int64)
     temperatures_BL = torch.ones(shape)
     columns = {name: torch.zeros(shape) for name in column_names}
     spans = []
@@ -42,14 +45,12 @@ def make_batch(
             spans.append((index, row, start, end))
             tokens_BL[row, start:end] = sample.tokens
             targets_BL[row, start:end] = sample.targets
-            positions_BL[row, start:end] -= start
+            positions_BL[row, start:end] = torch.arange(len(sample))
             temperatures_BL[row, start:end] = sample.temperature
             for name, column_BL in columns.items():
                 if name in sample.columns:
                     column_BL[row, start:end] = sample.columns[name]
             start = end
-        # Padding is a document of its own; its positions stay below the row length, like those of any document.
-        positions_BL[row, start:] -= start
     move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
     return Batch(
         tokens_BL=move(tokens_BL),
