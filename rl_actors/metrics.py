@@ -7,8 +7,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Partials = dict[str, Any]
+REDUCTIONS = ("sum", "mean", "max", "min")
 
 
 def merge(parts: Iterable[Mapping[str, Any]]) -> Partials:
@@ -16,6 +18,7 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> Partials:
     merged: Partials = {}
     for part in parts:
         for name, value in part.items():
+            _require_reduction(name)
             merged[name] = _combine(name, merged[name], value) if name in merged else value
     return merged
 
@@ -51,10 +54,21 @@ def _combine(name: str, a: Any, b: Any) -> Any:
         case "mean":
             return a[0] + b[0], a[1] + b[1]
         case "max":
-            return torch.maximum(a, b) if isinstance(a, torch.Tensor) else max(a, b)
-        case "min":
-            return torch.minimum(a, b) if isinstance(a, torch.Tensor) else min(a, b)
-        case other:
-            raise ValueError(
-                f"metric {name!r} ends in {other!r}; a metric is named name:sum, name:mean, name:max or name:min"
-            )
+            return _larger(a, b)
+        case _:
+            return -_larger(-a, -b)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    """Keeps a NaN wherever it stands; Python's max(1.0, nan) depends on the order."""
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b)
+    return a if a > b or a != a else b
+
+
+def _require_reduction(name: str) -> None:
+    reduction = name.rpartition(":")[2]
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"metric {name!r} ends in {reduction!r}; a metric is named name:sum, name:mean, name:max or name:min"
+        )

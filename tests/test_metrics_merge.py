@@ -1,0 +1,65 @@
+"""Partial metrics merge to what one pass over everything gives, in any order."""
+
+import math
+from itertools import permutations
+
+import pytest
+import torch
+
+from rl_actors.metrics import finish, merge, to_numbers
+
+PARTS = [
+    {"a:sum": 1.0, "b:mean": (2.0, 4.0), "c:max": -5.0, "d:min": 3.0},
+    {"a:sum": 2.5, "b:mean": (1.0, 1.0), "c:max": -7.0, "d:min": -1.0},
+    {"a:sum": -4.0, "b:mean": (0.0, 3.0), "c:max": -6.0, "d:min": 2.0, "e:sum": 9.0},
+    {},
+]
+MERGED = {"a:sum": -0.5, "b:mean": (3.0, 8.0), "c:max": -5.0, "d:min": -1.0, "e:sum": 9.0}
+
+
+def test_merge_adds_sums_and_the_halves_of_means_and_keeps_extremes():
+    assert merge(PARTS) == MERGED
+
+
+def test_merge_does_not_depend_on_the_order():
+    assert all(merge(order) == MERGED for order in permutations(PARTS))
+
+
+def test_merge_does_not_depend_on_the_grouping():
+    assert merge([merge(PARTS[:2]), merge(PARTS[2:])]) == MERGED
+
+
+def test_merge_leaves_its_arguments_alone():
+    parts = [dict(part) for part in PARTS]
+    merge(parts)
+    assert parts == PARTS
+
+
+@pytest.mark.parametrize("name", ["a:max", "a:min"])
+def test_a_nan_is_kept_in_every_order(name):
+    for values in permutations([1.0, math.nan, 2.0]):
+        assert math.isnan(merge({name: value} for value in values)[name])
+        assert math.isnan(merge({name: torch.tensor(value)} for value in values)[name])
+
+
+def test_device_scalars_merge_like_numbers():
+    def tensors(part):
+        return {n: tuple(map(torch.tensor, v)) if isinstance(v, tuple) else torch.tensor(v) for n, v in part.items()}
+
+    assert to_numbers(merge(tensors(part) for part in PARTS)) == MERGED
+    assert to_numbers({}) == {}
+
+
+def test_numbers_merge_in_double_precision():
+    assert merge([{"a:max": 1 + 1e-12}, {"a:max": 1.0}])["a:max"] == 1 + 1e-12
+
+
+def test_finish_divides_means_and_a_mean_over_nothing_is_0():
+    assert finish(MERGED) == {"a:sum": -0.5, "b:mean": 0.375, "c:max": -5.0, "d:min": -1.0, "e:sum": 9.0}
+    assert finish({"a:mean": (0.0, 0.0)}) == {"a:mean": 0.0}
+
+
+@pytest.mark.parametrize("parts", [[{"loss": 1.0}], [{"loss": 1.0}, {"loss": 2.0}], [{"loss:median": 1.0}]])
+def test_a_metric_without_a_reduction_is_refused_also_when_it_occurs_once(parts):
+    with pytest.raises(ValueError, match="a metric is named name:sum, name:mean, name:max or name:min"):
+        merge(parts)
