@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -32,16 +31,11 @@ def resolve(loss: "str | Loss") -> Loss:
 
 
 def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
-    """The (required, optional) columns of a loss: the keyword-only arguments of its __call__.
+    """The (required, optional) columns of a loss: the keyword-only arguments of its call.
 
     columns_of(CrossEntropy()) -> ({"loss_weights"}, {})
     """
-    return _columns_of_type(type(loss))  # type: ignore[arg-type]  # any type is hashable
-
-
-@lru_cache(maxsize=64)
-def _columns_of_type(loss_type: Any) -> tuple[frozenset[str], frozenset[str]]:
-    parameters = inspect.signature(loss_type.__call__).parameters.values()
+    parameters = inspect.signature(loss).parameters.values()
     columns = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     required = frozenset(p.name for p in columns if p.default is p.empty)
     return required, frozenset(p.name for p in columns) - required

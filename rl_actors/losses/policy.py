@@ -9,6 +9,11 @@ import torch
 from torch import Tensor
 
 
+def policy_ratio(logprobs_BL: Tensor, old_logprobs: Tensor, loss_weights: Tensor) -> Tensor:
+    """exp(logprob - old_logprob), and 1 where the loss weight is 0: there a ratio may overflow, and 0 * inf is NaN."""
+    return torch.where(loss_weights != 0, logprobs_BL - old_logprobs, 0.0).exp()
+
+
 def policy_metrics(logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor) -> dict:
     """What every policy loss reports: the verification of the sampler's logprobs against the trainer's, and the advantages.
 
@@ -37,7 +42,7 @@ class ImportanceSampling:
     """sum_i -w_i r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
 
     def __call__(self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor):
-        ratio_BL = torch.exp(logprobs_BL - old_logprobs)
+        ratio_BL = policy_ratio(logprobs_BL, old_logprobs, loss_weights)
         loss = -(loss_weights * ratio_BL * advantages).sum()
         return loss, {"loss:sum": loss.detach(), **policy_metrics(logprobs_BL, old_logprobs, advantages, loss_weights)}
 
@@ -59,7 +64,7 @@ class PPO:
             )
 
     def __call__(self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor):
-        ratio_BL = torch.exp(logprobs_BL - old_logprobs)
+        ratio_BL = policy_ratio(logprobs_BL, old_logprobs, loss_weights)
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         loss = -(loss_weights * objective_BL).sum()
