@@ -66,7 +66,7 @@ class Sample:
 
     def __reduce__(self):
         # numpy arrays pickle an order of magnitude faster than tensors, and a call carries thousands.
-        columns = {name: column.numpy() for name, column in self.columns.items()}
+        columns = {name: column.detach().numpy() for name, column in self.columns.items()}
         return _sample_from_numpy, (self.tokens.numpy(), self.targets.numpy(), columns, self.temperature)
 
 

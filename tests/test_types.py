@@ -1,0 +1,75 @@
+"""The one shift, and what a Sample goes through on the wire."""
+
+import pickle
+
+import pytest
+import torch
+
+from rl_actors.types import Sample, num_loss_tokens
+
+
+def assert_equal(a: Sample, b: Sample):
+    assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+    assert a.temperature == b.temperature
+    assert a.columns.keys() == b.columns.keys()
+    assert all(torch.equal(a.columns[name], b.columns[name]) for name in a.columns)
+
+
+def test_from_tokens_shifts_once():
+    sample = Sample.from_tokens([5, 6], [7, 8])
+    assert sample.tokens.tolist() == [5, 6, 7]
+    assert sample.targets.tolist() == [6, 7, 8]
+    assert sample.tokens.dtype == sample.targets.dtype == torch.int64
+    assert len(sample) == 3
+
+
+def test_from_tokens_puts_a_column_on_the_completion_and_0_on_the_prompt():
+    sample = Sample.from_tokens([5, 6, 7], [8, 9], advantages=2.0, old_logprobs=[-1.0, -2.0])
+    assert sample.columns["advantages"].tolist() == [0, 0, 2, 2]
+    assert sample.columns["old_logprobs"].tolist() == [0, 0, -1, -2]
+    assert sample.columns["loss_weights"].tolist() == [0, 0, 1, 1]
+    assert all(column.dtype == torch.float32 for column in sample.columns.values())
+
+
+def test_from_tokens_takes_tensors_and_the_callers_loss_weights():
+    column = torch.tensor([3, 4])
+    sample = Sample.from_tokens(torch.tensor([1, 2]), torch.tensor([3, 4]), loss_weights=[0.0, 1.0], values=column)
+    assert sample.tokens.tolist() == [1, 2, 3]
+    assert sample.columns["loss_weights"].tolist() == [0, 0, 1]
+    assert sample.columns["values"].tolist() == [0, 3, 4]
+
+
+def test_from_tokens_keeps_the_temperature():
+    assert Sample.from_tokens([1], [2]).temperature == 1.0
+    assert Sample.from_tokens([1], [2], temperature=0.6).temperature == 0.6
+
+
+@pytest.mark.parametrize(
+    "prompt, completion, words", [([], [1, 2], "prompt has 0 "), ([1], [], "completion has 0; both need")]
+)
+def test_from_tokens_refuses_an_empty_prompt_or_completion(prompt, completion, words):
+    with pytest.raises(ValueError, match=words):
+        Sample.from_tokens(prompt, completion)
+
+
+@pytest.mark.parametrize("column", [[1.0], [1.0, 2.0, 3.0], [[1.0, 2.0]]], ids=["short", "long", "matrix"])
+def test_from_tokens_refuses_a_column_of_another_length(column):
+    with pytest.raises(ValueError, match=r"column 'advantages' has shape \(.*\), but the completion has 2 tokens"):
+        Sample.from_tokens([1], [2, 3], advantages=column)
+
+
+def test_a_pickled_sample_comes_back_equal():
+    sample = Sample.from_tokens([5, 6], [7, 8], advantages=[0.5, -0.25], temperature=0.8)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        assert_equal(pickle.loads(pickle.dumps(sample, protocol)), sample)
+
+
+def test_a_column_with_a_gradient_pickles_as_its_values():
+    column = torch.ones(1, requires_grad=True)
+    sample = Sample(tokens=torch.tensor([1]), targets=torch.tensor([2]), columns={"values": column})
+    assert pickle.loads(pickle.dumps(sample)).columns["values"].tolist() == [1.0]
+
+
+def test_num_loss_tokens_counts_positions_with_a_weight():
+    samples = [Sample.from_tokens([1], [2, 3]), Sample.from_tokens([1], [2, 3], loss_weights=[0.5, 0.0])]
+    assert num_loss_tokens(samples) == 3.0
