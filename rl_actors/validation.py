@@ -1,8 +1,7 @@
 """Refuse bad input before any rank does work: pure checks that the client and every rank run alike."""
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,21 +35,27 @@ def validate_samples(
 def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> None:
     if not isinstance(sample, Sample):
         raise TypeError(f"{where} is a {type(sample).__name__}; it must be a Sample")
+    for name, ids in (("tokens", sample.tokens), ("targets", sample.targets)):
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"{where}: {name} is a {type(ids).__name__}; it must be a Tensor, [T] int64")
+        if ids.ndim != 1 or ids.dtype != torch.int64:
+            raise ValueError(
+                f"{where}: {name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be [T] int64"
+            )
     length = len(sample.tokens)
     if length == 0:
         raise ValueError(f"{where} has 0 positions; it must have at least 1")
     if length > max_sequence_length:
         raise ValueError(f"{where} has {length} positions but max_sequence_length={max_sequence_length}")
-    for name, ids in (("tokens", sample.tokens), ("targets", sample.targets)):
-        if ids.ndim != 1 or ids.dtype != torch.int64:
-            raise ValueError(
-                f"{where}: {name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be [T] int64"
-            )
     if len(sample.targets) != length:
         raise ValueError(f"{where}: targets has {len(sample.targets)} positions but tokens has {length}")
     if not (isinstance(sample.temperature, float | int) and 0 < sample.temperature < math.inf):
-        raise ValueError(f"{where}: temperature={sample.temperature}; it must be positive")
+        raise ValueError(f"{where}: temperature={sample.temperature}; it must be positive and finite")
+    if not isinstance(sample.columns, Mapping):
+        raise TypeError(f"{where}: columns is a {type(sample.columns).__name__}; it must map names to tensors")
     for name, column in sample.columns.items():
+        if not isinstance(column, Tensor):
+            raise TypeError(f"{where}: column {name!r} is a {type(column).__name__}; it must be a Tensor, [T] float32")
         if column.dtype != torch.float32 or column.shape != (length,):
             given = f"shape {tuple(column.shape)} and dtype {column.dtype}"
             raise ValueError(f"{where}: column {name!r} has {given}; it must be [{length}] float32")
@@ -90,17 +95,18 @@ def validate_optim_params(params: OptimParams) -> None:
     """Raises ValueError naming the field, its value and the limit."""
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
-    limits: dict[str, tuple[Any, str]] = {
-        "learning_rate": (lambda x: x >= 0, "at least 0"),
-        "beta1": (lambda x: 0 <= x < 1, "in [0, 1)"),
-        "beta2": (lambda x: 0 <= x < 1, "in [0, 1)"),
-        "eps": (lambda x: x > 0, "positive"),
-        "weight_decay": (lambda x: x >= 0, "at least 0"),
-        "grad_divisor": (lambda x: x > 0, "positive"),
-        "grad_clip_norm": (lambda x: x is None or x > 0, "positive or None"),
+    limits: dict[str, tuple[Callable[[float], bool], str]] = {
+        "learning_rate": (lambda x: x >= 0, "a number of at least 0, finite"),
+        "beta1": (lambda x: 0 <= x < 1, "a number in [0, 1)"),
+        "beta2": (lambda x: 0 <= x < 1, "a number in [0, 1)"),
+        "eps": (lambda x: x > 0, "a number, positive and finite"),
+        "weight_decay": (lambda x: x >= 0, "a number of at least 0, finite"),
+        "grad_divisor": (lambda x: x > 0, "a number, positive and finite"),
+        "grad_clip_norm": (lambda x: x > 0, "a number, positive and finite, or None"),
     }
     for name, (holds, limit) in limits.items():
         value = getattr(params, name)
-        finite = value is None or (isinstance(value, float | int) and math.isfinite(value))
-        if not finite or not holds(value):
+        if value is None and name == "grad_clip_norm":
+            continue
+        if not (isinstance(value, float | int) and math.isfinite(value) and holds(value)):
             raise ValueError(f"{name}={value}; it must be {limit}")

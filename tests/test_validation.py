@@ -1,0 +1,197 @@
+"""Every refusal of bad input, as a table: what is bad, and the words of the message, with the value and the limit."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rl_actors.losses import PPO, CrossEntropy
+from rl_actors.types import OptimParams, Sample
+from rl_actors.validation import validate_optim_params, validate_samples
+
+LIMITS = {"vocab_size": 50, "max_sequence_length": 8, "max_call_bytes": 1000}
+CE, ALL_COLUMNS = CrossEntropy(), {"advantages": 1.0, "old_logprobs": -1.0}
+nan, inf = math.nan, math.inf
+
+
+def good(**columns) -> Sample:
+    """4 positions; prompt of 2 tokens."""
+    return Sample.from_tokens([1, 2], [3, 4, 5], **columns)
+
+
+def ids(*values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def column(name, values, dtype=torch.float32) -> Sample:
+    return replace(good(), columns={"loss_weights": torch.ones(4), name: torch.tensor(values, dtype=dtype)})
+
+
+def positions(count) -> Sample:
+    return Sample.from_tokens([1], [2] * count)
+
+
+EMPTY = Sample(tokens=ids(), targets=ids(), columns={"loss_weights": torch.zeros(0)})
+MANY = [positions(8)] * 7  # 7 samples of 8 positions of 16 bytes of ids and 4 of loss_weights: 1120 bytes
+
+# what -> (samples, loss, error, words in order)
+BAD_SAMPLES = {
+    "empty list": ([], CE, ValueError, ["samples is []", "at least 1"]),
+    "None for a list": (None, CE, ValueError, ["samples is None", "at least 1"]),
+    "an iterator": (iter([good()]), CE, ValueError, ["samples is <list_iterator", "give a list"]),
+    "one sample without a list": (good(), CE, ValueError, ["samples is Sample(", "give a list"]),
+    "a dict for a sample": ([good(), {"tokens": [1]}], CE, TypeError, ["sample 1 is a dict", "Sample"]),
+    "no positions": ([good(), EMPTY], CE, ValueError, ["sample 1 has 0 positions", "at least 1"]),
+    "too long": ([good(), positions(9)], CE, ValueError, ["sample 1 has 9 positions", "max_sequence_length=8"]),
+    "a list of tokens": ([replace(good(), tokens=[1, 2])], CE, TypeError, ["tokens is a list", "[T] int64"]),
+    "a list of targets": ([replace(good(), targets=[1, 2])], CE, TypeError, ["targets is a list", "[T] int64"]),
+    "a scalar of tokens": ([replace(good(), tokens=torch.tensor(3))], CE, ValueError, ["tokens has shape ()", "[T]"]),
+    "a matrix of tokens": ([replace(good(), tokens=ids([1, 2]))], CE, ValueError, ["shape (1, 2)", "[T] int64"]),
+    "int32 tokens": ([replace(good(), tokens=ids(1, 2).int())], CE, ValueError, ["dtype torch.int32", "[T] int64"]),
+    "float targets": ([replace(good(), targets=ids(1).float())], CE, ValueError, ["targets", "torch.float32", "int64"]),
+    "fewer targets": (
+        [replace(good(), targets=ids(2, 3))],
+        CE,
+        ValueError,
+        ["targets has 2 positions", "tokens has 4"],
+    ),
+    "token at the vocabulary": (
+        [good(), replace(good(), tokens=ids(1, 50, 3, 4))],
+        CE,
+        ValueError,
+        ["sample 1: tokens[1]=50", "0 to 49", "vocab_size=50"],
+    ),
+    "negative token": ([replace(good(), tokens=ids(1, 2, 3, -1))], CE, ValueError, ["tokens[3]=-1", "0 to 49"]),
+    "padding as a token": ([replace(good(), tokens=ids(-100, 2, 3, 4))], CE, ValueError, ["tokens[0]=-100", "0 to 49"]),
+    "target at the vocabulary": (
+        [replace(good(), targets=ids(1, 2, 3, 99))],
+        CE,
+        ValueError,
+        ["sample 0: targets[3]=99", "0 to 49", "or -100"],
+    ),
+    "negative target": ([replace(good(), targets=ids(-1, 2, 3, 4))], CE, ValueError, ["targets[0]=-1", "or -100"]),
+    "temperature 0": ([replace(good(), temperature=0.0)], CE, ValueError, ["temperature=0.0", "positive"]),
+    "negative temperature": ([replace(good(), temperature=-1.0)], CE, ValueError, ["temperature=-1.0", "positive"]),
+    "nan temperature": ([replace(good(), temperature=nan)], CE, ValueError, ["temperature=nan", "positive"]),
+    "infinite temperature": ([replace(good(), temperature=inf)], CE, ValueError, ["temperature=inf", "finite"]),
+    "temperature of text": ([replace(good(), temperature="1")], CE, ValueError, ["temperature=1", "positive"]),
+    "columns in a list": ([replace(good(), columns=[1.0])], CE, TypeError, ["columns is a list", "names to tensors"]),
+    "no columns": ([replace(good(), columns=None)], CE, TypeError, ["columns is a NoneType", "names to tensors"]),
+    "a list as column": (
+        [replace(good(), columns={"loss_weights": [1.0] * 4})],
+        CE,
+        TypeError,
+        ["column 'loss_weights' is a list", "[T] float32"],
+    ),
+    "short column": ([column("values", [1, 2, 3])], CE, ValueError, ["'values' has shape (3,)", "[4] float32"]),
+    "long column": ([column("values", [1.0] * 5)], CE, ValueError, ["'values' has shape (5,)", "[4] float32"]),
+    "scalar column": ([column("values", 1.0)], CE, ValueError, ["'values' has shape ()", "[4] float32"]),
+    "matrix column": ([column("values", [[1.0] * 4])], CE, ValueError, ["'values' has shape (1, 4)", "[4] float32"]),
+    "float64 column": (
+        [column("values", [1.0] * 4, torch.float64)],
+        CE,
+        ValueError,
+        ["dtype torch.float64", "[4] float32"],
+    ),
+    "missing column": ([good(advantages=1.0)], PPO(), ValueError, ["no column 'old_logprobs'", "PPO reads"]),
+    "column missing in one": (
+        [good(**ALL_COLUMNS), good(advantages=1.0)],
+        PPO(),
+        ValueError,
+        ["sample 1 has no column 'old_logprobs'", "PPO"],
+    ),
+    "unknown column": (
+        [good(advantages=1.0)],
+        CE,
+        ValueError,
+        ["sample 0 has the column 'advantages'", "CrossEntropy reads loss_weights"],
+    ),
+    "nan in a column": (
+        [good(), good(loss_weights=[1.0, nan, 1.0])],
+        CE,
+        ValueError,
+        ["sample 1: column 'loss_weights' holds nan at position 2", "finite"],
+    ),
+    "inf in a column": (
+        [good(**{**ALL_COLUMNS, "advantages": [0.0, 0.0, inf]})],
+        PPO(),
+        ValueError,
+        ["column 'advantages' holds inf at position 3", "finite"],
+    ),
+    "-inf in a column that one sample has": (
+        [good(), column("values", [0.0, -inf, 0.0, 0.0])],
+        None,
+        ValueError,
+        ["sample 1: column 'values' holds -inf at position 1"],
+    ),
+    "too many bytes": (MANY, CE, ValueError, ["hold 1120 bytes", "max_call_bytes=1000", "split the call"]),
+}
+
+# field -> (value, words in order)
+BAD_OPTIM_PARAMS = [
+    ("learning_rate", -0.001, "at least 0"),
+    ("learning_rate", nan, "at least 0"),
+    ("learning_rate", inf, "finite"),
+    ("learning_rate", None, "at least 0"),
+    ("learning_rate", "1e-3", "at least 0"),
+    ("learning_rate", torch.tensor(0.1), "a number"),
+    ("beta1", 1.0, "in [0, 1)"),
+    ("beta1", -0.1, "in [0, 1)"),
+    ("beta2", 1.5, "in [0, 1)"),
+    ("beta2", None, "in [0, 1)"),
+    ("eps", 0.0, "positive"),
+    ("eps", -1e-8, "positive"),
+    ("weight_decay", -0.1, "at least 0"),
+    ("weight_decay", nan, "at least 0"),
+    ("grad_divisor", 0, "positive"),
+    ("grad_divisor", -4.0, "positive"),
+    ("grad_divisor", None, "positive"),
+    ("grad_divisor", inf, "finite"),
+    ("grad_clip_norm", 0.0, "positive"),
+    ("grad_clip_norm", -1.0, "or None"),
+    ("grad_clip_norm", nan, "positive"),
+    ("grad_clip_norm", inf, "finite"),
+]
+
+
+def assert_in_order(message: str, words: list[str]):
+    start = 0
+    for word in words:
+        assert word in message[start:], f"{word!r} is not in {message!r} after {start}"
+        start = message.index(word, start) + len(word)
+
+
+@pytest.mark.parametrize("samples, loss, error, words", BAD_SAMPLES.values(), ids=BAD_SAMPLES)
+def test_bad_samples_are_refused_with_the_value_and_the_limit(samples, loss, error, words):
+    with pytest.raises(error) as caught:
+        validate_samples(samples, loss, **LIMITS)
+    assert_in_order(str(caught.value), words)
+
+
+@pytest.mark.parametrize("field, value, limit", BAD_OPTIM_PARAMS)
+def test_bad_optim_params_are_refused_with_the_value_and_the_limit(field, value, limit):
+    with pytest.raises(ValueError) as caught:
+        validate_optim_params(OptimParams(**{"learning_rate": 1e-3, field: value}))
+    assert_in_order(str(caught.value), [f"{field}={value}", limit])
+
+
+def test_optim_params_of_another_type_are_refused():
+    with pytest.raises(TypeError, match="params is a dict; it must be OptimParams"):
+        validate_optim_params({"learning_rate": 1e-3})
+
+
+def test_good_samples_pass_up_to_every_limit():
+    longest = positions(8)
+    edge = replace(good(), tokens=ids(0, 49, 0, 49), targets=ids(49, 0, -100, -100))
+    validate_samples([longest, edge], CE, **LIMITS)
+    validate_samples((good(**ALL_COLUMNS),), PPO(), **LIMITS)
+    validate_samples(MANY, CE, **{**LIMITS, "max_call_bytes": 1120})
+
+
+def test_forward_takes_any_column():
+    validate_samples([good(anything=1.0)], None, **LIMITS)
+
+
+def test_good_optim_params_pass_up_to_every_limit():
+    validate_optim_params(OptimParams(learning_rate=0, beta1=0.0, beta2=0.0, grad_clip_norm=None, grad_divisor=1))
