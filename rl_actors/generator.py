@@ -19,7 +19,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torch import Tensor
 
 from rl_actors.config import GeneratorConfig
-from rl_actors.transports.base import Manifest, Transport, fetch
+from rl_actors.transports.base import Manifest, Transport, find
 from rl_actors.types import Completion, SamplingParams
 
 NO_VERSION = -1
@@ -84,7 +84,7 @@ class Engine:
 
     def submit(self, function: Callable[[], Any]) -> Future:
         """Run a function on the engine's thread between two steps."""
-        future: Future = Future()
+        future = _running_future()
 
         def command() -> None:
             try:
@@ -97,14 +97,14 @@ class Engine:
 
     def start(self, prompts: Sequence[Sequence[int]], make_params: Callable[[int], list[Any]], read) -> Future:
         """Start all requests of a call; its future gets their results in order, or the first error."""
-        future: Future = Future()
+        future = _running_future()
 
         def command() -> None:
-            per_prompt = [make_params(index) for index in range(len(prompts))]
-            total = sum(map(len, per_prompt))
-            call = _Call(future=future, results=[None] * total, num_open=total)
             started: list[str] = []
             try:
+                per_prompt = [make_params(index) for index in range(len(prompts))]
+                total = sum(map(len, per_prompt))
+                call = _Call(future=future, results=[None] * total, num_open=total)
                 for prompt, all_params in zip(prompts, per_prompt, strict=True):
                     for params in all_params:
                         request_id = str(self.num_started)
@@ -127,9 +127,9 @@ class Engine:
         # Keys and values of the old weights must not serve the new ones: running requests are computed again.
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
-        states = self.engine.output_processor.request_states
-        for request_id, request in self.requests.items():
-            request.versions.append((len(states[request_id].detokenizer.output_token_ids), version))
+        for state in self.engine.output_processor.request_states.values():  # their keys are vLLM's own ids
+            request = self.requests[state.external_req_id]
+            request.versions.append((len(state.detokenizer.output_token_ids), version))
 
     def _run(self) -> None:
         while True:
@@ -139,22 +139,21 @@ class Engine:
                     return
                 command()
             try:
-                outputs = self.engine.step()
+                for output in self.engine.step():
+                    if output.finished:
+                        self._finish(output)
             except Exception as error:
                 # vLLM stays wedged until the requests that it was running are gone.
                 failed = {id(request.call): request.call for request in self.requests.values()}
                 self._abort(list(self.requests))
                 for call in failed.values():
                     call.future.set_exception(error)
-                continue
-            for output in outputs:
-                if output.finished:
-                    self._finish(output)
 
     def _finish(self, output: Any) -> None:
-        request = self.requests.pop(output.request_id)
+        request = self.requests[output.request_id]
         call = request.call
         call.results[request.index] = request.read(output, request)
+        del self.requests[output.request_id]
         call.num_open -= 1
         if call.num_open == 0:
             call.future.set_result(call.results)
@@ -163,6 +162,13 @@ class Engine:
         self.engine.abort_request(request_ids)
         for request_id in request_ids:
             self.requests.pop(request_id, None)
+
+
+def _running_future() -> Future:
+    """A future that a caller who goes away cannot cancel, so that the engine's thread can always answer it."""
+    future: Future = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 class Generator(Actor):
@@ -235,9 +241,10 @@ class Generator(Actor):
         """
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
-        manifest, tensors = await fetch(self.transport, version, timeout)
-        if self.engine.version == version and self.held_key == manifest.key:
+        manifest = await find(self.transport, version, timeout)
+        if self.held_key == manifest.key:
             return version
+        tensors = await self.transport.get_tensors(manifest)
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
@@ -299,6 +306,8 @@ def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int
     if not isinstance(prompts, Sequence) or len(prompts) == 0:
         raise ValueError(f"prompts is {prompts!r}; give a list of at least 1 prompt")
     for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+            raise TypeError(f"prompt {index} is {prompt!r}; it must be a list of token ids")
         if not 0 < len(prompt) < max_model_len:
             raise ValueError(
                 f"prompt {index} has {len(prompt)} tokens; it must have 1 to {max_model_len - 1} (max_model_len={max_model_len})"
@@ -307,11 +316,14 @@ def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int
             outside = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"prompt {index} holds the id {outside}, but ids are 0 to {vocab_size - 1}")
     limits: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "max_tokens": (lambda x: x >= 1, "at least 1"),
-        "n": (lambda x: x >= 1, "at least 1"),
-        "temperature": (lambda x: 0 <= x < float("inf"), "at least 0"),
+        "max_tokens": (lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
+        "n": (lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
+        # vLLM would silently sample at 0.01 what is colder.
+        "temperature": (lambda x: x == 0 or 0.01 <= x <= 2, "0 (greedy) or in [0.01, 2]"),
         "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-        "top_k": (lambda x: x >= 0, "at least 0"),
+        "top_k": (lambda x: isinstance(x, int) and x >= 0, "an integer of at least 0"),
+        "seed": (lambda x: x is None or (isinstance(x, int) and 0 <= x < 1 << 62), "None or in [0, 2**62)"),
+        "stop_token_ids": (lambda x: all(0 <= token < vocab_size for token in x), f"ids of 0 to {vocab_size - 1}"),
     }
     for name, (holds, limit) in limits.items():
         if not holds(getattr(params, name)):

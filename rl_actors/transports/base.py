@@ -95,8 +95,8 @@ async def publish(
     return manifest
 
 
-async def fetch(transport: Transport, version: int, timeout: float) -> tuple[Manifest, dict[str, Tensor]]:
-    """Wait until `version` of the newest stream is published, and get it whole.
+async def find(transport: Transport, version: int, timeout: float) -> Manifest:
+    """Wait until `version` of the newest stream is published; its tensors are whole then.
 
     Raises TimeoutError naming the version and the newest one there is.
     """
@@ -105,12 +105,11 @@ async def fetch(transport: Transport, version: int, timeout: float) -> tuple[Man
         latest = await transport.get_object("latest")
         manifest = await transport.get_object(f"{latest[0]}/{version}/manifest") if latest else None
         if manifest is not None:
-            break
+            return manifest
         if time.monotonic() > deadline:
             newest = f"the newest is {latest[1]}" if latest else "nothing was published yet"
             raise TimeoutError(f"pull: version {version} was not published within {timeout:g} s; {newest}")
         await asyncio.sleep(POLL_SECONDS)
-    return manifest, await transport.get_tensors(manifest)
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
