@@ -1,0 +1,65 @@
+"""One trainer of one process, one vLLM generator and one torchstore, shared by all tests in this folder."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import support
+
+from rl_actors import GeneratorClient, TorchStoreTransport, TrainerClient
+from rl_actors.meshes import spawn_processes
+
+# The tests' own actors and losses are imported by the processes that run them.
+ENV = {"PYTHONPATH": str(Path(__file__).parent)}
+
+
+@pytest.fixture(scope="session")
+def transport():
+    transport = TorchStoreTransport()
+    asyncio.run(transport.open())
+    yield transport
+    asyncio.run(transport.close())
+
+
+@pytest.fixture(scope="session")
+def trainer_mesh(transport):
+    processes = asyncio.run(spawn_processes("trainer", 1, env=ENV))
+    yield processes.mesh.spawn("trainer", support.TestTrainer, support.trainer_config(), transport)
+    asyncio.run(processes.stop())
+
+
+@pytest.fixture(scope="session")
+def generator_mesh(transport):
+    processes = asyncio.run(spawn_processes("generator", 1, env={**ENV, "OMP_NUM_THREADS": "1"}))
+    yield processes.mesh.spawn("generator", support.TestGenerator, support.generator_config(), transport)
+    asyncio.run(processes.stop())
+
+
+@pytest.fixture
+def trainer(trainer_mesh):
+    """A client of its own for each test, with a closed step; weights and version are as the last test left them."""
+    client = TrainerClient(trainer_mesh)
+    client.discard_gradients().result()
+    yield client
+    client.close().result()
+
+
+@pytest.fixture
+def generator(generator_mesh):
+    client = GeneratorClient(generator_mesh, config=support.generator_config())
+    yield client
+    client.close().result()
+
+
+@pytest.fixture
+def synced(trainer, generator):
+    """The version that trainer and generator both hold, after at least two steps away from the random weights."""
+    while support.step(trainer) < 2:
+        pass
+    return generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+
+
+@pytest.fixture
+def policy(synced, transport):
+    """transformers' model with the synced weights."""
+    return support.hf_model(support.published_weights(transport, synced))

@@ -1,0 +1,227 @@
+"""What the tests with real processes share: a small model, actors that can be made to fail or to wait, reference logprobs.
+
+T tokens of one sequence, V vocabulary.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from monarch.actor import concurrent_endpoint, endpoint
+from torch import Tensor
+
+from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
+from rl_actors.generator import Generator
+from rl_actors.policy_trainer import PolicyTrainer
+from rl_actors.transports.base import Manifest, Transport, find, publish
+
+VOCAB_SIZE = 48
+MAX_MODEL_LEN = 512
+
+
+def model_config(*, tied: bool = True) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=MAX_MODEL_LEN,
+        rope_theta=10_000.0,
+        tie_word_embeddings=tied,
+    )
+
+
+def trainer_config(*, tied: bool = True, shard: int = 1, tensor: int = 1, **options) -> TrainerConfig:
+    length = MAX_MODEL_LEN - 1
+    options = {"max_sequence_length": length, "tokens_per_row": length, **options}
+    config = TrainerConfig(model=model_config(tied=tied), **options)
+    config.parallelism.data_parallel_shard_degree = shard
+    config.parallelism.tensor_parallel_degree = tensor
+    return config
+
+
+def generator_config(*, tied: bool = True, dtype="float32") -> GeneratorConfig:
+    return GeneratorConfig(
+        model=model_config(tied=tied),
+        dtype=dtype,
+        max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=64,
+        kv_cache_bytes=32 << 20,
+        enforce_eager=True,
+    )
+
+
+def random_samples(count: int = 8, seed: int = 0) -> list[Sample]:
+    draw = torch.Generator().manual_seed(seed)
+
+    def ids(length: int) -> list[int]:
+        return torch.randint(VOCAB_SIZE, (length,), generator=draw).tolist()
+
+    return [Sample.from_tokens(ids(3 + index), ids(12)) for index in range(count)]
+
+
+def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
+    """One step that moves every weight far enough to change what is sampled; the new version."""
+    trainer.forward_backward(random_samples(seed=seed), loss="cross_entropy").result()
+    return trainer.optim_step(OptimParams(learning_rate=learning_rate, grad_divisor=96)).result().policy_version
+
+
+def wait_until(condition, seconds: float = 15.0):
+    """Poll for what has no event of its own. Returns the first true value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"{condition} did not hold within {seconds:g} s"
+        time.sleep(0.02)
+    return value
+
+
+# --- references ---------------------------------------------------------------------------------------------------
+
+
+def hf_model(weights: dict[str, Tensor], *, tied: bool = True):
+    """transformers' Qwen3 with these weights."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM(Qwen3Config(**model_config(tied=tied).to_hf(), attn_implementation="eager"))
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert (set(missing), set(unexpected)) == ({"lm_head.weight"} if tied else set(), set())
+    return model.eval()
+
+
+def random_weights(*, tied: bool, seed: int) -> dict[str, Tensor]:
+    """Under Hugging Face names, large enough for a policy far from uniform."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    model = Qwen3ForCausalLM(Qwen3Config(**model_config(tied=tied).to_hf()))
+    return {name: torch.randn_like(parameter) * 0.15 for name, parameter in model.named_parameters()}
+
+
+def logits_TV(model, tokens: list[int]) -> Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([tokens])).logits[0]
+
+
+def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0, top_k=0) -> Tensor:
+    """Of the completion, under the distribution that is sampled from: temperature, then top-k, then top-p, renormalised."""
+    logits_CV = logits_TV(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
+    for row in logits_CV:
+        order = row.argsort(descending=True)
+        keep = top_k or len(row)
+        mass = torch.softmax(row[order[:keep]], -1).cumsum(-1)
+        # The token that crosses top_p is kept.
+        keep = min(keep, int((mass < top_p).sum()) + 1)
+        row[order[keep:]] = -torch.inf
+    return torch.log_softmax(logits_CV, -1)[range(len(completion)), completion]
+
+
+def published_weights(transport: Transport, version: int) -> dict[str, Tensor]:
+    async def get():
+        return await transport.get_tensors(await find(transport, version, 5.0))
+
+    return asyncio.run(get())
+
+
+def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, stream: str, version: int) -> Manifest:
+    """As a trainer of one rank would."""
+    everything = {"stream": stream, "version": version, "rank": 0, "all_succeeded": lambda succeeded: succeeded}
+    return asyncio.run(publish(transport, weights, **everything))
+
+
+# --- actors that fail and wait on request -------------------------------------------------------------------------
+
+
+class TestTrainer(PolicyTrainer):
+    __test__ = False  # not a class of tests
+
+    @endpoint
+    async def use_transport(self, transport: Transport | None) -> None:
+        """Publish there from now on, as a trainer that has published nothing yet."""
+        self.transport = transport
+        self.published = []
+        self.new_stream()
+
+
+class TestGenerator(Generator):
+    __test__ = False
+
+    @concurrent_endpoint
+    async def num_tokens_under_way(self) -> list[int]:
+        states = self.engine.engine.output_processor.request_states
+        return [len(state.detokenizer.output_token_ids) for state in list(states.values())]
+
+    @concurrent_endpoint
+    async def fail_next_forward(self, message: str) -> None:
+        """Raise in the middle of vLLM's next step, where its scheduler already counts on the outcome."""
+        executor = self.engine.engine.model_executor
+
+        def fail(*_, **__):
+            del executor.execute_model
+            raise RuntimeError(message)
+
+        executor.execute_model = fail
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingTransport(Transport):
+    """Puts as `inner` does, but for one rank that fails half way."""
+
+    inner: Transport
+    failing_rank: int
+
+    async def put_tensors(self, key, tensors, rank) -> None:
+        if rank == self.failing_rank:
+            half = dict(list(tensors.items())[: len(tensors) // 2])
+            await self.inner.put_tensors(key, half, rank)
+            raise OSError(f"rank {rank} lost its disk")
+        await self.inner.put_tensors(key, tensors, rank)
+
+    async def get_tensors(self, manifest):
+        return await self.inner.get_tensors(manifest)
+
+    async def put_object(self, key, value) -> None:
+        await self.inner.put_object(key, value)
+
+    async def get_object(self, key):
+        return await self.inner.get_object(key)
+
+    async def delete(self, manifest) -> None:
+        await self.inner.delete(manifest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A loss that holds the trainer: it writes `name` into a folder as it begins and ends once the file `open` is there."""
+
+    folder: Path
+    name: str = "begun"
+
+    def __call__(self, logprobs_BL, *, loss_weights):
+        (self.folder / self.name).touch()
+        wait_until((self.folder / "open").exists, 60)
+        loss = -(logprobs_BL * loss_weights).sum()
+        return loss, {"loss:sum": loss.detach()}
+
+    def wait_begun(self) -> None:
+        wait_until((self.folder / self.name).exists, 60)
+
+    def open(self) -> None:
+        (self.folder / "open").touch()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FailingLoss:
+    """Fails on one rank."""
+
+    rank: int
+    message: str = "the loss is broken"
+
+    def __call__(self, logprobs_BL, *, loss_weights):
+        if torch.distributed.get_rank() == self.rank:
+            raise ArithmeticError(self.message)
+        return (logprobs_BL * loss_weights).sum(), {}

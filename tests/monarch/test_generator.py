@@ -1,0 +1,264 @@
+import asyncio
+from dataclasses import replace
+
+import pytest
+import support
+import torch
+from support import MAX_MODEL_LEN, VOCAB_SIZE, reference_logprobs
+
+from rl_actors import Completion, GeneratorClient, MemoryTransport, Sample, SamplingParams
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
+SAMPLED = SamplingParams(max_tokens=24, n=4, seed=7)
+
+
+def trainer_logprobs(trainer, prompts, groups, temperature=1.0) -> list[torch.Tensor]:
+    """Of every completion, from the trainer's forward."""
+    pairs = [(prompt, completion.tokens) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+    samples = [Sample.from_tokens(prompt, tokens, temperature=temperature) for prompt, tokens in pairs]
+    logprobs = trainer.forward(samples).result().logprobs
+    return [values[-len(tokens) :] for values, (_, tokens) in zip(logprobs, pairs, strict=True)]
+
+
+def flat(groups) -> list[Completion]:
+    return [completion for group in groups for completion in group]
+
+
+def test_greedy_equals_greedy_of_transformers(generator, policy):
+    groups = generator.generate(PROMPTS, SamplingParams(max_tokens=32, temperature=0.0)).result()
+    for prompt, [completion] in zip(PROMPTS, groups, strict=True):
+        tokens = list(prompt)
+        for _ in range(32):
+            tokens.append(int(support.logits_TV(policy, tokens)[-1].argmax()))
+        assert completion.tokens == tokens[len(prompt) :]
+        expected = reference_logprobs(policy, prompt, completion.tokens)
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_the_trainers_forward(generator, trainer, synced, temperature):
+    groups = generator.generate(PROMPTS, replace(SAMPLED, temperature=temperature)).result()
+    expected = trainer_logprobs(trainer, PROMPTS, groups, temperature)
+    for completion, logprobs in zip(flat(groups), expected, strict=True):
+        torch.testing.assert_close(torch.tensor(completion.logprobs), logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"top_k": 5}, {"top_p": 0.6}, {"top_k": 8, "top_p": 0.7, "temperature": 0.7}], ids=str
+)
+def test_logprobs_under_top_p_and_top_k_are_those_of_the_renormalised_distribution(generator, policy, options):
+    groups = generator.generate(PROMPTS, replace(SAMPLED, **options)).result()
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            expected = reference_logprobs(policy, prompt, completion.tokens, **options)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
+def test_a_seed_gives_n_different_completions_and_gives_them_again(generator, synced):
+    first, second = (generator.generate(PROMPTS, SAMPLED).result() for _ in range(2))
+    other = generator.generate(PROMPTS, replace(SAMPLED, seed=1007)).result()
+    assert first == second
+    assert [len(group) for group in first] == [4, 4, 4]
+    assert len({tuple(completion.tokens) for completion in flat(first) + flat(other)}) == 24
+
+
+def test_without_a_seed_no_two_completions_are_the_same(generator, synced):
+    unseeded = replace(SAMPLED, seed=None)
+    completions = flat(generator.generate([PROMPTS[0]] * 2, unseeded).result())
+    completions += flat(generator.generate([PROMPTS[0]], unseeded).result())
+    assert len({tuple(completion.tokens) for completion in completions}) == 12
+
+
+def test_a_stop_token_is_the_last_token(generator, synced):
+    plain = generator.generate(PROMPTS[:1], SAMPLED).result()[0][0]
+    stop = plain.tokens[10]
+    stopped = generator.generate(PROMPTS[:1], replace(SAMPLED, stop_token_ids=(stop,))).result()[0][0]
+    length = plain.tokens.index(stop) + 1
+    assert stopped.finish_reason == "stop"
+    assert (stopped.tokens, stopped.logprobs) == (plain.tokens[:length], plain.logprobs[:length])
+    assert len(stopped.policy_versions) == length
+
+
+def test_max_tokens_ends_with_length(generator, synced):
+    for completion in flat(generator.generate(PROMPTS, SAMPLED).result()):
+        assert completion.finish_reason == "length"
+        assert len(completion.tokens) == len(completion.logprobs) == len(completion.policy_versions) == 24
+
+
+def test_the_context_ends_a_completion_with_length(generator, synced):
+    [[completion]] = generator.generate([[3] * (MAX_MODEL_LEN - 4)], SamplingParams(max_tokens=100)).result()
+    assert (len(completion.tokens), completion.finish_reason) == (4, "length")
+
+
+def test_every_token_carries_the_version_of_its_weights(generator, synced):
+    completions = flat(generator.generate(PROMPTS, SAMPLED).result())
+    assert {version for completion in completions for version in completion.policy_versions} == {synced}
+
+
+def test_a_pull_while_requests_run_splits_them_into_old_and_new_policy(
+    generator, generator_mesh, trainer, policy, synced
+):
+    new = support.step(trainer, seed=1)
+    trainer.push_model_state_dict().result()
+    call = generator.generate(PROMPTS, SamplingParams(max_tokens=400, n=2, seed=1))
+    support.wait_until(lambda: min(generator_mesh.num_tokens_under_way.call_one().get(), default=0) > 3)
+    generator.pull_model_state_dict(new).result()
+    groups = call.result()
+
+    new_logprobs = iter(trainer_logprobs(trainer, PROMPTS, groups))
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            num_old = completion.policy_versions.count(synced)
+            assert 3 < num_old < 400
+            assert completion.policy_versions == [synced] * num_old + [new] * (400 - num_old)
+            logprobs, of_new = torch.tensor(completion.logprobs), next(new_logprobs)
+            of_old = reference_logprobs(policy, prompt, completion.tokens)
+            torch.testing.assert_close(logprobs[:num_old], of_old[:num_old], atol=1e-5, rtol=0)
+            torch.testing.assert_close(logprobs[num_old:], of_new[num_old:], atol=1e-5, rtol=0)
+            assert (of_old - of_new).abs().max() > 0.1
+
+
+def test_32_concurrent_callers_get_what_each_would_get_alone(generator, synced):
+    params = [SamplingParams(max_tokens=1 + index % 7, seed=index) for index in range(32)]
+    prompts = [[1 + index % 40, 2, 3] for index in range(32)]
+
+    async def together():
+        return await asyncio.gather(*(generator.generate([p], s) for p, s in zip(prompts, params, strict=True)))
+
+    alone = [generator.generate([p], s).result() for p, s in zip(prompts[:4], params[:4], strict=True)]
+    groups = asyncio.run(together())
+    assert [len(completion.tokens) for completion in map(lambda g: g[0][0], groups)] == [1 + i % 7 for i in range(32)]
+    assert [g[0][0].tokens for g in groups[:4]] == [g[0][0].tokens for g in alone]
+
+
+def test_compute_logprobs_equals_the_trainers_forward(generator, trainer, synced):
+    sequences = [[5, 6], list(range(30)), [7] * (MAX_MODEL_LEN - 1)]
+    samples = [Sample.from_tokens(tokens[:1], tokens[1:]) for tokens in sequences]
+    expected = trainer.forward(samples).result().logprobs
+    for _ in range(2):  # a cached prefix has logprobs, too
+        for ours, theirs in zip(generator.compute_logprobs(sequences).result(), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+def test_a_pull_of_the_held_version_is_a_no_op(generator, generator_mesh, synced):
+    call = generator.generate([PROMPTS[0]], SamplingParams(max_tokens=50))
+    assert generator.pull_model_state_dict(synced).result() == synced
+    assert set(call.result()[0][0].policy_versions) == {synced}
+
+
+def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generator, trainer, synced):
+    prompt = list(range(40))  # longer than a block of the cache
+    params = SamplingParams(max_tokens=8, seed=3)
+    before = generator.generate([prompt], params).result()
+    new = support.step(trainer, seed=3)
+    generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+    after = generator.generate([prompt], params).result()
+    assert after[0][0].policy_versions == [new] * 8
+    assert after[0][0].logprobs != before[0][0].logprobs
+    [expected] = trainer_logprobs(trainer, [prompt], after)
+    torch.testing.assert_close(torch.tensor(after[0][0].logprobs), expected, atol=1e-5, rtol=0)
+
+
+def misfits(weights):
+    name = "model.layers.1.mlp.up_proj.weight"
+    missing = {n: w for n, w in weights.items() if n != name}
+    return {
+        "missing": (missing, rf"{name} is missing"),
+        "misshapen": ({**weights, name: weights[name][:-1]}, rf"{name} is \(127, 64\)"),
+        "unknown": ({**weights, "model.extra": torch.zeros(3)}, r"model\.extra is unknown"),
+        "integers": ({**weights, name: weights[name].to(torch.int64)}, rf"{name} is .*int64"),
+    }
+
+
+@pytest.mark.parametrize("kind", ["missing", "misshapen", "unknown", "integers"])
+def test_a_pull_that_does_not_fit_fails_and_leaves_the_weights(generator, transport, synced, kind):
+    weights, message = misfits(support.random_weights(tied=True, seed=1))[kind]
+    before = generator.generate(PROMPTS, SAMPLED).result()
+    latest = asyncio.run(transport.get_object("latest"))
+    support.publish_from_here(transport, weights, stream=f"misfit_{kind}", version=900)
+    try:
+        with pytest.raises(ValueError, match=f"version 900 does not fit the model: .*{message}"):
+            generator.pull_model_state_dict(900).result()
+    finally:
+        asyncio.run(transport.put_object("latest", latest))
+    assert generator.generate(PROMPTS, SAMPLED).result() == before
+    assert generator.pull_model_state_dict(synced).result() == synced
+
+
+def test_a_pull_of_an_unpublished_version_is_a_timeout_that_names_it_and_the_newest(generator, synced):
+    with pytest.raises(TimeoutError, match=rf"version 999 was not published within 0\.2 s; the newest is {synced}"):
+        generator.pull_model_state_dict(999, timeout=0.2).result()
+
+
+def test_an_untied_model_is_replaced_whole():
+    """Also the head, whose kernel vLLM packs on its own; the tied one is what all other tests run."""
+    transport = MemoryTransport()
+    asyncio.run(transport.open())
+    with GeneratorClient.spawn(support.generator_config(tied=False), transport=transport) as generator:
+        for version in (1, 2):
+            weights = support.random_weights(tied=False, seed=version)
+            support.publish_from_here(transport, weights, stream="untied", version=version)
+            generator.pull_model_state_dict(version).result()
+            model = support.hf_model(weights, tied=False)
+            for prompt, group in zip(PROMPTS, generator.generate(PROMPTS, SAMPLED).result(), strict=True):
+                for completion in group:
+                    expected = reference_logprobs(model, prompt, completion.tokens)
+                    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+    asyncio.run(transport.close())
+
+
+OK = SamplingParams()
+BAD_REQUESTS = [
+    ([], OK, ValueError, r"prompts is \[\]; give a list of at least 1 prompt"),
+    ([5, 6], OK, TypeError, "prompt 0 is 5; it must be a list of token ids"),
+    ([[5], ["x"]], OK, TypeError, "prompt 1 is .*'x'"),
+    ([[5], []], OK, ValueError, f"prompt 1 has 0 tokens; it must have 1 to {MAX_MODEL_LEN - 1}"),
+    ([[5] * MAX_MODEL_LEN], OK, ValueError, f"prompt 0 has {MAX_MODEL_LEN} tokens; .*max_model_len={MAX_MODEL_LEN}"),
+    ([[5, VOCAB_SIZE]], OK, ValueError, f"prompt 0 holds the id {VOCAB_SIZE}, but ids are 0 to {VOCAB_SIZE - 1}"),
+    ([[-1]], OK, ValueError, "prompt 0 holds the id -1"),
+    ([[5]], SamplingParams(max_tokens=0), ValueError, "max_tokens=0; it must be an integer of at least 1"),
+    ([[5]], SamplingParams(n=0), ValueError, "n=0"),
+    ([[5]], SamplingParams(temperature=-0.5), ValueError, r"temperature=-0\.5; it must be 0 \(greedy\) or in"),
+    ([[5]], SamplingParams(temperature=0.001), ValueError, r"temperature=0\.001"),
+    ([[5]], SamplingParams(temperature=3.0), ValueError, r"temperature=3\.0; it must be .* \[0\.01, 2\]"),
+    ([[5]], SamplingParams(temperature=float("nan")), ValueError, "temperature=nan"),
+    ([[5]], SamplingParams(top_p=0.0), ValueError, r"top_p=0\.0; it must be in \(0, 1\]"),
+    ([[5]], SamplingParams(top_p=1.5), ValueError, r"top_p=1\.5"),
+    ([[5]], SamplingParams(top_k=-1), ValueError, "top_k=-1"),
+    ([[5]], SamplingParams(seed=-1), ValueError, "seed=-1"),
+    ([[5]], SamplingParams(stop_token_ids=(VOCAB_SIZE,)), ValueError, rf"stop_token_ids=\({VOCAB_SIZE},\)"),
+]
+
+
+@pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_REQUESTS)
+def test_a_bad_request_is_refused_at_the_call_with_value_and_limit(generator, prompts, params, error, message):
+    with pytest.raises(error, match=message):
+        generator.generate(prompts, params)
+
+
+@pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_REQUESTS)
+def test_a_bad_request_to_the_raw_endpoint_is_refused_likewise(generator_mesh, prompts, params, error, message):
+    with pytest.raises(Exception, match=message) as raised:
+        generator_mesh.generate.call_one(prompts, params).get(timeout=60)
+    assert type(raised.value.exception) is error
+
+
+def test_a_failing_step_reaches_every_waiting_caller_and_the_engine_works_afterwards(generator, generator_mesh, synced):
+    before = generator.generate(PROMPTS, SAMPLED).result()
+    generator_mesh.fail_next_forward.call_one("the kernel is broken").get()
+    calls = [generator.generate([prompt], SamplingParams(max_tokens=400)) for prompt in PROMPTS * 3]
+    outcomes = [call._future.exception(60) for call in calls]
+    failed = [error for error in outcomes if error is not None]
+    # Requests that came after the failing step were not part of it.
+    assert failed and {(type(error), str(error)) for error in failed} == {(RuntimeError, "the kernel is broken")}
+    assert generator.generate(PROMPTS, SAMPLED).result() == before
+
+
+def test_a_failing_step_ends_the_calls_that_run(generator, generator_mesh, synced):
+    calls = [generator.generate([prompt], SamplingParams(max_tokens=490)) for prompt in PROMPTS]
+    support.wait_until(lambda: len(generator_mesh.num_tokens_under_way.call_one().get()) == len(PROMPTS))
+    generator_mesh.fail_next_forward.call_one("the kernel is broken").get()
+    for call in calls:
+        with pytest.raises(RuntimeError, match="the kernel is broken") as raised:
+            call.result()
+        assert any("generator" in note and "generate" in note for note in raised.value.__notes__)
