@@ -9,6 +9,7 @@ import functools
 import logging
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -24,7 +25,7 @@ from controllers.environments import Environment, EnvironmentConfig, Problem, bu
 from controllers.metrics import MetricsLogger, RunFolder, Timer
 from controllers.report import write_report
 from controllers.rollouts import greedy_accuracy
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
 from rl_actors import GeneratorConfig, OptimParams, TrainerConfig
 from rl_actors.logs import route_logs, route_process_output
 
@@ -92,6 +93,11 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError("alphabet is empty and trainer.hf_path too; one of them must give a tokenizer")
+        longest = {"generator.max_model_len": self.generator.max_model_len}
+        longest["trainer.max_sequence_length"] = self.trainer.max_sequence_length
+        for name, limit in longest.items():
+            if self.max_tokens >= limit:
+                raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
         self.environment.validate()
         self.trainer.validate()
         self.optimizer.params(learning_rate=0.0, grad_divisor=1.0)
@@ -150,24 +156,28 @@ def main(controller: str) -> None:
             checkpoints.newest(RunFolder(invocation.output_dir).checkpoints)
         if invocation.eval_only:
             checkpoints.read(invocation.eval_only)
-        environment, tokenizer = _environment_and_tokenizer(invocation)
+        environment, tokenizer = _environment_and_tokenizer(invocation.config)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
     sys.exit(_run(invocation, environment, tokenizer, train))
 
 
-def _environment_and_tokenizer(invocation: cli.Invocation) -> tuple[Environment, Any]:
-    config = invocation.config
+def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
+    """Raises ValueError for a task that cannot be built and for prompts that the tokenizer or the generator cannot take."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
-    if not config.alphabet:
-        return environment, load_tokenizer(config.trainer.hf_path)
-    if invocation.eval_only is None:
-        directory = invocation.output_dir / "tokenizer"
-        build_character_tokenizer(directory, config.alphabet)
-        return environment, load_tokenizer(directory)
-    # An evaluation leaves no folder behind; its tokenizer is the run's.
-    return environment, load_tokenizer(invocation.eval_only.resolve().parents[1] / "tokenizer")
+    if config.alphabet:
+        with tempfile.TemporaryDirectory() as directory:
+            build_character_tokenizer(directory, config.alphabet)
+            tokenizer = load_tokenizer(directory)
+    else:
+        tokenizer = load_tokenizer(config.trainer.hf_path)
+    limit = min(config.generator.max_model_len, config.trainer.max_sequence_length) - config.max_tokens
+    for problem in environment.held_out():
+        if (length := len(encode(tokenizer, problem.prompt))) > limit:
+            room = f"{limit} are left beside max_tokens={config.max_tokens}"
+            raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
+    return environment, tokenizer
 
 
 def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Any, train: Train) -> int:
@@ -226,6 +236,8 @@ async def _train(
         state = checkpoints.read(newest)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(cli.config_to_json(config))
+    if config.alphabet:
+        build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
     try:
         with MetricsLogger(
             folder,

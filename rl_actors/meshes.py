@@ -68,7 +68,8 @@ async def spawn_processes(
     }
 
     def command(point):
-        rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point["gpus"])}
+        # The last is for people who look at a process list.
+        rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point["gpus"]), "RL_ACTORS_PROCESS": f"{name}-{point.rank}"}
         return default_bootstrap_cmd().with_env({**common, **rank})
 
     bootstrap = functools.partial(_route_output, name, logs) if logs else None

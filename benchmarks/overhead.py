@@ -1,0 +1,113 @@
+"""What the actors cost: a training step and generation through the clients, against the same engines called directly, in one run.
+
+Each pair alternates, so that both sides meet the same load of the machine; the ratio is of medians.
+"""
+
+import argparse
+import asyncio
+import multiprocessing
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from configs.tiny import tiny
+from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient, num_loss_tokens
+
+
+def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
+    """Print both medians and the ratio: of times for a step (lower is better), of tokens/s for generation."""
+    through(), direct()  # the first of each pays for caches
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(repeats):
+        for call, seconds in zip((through, direct), times, strict=True):
+            start = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - start)
+    client, engine = map(statistics.median, times)
+    if tokens:
+        print(
+            f"{name}: client {tokens / client:,.0f} tok/s, engine {tokens / engine:,.0f} tok/s, ratio {engine / client:.3f}"
+        )
+    else:
+        print(f"{name}: client {client * 1e3:.1f} ms, engine {engine * 1e3:.1f} ms, ratio {client / engine:.3f}")
+
+
+def training(repeats: int) -> None:
+    """A GRPO-sized step of the tiny model: forward_backward of 1,024 samples, then optim_step."""
+    config = tiny().trainer
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda n: torch.randint(2, config.model.vocab_size, (n,), generator=generator).tolist()  # noqa: E731
+    columns = {"old_logprobs": -1.0, "advantages": 0.5}
+    samples = [Sample.from_tokens(draw(6), draw(4), **columns) for _ in range(1024)]
+    params = OptimParams(learning_rate=1e-4, grad_divisor=num_loss_tokens(samples))
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    from rl_actors.engine.train_engine import TrainEngine
+
+    engine = TrainEngine(config)
+
+    def direct() -> None:
+        engine.forward_backward(samples, PPO())
+        engine.optim_step(params)
+
+    with TrainerClient.spawn(config) as trainer:
+
+        def through() -> None:
+            trainer.forward_backward(samples, loss=PPO()).result()
+            trainer.optim_step(params).result()
+
+        compare("training step, 1,024 samples", through, direct, repeats, tokens=0)
+    torch.distributed.destroy_process_group()
+
+
+def generation(repeats: int) -> None:
+    """256 prompts in one call, then 32 callers of one prompt each; 64 tokens a prompt, logprobs included on both sides."""
+    config = replace(tiny().generator, max_model_len=128)
+    prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
+    params = SamplingParams(max_tokens=64, ignore_stop=True)
+    from rl_actors.generator import bare_engine, vllm_params
+
+    engine = bare_engine(config)
+
+    def direct(count: int) -> None:
+        for index in range(count):
+            engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, vllm_params(params, index)[0])
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    with GeneratorClient.spawn(config) as client:
+        client.ready().result()
+
+        def one_call() -> None:
+            client.generate(prompts, params).result()
+
+        def callers() -> None:
+            async def all_of_them() -> None:
+                await asyncio.gather(*(client.generate([prompt], params) for prompt in prompts[:32]))
+
+            asyncio.run(all_of_them())
+
+        compare("one generate, 256 prompts x 64", one_call, lambda: direct(256), repeats, tokens=256 * 64)
+        compare("32 callers, 1 prompt x 64 each", callers, lambda: direct(32), repeats, tokens=32 * 64)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=15, help="timed calls of each side")
+    repeats = parser.parse_args().repeats
+    # A process each: vLLM turns off torch's threads in its own.
+    for part in (training, generation):
+        child = multiprocessing.get_context("spawn").Process(target=part, args=(repeats,))
+        child.start()
+        child.join()
+        if child.exitcode:
+            raise SystemExit(child.exitcode)
+
+
+if __name__ == "__main__":
+    main()

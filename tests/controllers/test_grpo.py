@@ -1,0 +1,187 @@
+"""The GRPO command line, run as a user runs it: real trainer, real vLLM, real torchstore in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controllers.metrics import KEYS, read_jsonl
+
+ROOT = Path(__file__).parents[2]
+SHORT = [
+    "--max-warmup-steps",
+    "3",
+    "--validate-every",
+    "2",
+    "--checkpoint-every",
+    "2",
+    "--rollouts.groups-per-step",
+    "8",
+]
+
+
+def start(*arguments: object, marker: str = "", **kwargs) -> subprocess.Popen:
+    """Run the command line in a process group of its own; `marker` is in the environment of all that it starts."""
+    command = [sys.executable, "-m", "controllers.grpo", *map(str, arguments)]
+    environment = {**os.environ, "RL_ACTORS_TEST_MARKER": marker}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, start_new_session=True, **pipes, **kwargs)
+
+
+def finish(process: subprocess.Popen, timeout: float = 180.0) -> str:
+    try:
+        return process.communicate(timeout=timeout)[0]
+    finally:
+        process.kill()
+
+
+def processes_of(marker: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RL_ACTORS_TEST_MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def wait_until(holds, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory) -> tuple[Path, str]:
+    """A run of three supervised and four GRPO steps."""
+    folder = tmp_path_factory.mktemp("grpo") / "run"
+    process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT)
+    output = finish(process)
+    assert process.returncode == 0, output
+    return folder, output
+
+
+def test_a_run_leaves_every_file_and_a_line_a_step(finished_run):
+    folder, output = finished_run
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [record["step"] for record in records] == list(range(7))
+    assert [record["phase"] for record in records] == ["sft"] * 3 + ["grpo"] * 4
+    assert all(key in record for record in records for key in KEYS)
+    for name in ("config.json", "rollouts.jsonl", "report.html", "reward.png", "tokenizer/tokenizer.json"):
+        assert (folder / name).stat().st_size > 0
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-5", "step-7"}
+    assert list((folder / "tensorboard").iterdir())
+    assert {path.stem for path in (folder / "logs").iterdir()} >= {"controller", "trainer-0", "generator-0"}
+    assert json.loads((folder / "outcome.json").read_text())["status"] == "finished"
+    assert "torchstore" not in output and "WARNING" not in output  # library logs are in the files
+
+
+def test_trainer_and_generator_agree_on_every_logprob(finished_run):
+    trained = [
+        r for r in read_jsonl(finished_run[0] / "metrics.jsonl") if r["phase"] == "grpo" and not r.get("skipped")
+    ]
+    assert trained and all(record["logprob_diff/mean"] < 1e-5 for record in trained)
+    assert all(record["policy_lag"] == 0 for record in trained)
+
+
+def test_the_config_of_a_run_runs_again(finished_run, tmp_path):
+    process = start("--config", finished_run[0] / "config.json", "--output-dir", tmp_path / "again", "--dry-run")
+    output = finish(process)
+    assert process.returncode == 0, output
+    assert json.loads(output)["steps"] == 4
+    assert not (tmp_path / "again").exists()
+
+
+def test_resuming_goes_on_where_the_newest_checkpoint_is(finished_run):
+    folder = finished_run[0]
+    before = read_jsonl(folder / "metrics.jsonl")
+    process = start("--resume", folder, "--steps", 6)
+    output = finish(process)
+    assert process.returncode == 0, output
+    after = read_jsonl(folder / "metrics.jsonl")
+    assert [record["step"] for record in after] == list(range(9))
+    assert after[:7] == before
+    assert after[7]["policy_version"] == before[-1]["policy_version"] + 1
+
+
+def test_a_checkpoint_is_scored_as_the_run_scored_it(finished_run):
+    folder = finished_run[0]
+    process = start("--eval-only", folder / "checkpoints" / "step-7")
+    output = finish(process)
+    assert process.returncode == 0, output
+    scored = next(r["validation/accuracy"] for r in read_jsonl(folder / "metrics.jsonl") if r["step"] == 6)
+    assert f"validation/accuracy {scored:.4f}" in output
+
+
+def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(tmp_path):
+    task = ["--environment.task", "tests.fakes:constant_reward", "--environment.options", '{"reward": 1.0}']
+    process = start("--output-dir", tmp_path / "run", "--steps", 2, *SHORT, "--rollouts.max-refills", 1, *task)
+    output = finish(process)
+    assert process.returncode == 0, output
+    grpo = [record for record in read_jsonl(tmp_path / "run/metrics.jsonl") if record["phase"] == "grpo"]
+    assert [record["skipped"] for record in grpo] == [True, True]
+    assert [record["groups/filtered"] for record in grpo] == [16, 16]
+    assert [record["groups/refills"] for record in grpo] == [1, 1]
+    assert all(record["policy_version"] is None for record in grpo)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_the_run_and_all_its_processes_within_15_seconds(tmp_path, number, status):
+    marker = f"{tmp_path}-{number}"
+    process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)
+    wait_until(lambda: read_jsonl(tmp_path / "run/metrics.jsonl"), 90, "the first step")
+    process.send_signal(number)
+    output = finish(process, timeout=15)
+    assert process.returncode == status, output
+    wait_until(lambda: not processes_of(marker), 5, "the end of its processes")
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["status"] == "interrupted"
+
+
+def test_a_killed_trainer_ends_the_run_within_15_seconds_and_is_named(tmp_path):
+    marker = str(tmp_path)
+    process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)
+    wait_until(lambda: read_jsonl(tmp_path / "run/metrics.jsonl"), 90, "the first step")
+    trainer = next(p for p in processes_of(marker) if p.environ().get("RL_ACTORS_PROCESS") == "trainer-0")
+    trainer.kill()
+    output = finish(process, timeout=15)
+    assert process.returncode == 1, output
+    assert "trainer" in output
+    wait_until(lambda: not processes_of(marker), 5, "the end of its processes")
+
+
+def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
+    marker = str(tmp_path)
+    process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)
+    wait_until(lambda: read_jsonl(tmp_path / "run/metrics.jsonl"), 90, "the first step")
+    process.kill()
+    wait_until(lambda: not processes_of(marker), 30, "the end of its processes")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--trainer.parallelism.tensor-parallel-degree", "3"], "num_attention_heads=4 is not divisible by"),
+        (["--optimizer.beta1", "1.5"], "beta1=1.5; it must be in [0, 1)"),
+        (["--schedule.learning-rate", "-1"], "learning_rate=-1.0"),
+        (["--rollouts.group-size", "1"], "rollouts.group_size=1; it must be at least 2"),
+        (["--steps", "0"], "steps=0; it must be at least 1"),
+        (["--trainer.max-sequence-length", "999"], "max_sequence_length=999 exceeds model.max_position_embeddings=128"),
+        (["--max-tokens", "64"], "max_tokens=64 leaves no room for a prompt in generator.max_model_len=64"),
+        (["--environment.task", "no_such_task"], "no_such_task"),
+        (["--eval-only", "tests"], "is not a complete checkpoint"),
+    ],
+)
+def test_a_config_that_cannot_run_is_refused_before_any_process_starts(tmp_path, arguments, message):
+    process = start("--config", "tiny", "--output-dir", tmp_path / "run", *arguments)
+    output = finish(process, timeout=30)
+    assert process.returncode == 2, output
+    assert message in output
+    assert not (tmp_path / "run").exists()

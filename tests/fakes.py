@@ -1,0 +1,24 @@
+"""Stand-ins for tests, each named for what it is."""
+
+from controllers.environments import Problem
+
+
+class ConstantReward:
+    """Additions whose reward does not depend on the completion."""
+
+    def __init__(self, reward: float, num_held_out: int):
+        self.value, self.num_held_out = reward, num_held_out
+
+    def problem(self, index: int) -> Problem:
+        a, b = index % 50, index // 50 % 50
+        return Problem(prompt=f"{a}+{b}=", answer=str(a + b), key=f"{a} {b}")
+
+    def held_out(self) -> list[Problem]:
+        return [Problem(prompt=f"{a}+99=", answer=str(a + 99), key=f"{a} 99") for a in range(self.num_held_out)]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return self.value
+
+
+def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantReward:
+    return ConstantReward(reward, min(num_held_out, 50))
