@@ -59,7 +59,8 @@ class Sample:
                 )
             full[name] = torch.zeros(num_positions)
             full[name][-num_completion:] = values
-        return cls(tokens=tokens[:-1], targets=tokens[1:], columns=full, temperature=temperature)
+        # a copy, so that masking a target does not change a token
+        return cls(tokens=tokens[:-1], targets=tokens[1:].clone(), columns=full, temperature=temperature)
 
     def __len__(self) -> int:
         return len(self.tokens)

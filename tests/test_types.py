@@ -39,6 +39,12 @@ def test_from_tokens_takes_tensors_and_the_callers_loss_weights():
     assert sample.columns["values"].tolist() == [0, 3, 4]
 
 
+def test_masking_a_target_leaves_the_tokens_alone():
+    sample = Sample.from_tokens([5, 6], [7, 8])
+    sample.targets[0] = -100
+    assert sample.tokens.tolist() == [5, 6, 7]
+
+
 def test_from_tokens_keeps_the_temperature():
     assert Sample.from_tokens([1], [2]).temperature == 1.0
     assert Sample.from_tokens([1], [2], temperature=0.6).temperature == 0.6
