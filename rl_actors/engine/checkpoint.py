@@ -19,6 +19,20 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
+def require_checkpoint(path: str | Path) -> None:
+    """Raises ValueError on every rank when any rank finds no checkpoint there; nothing was touched."""
+    if not _all(is_checkpoint(path)):
+        raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
+
+
+def require_replaceable(path: str | Path) -> None:
+    """Raises ValueError on every rank when saving to path would delete something other than a checkpoint."""
+    target = Path(path)
+    taken = target.exists() and not is_checkpoint(target) and not (target.is_dir() and not any(target.iterdir()))
+    if not _all(not taken):
+        raise ValueError(f"{path} exists and is not a checkpoint: it holds no {METADATA}, so it is not replaced")
+
+
 def save(parts: Parts, path: str, policy_version: int) -> None:
     """Write under a temporary name and rename: a directory is a whole checkpoint or is not there."""
     target, partial = Path(path), Path(f"{path}.partial")
@@ -43,10 +57,7 @@ def load(parts: Parts, path: str) -> int:
 
 
 def load_hf(parts: Parts, path: str) -> None:
-    """Load a directory of safetensors into the sharded model; each rank reads its part.
-
-    Raises ValueError when config.json describes another model.
-    """
+    """Load a directory of safetensors into the sharded model; each rank reads its part."""
     state = parts.adapter.to_hf(parts.model.state_dict())
     dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
     parts.model.load_state_dict(parts.adapter.from_hf(state))
@@ -65,13 +76,25 @@ def require_same_model(config: ModelConfig, path: str) -> None:
 
 
 def _state(parts: Parts, policy_version: int) -> dict[str, Any]:
+    # torchtitan makes missing optimizer state by a step of zeros, which Adam would count in its bias correction.
+    fresh = [optimizer for optimizer in parts.optimizers.optimizers if not optimizer.state]
+    optimizer_state = parts.optimizers.state_dict()
+    for optimizer in fresh:
+        for state in optimizer.state.values():
+            state["step"].zero_()
     return {
         "model": parts.model.state_dict(),
-        "optimizer": parts.optimizers.state_dict(),
+        "optimizer": optimizer_state,
         "policy_version": torch.tensor(policy_version),
     }
 
 
 def _barrier() -> None:
-    # On CPU tensors, so that the same call works over gloo and beside NCCL.
-    dist.all_reduce(torch.zeros(1))
+    _all(True)
+
+
+def _all(holds: bool) -> bool:
+    """The logical and over the ranks, on CPU tensors, so that the same call works over gloo and beside NCCL."""
+    flag = torch.tensor(int(holds))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)

@@ -45,6 +45,8 @@ class TrainEngine:
     def __init__(self, config: TrainerConfig) -> None:
         """Build, shard and initialise the model. Raises ValueError for a config or a Hugging Face directory that does not fit."""
         config.validate()
+        if config.hf_path:
+            checkpoint.require_same_model(config.model, config.hf_path)
         self.config = config
         self.parts: Parts = build(config)
         self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
@@ -101,10 +103,11 @@ class TrainEngine:
             named = [(n, p) for n, p in self.parts.model.named_parameters() if p.grad is not None]
             # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
             torch._foreach_div_([_local(p.grad) for _, p in named], float(params.grad_divisor))
+            norms = torch._foreach_norm([_local(p.grad) for _, p in named])  # before clipping spreads a NaN
             max_norm = float("inf") if params.grad_clip_norm is None else params.grad_clip_norm
             grad_norm = float(dist_utils.clip_grad_norm_([p for _, p in named], max_norm))
             finite = grad_norm < float("inf")
-            broken = () if finite else self._nonfinite([n for n, p in named], [p.grad for _, p in named])
+            broken = () if finite else self._nonfinite([n for n, _ in named], norms)
             if finite:
                 self._apply(params)
                 self.policy_version += 1
@@ -122,6 +125,7 @@ class TrainEngine:
     def save_checkpoint(self, path: str) -> None:
         """Write model, optimizer and version as a DCP directory; it is whole or it is not there. Refused in an open step."""
         self.step.require("save_checkpoint")
+        checkpoint.require_replaceable(path)
         checkpoint.save(self.parts, path, self.policy_version)
 
     def load_checkpoint(self, path: str) -> int:
@@ -130,6 +134,7 @@ class TrainEngine:
         Raises ValueError when path is not a checkpoint.
         """
         self.step.require("load_checkpoint")
+        checkpoint.require_checkpoint(path)
         with self._breaking():
             self.policy_version = checkpoint.load(self.parts, path)
         return self.policy_version
@@ -199,9 +204,9 @@ class TrainEngine:
                 group["weight_decay"] = params.weight_decay
         self.parts.optimizers.step()
 
-    def _nonfinite(self, names: list[str], grads: list[Tensor]) -> tuple[str, ...]:
+    def _nonfinite(self, names: list[str], norms: Sequence[Tensor]) -> tuple[str, ...]:
         # A shard may be finite where its neighbour is not: the sum over all ranks decides, so that all ranks agree.
-        counts = torch.stack([(~torch.isfinite(_local(grad))).sum() for grad in grads])
+        counts = (~torch.isfinite(torch.stack(list(norms)))).int()
         torch.distributed.all_reduce(counts)
         return tuple(name for name, count in zip(names, counts.tolist(), strict=True) if count)[:MAX_NAMES_REPORTED]
 

@@ -1,0 +1,96 @@
+"""Independent references for the trainer: transformers' Qwen3 and a plain PyTorch loop. Nothing here uses the engine."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rl_actors.config import ModelConfig
+from rl_actors.types import OptimParams, Sample
+
+VOCAB_SIZE = 64
+
+
+def save_qwen3(directory: Path, *, tied: bool) -> str:
+    """Save a random Qwen3 that is sure of itself: at the usual 0.02 all logprobs are near -log V, and errors hide."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    model_config = ModelConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        rope_theta=10_000.0,
+        tie_word_embeddings=tied,
+    )
+    model = Qwen3ForCausalLM(Qwen3Config(**model_config.to_hf()))
+    generator = torch.Generator().manual_seed(int(tied))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.uniform_(0.5, 1.5, generator=generator)
+            else:
+                parameter.normal_(std=0.25, generator=generator)
+    model.save_pretrained(directory)
+    return str(directory)
+
+
+def load_qwen3(path: str):
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()
+
+
+def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float = 1.0, **columns) -> list[Sample]:
+    """Random tokens, a random split into prompt and completion; a column is a function of (generator, completion length)."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for length in lengths:
+        tokens = torch.randint(0, VOCAB_SIZE, (length + 1,), generator=generator).tolist()
+        split = int(torch.randint(1, length + 1, (), generator=generator))
+        values = {name: make(generator, length + 1 - split) for name, make in columns.items()}
+        samples.append(Sample.from_tokens(tokens[:split], tokens[split:], temperature=temperature, **values))
+    return samples
+
+
+def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
+    """Samples with old_logprobs and advantages of both signs, weights that are not all 1."""
+    return random_samples(
+        lengths,
+        seed=seed,
+        old_logprobs=lambda generator, count: -4 * torch.rand(count, generator=generator),
+        advantages=lambda generator, count: torch.randn(count, generator=generator),
+        loss_weights=lambda generator, count: 0.5 + torch.rand(count, generator=generator),
+    )
+
+
+def reference_logprobs(model, sample: Sample) -> Tensor:
+    """log softmax(logits / T) at the targets of one sample alone: [T]."""
+    logits = model(input_ids=sample.tokens[None]).logits[0] / sample.temperature
+    return logits.log_softmax(-1).gather(-1, sample.targets[:, None])[:, 0]
+
+
+def reference_training(model, batches: Sequence[Sequence[Sample]], params: OptimParams) -> list[tuple[float, float]]:
+    """Cross entropy, clipping and AdamW as PyTorch documents them: (loss, grad_norm) of every step."""
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=params.learning_rate,
+        betas=(params.beta1, params.beta2),
+        eps=params.eps,
+        weight_decay=params.weight_decay,
+    )
+    history = []
+    for batch in batches:
+        loss = -sum((sample.columns["loss_weights"] * reference_logprobs(model, sample)).sum() for sample in batch)
+        (loss / params.grad_divisor).backward()
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), params.grad_clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((loss.item(), grad_norm.item()))
+    return history
