@@ -1,0 +1,85 @@
+"""FSDP2, TP2 and FSDP2 x TP2 give the numbers of one process: real processes, the same weights, odd lengths, several rows."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+from references import ppo_samples
+from torch import Tensor
+from torch.testing import assert_close
+
+from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig, num_loss_tokens
+
+LENGTHS = [7, 31, 1, 64, 13, 3, 22, 45, 9]
+LOSS = PPO(ratio_low=0.8, ratio_high=1.28)
+LAYOUTS = {"FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_parallel_shard, tensor_parallel)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbers:
+    losses: list[float]  # of three forward_backward, an optim_step after each of the first two
+    grad_norms: list[float]
+    logprobs: list[list[Tensor]]  # of each forward_backward and of a forward at the end, in the order of the samples
+
+
+def config(hf_path: str, shard: int, tensor: int) -> TrainerConfig:
+    limits = {"max_sequence_length": 64, "tokens_per_row": 64, "rows_per_microbatch": 2, "logprob_chunk_tokens": 50}
+    made = TrainerConfig(model=ModelConfig.from_hf(hf_path), hf_path=hf_path, **limits)
+    made.parallelism.data_parallel_shard_degree = shard
+    made.parallelism.tensor_parallel_degree = tensor
+    return made
+
+
+def train(trainer: TrainerClient, save_to: str) -> Numbers:
+    samples = ppo_samples(LENGTHS)
+    params = OptimParams(learning_rate=1e-3, weight_decay=0.1, grad_divisor=num_loss_tokens(samples))
+    losses, grad_norms, logprobs = [], [], []
+    for step in range(3):
+        output = trainer.forward_backward(samples, loss=LOSS).result()
+        losses.append(output.metrics["loss:sum"])
+        logprobs.append(output.logprobs)
+        if step < 2:
+            grad_norms.append(trainer.optim_step(params).result().grad_norm)
+    logprobs.append(trainer.forward(samples).result().logprobs)
+    trainer.discard_gradients().result()
+    trainer.save_checkpoint(save_to).result()
+    return Numbers(losses=losses, grad_norms=grad_norms, logprobs=logprobs)
+
+
+@pytest.fixture(scope="module")
+def numbers_of(tied_qwen3, tmp_path_factory):
+    """numbers_of(shard, tensor) -> (Numbers, the checkpoint written after two steps); each layout is spawned once."""
+    folder = tmp_path_factory.mktemp("layouts")
+
+    @cache
+    def run(shard: int, tensor: int) -> tuple[Numbers, str]:
+        path = str(folder / f"shard{shard}-tensor{tensor}")
+        with TrainerClient.spawn(config(tied_qwen3, shard, tensor), transport=MemoryTransport()) as trainer:
+            return train(trainer, path), path
+
+    return run
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
+    (one, _), (actual, _) = numbers_of(1, 1), numbers_of(*layout)
+    print(actual.losses, one.losses, actual.grad_norms, one.grad_norms)
+    assert actual.losses == pytest.approx(one.losses, rel=1e-5)
+    assert actual.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
+    assert_close(actual.logprobs, one.logprobs, rtol=1e-5, atol=1e-5)
+    assert [len(logprobs) for logprobs in actual.logprobs[0]] == LENGTHS
+    assert one.losses[0] != pytest.approx(one.losses[2], rel=1e-3)  # the steps were not idle
+
+
+def test_a_checkpoint_of_fsdp2_goes_on_under_tp2(numbers_of, tied_qwen3):
+    saved, path = numbers_of(2, 1)
+    with TrainerClient.spawn(config(tied_qwen3, 1, 2), transport=MemoryTransport()) as trainer:
+        assert trainer.load_checkpoint(path).result() == 2
+        loss = trainer.forward_backward(ppo_samples(LENGTHS), loss=LOSS).result().metrics["loss:sum"]
+        # Every rank refuses at once, so nothing hangs and the step stays as it was.
+        trainer.discard_gradients().result()
+        with pytest.raises(ValueError, match=r"nowhere is not a checkpoint: it holds no \.metadata"):
+            trainer.load_checkpoint("nowhere").result()
+        assert [info.state for info in trainer.info().result()] == ["idle", "idle"]
+    print(loss, saved.losses[2])
+    assert loss == pytest.approx(saved.losses[2], rel=1e-6)
