@@ -421,7 +421,7 @@ def _to_wire(sample: Sample) -> Sample:
 
 def _validated_prompts(prompts: Any, params: SamplingParams, config: GeneratorConfig) -> list[list[int]]:
     if isinstance(prompts, Sequence):
-        prompts = [prompt.tolist() if isinstance(prompt, Tensor) else prompt for prompt in prompts]
+        prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
     validate_prompts(prompts, params, max_model_len=config.max_model_len, vocab_size=config.model.vocab_size)
     return prompts
 

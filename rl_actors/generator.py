@@ -248,6 +248,7 @@ class Generator(Actor):
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        self.held_key = ""  # a load that fails half way leaves no version that is held
         await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
         self.held_key = manifest.key
         return version
@@ -257,17 +258,6 @@ class Generator(Actor):
     @property
     def expected_vocab_size(self) -> int:
         return self.expected["model.embed_tokens.weight"][0]
-
-    @concurrent_endpoint
-    async def model_state_dict(self) -> dict[str, Tensor]:
-        """The engine's own parameters on the CPU, under vLLM's names (q, k, v and gate, up are fused there). For tests."""
-
-        def read() -> dict[str, Tensor]:
-            return self.engine.engine.apply_model(
-                lambda model: {name: parameter.detach().cpu().clone() for name, parameter in model.named_parameters()}
-            )[0]
-
-        return await asyncio.wrap_future(self.engine.submit(read))
 
 
 def _repack_tied_head(model: Any) -> None:

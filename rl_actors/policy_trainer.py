@@ -109,7 +109,7 @@ class PolicyTrainer(Actor):
         if all(manifest.key != f"{self.stream}/{version}" for manifest in self.published):
             weights = self.engine.hf_state_dict(self.transport.dtype)
             names = {"stream": self.stream, "version": version, "rank": self.rank}
-            self.published.append(await publish(self.transport, weights, **names, all_succeeded=_all_succeeded))
+            self.published.append(await publish(self.transport, weights, **names, gather=_gather))
             while len(self.published) > VERSIONS_KEPT:
                 expired = self.published.pop(0)
                 if self.rank == 0:
@@ -155,8 +155,8 @@ def _raiser(error: Exception) -> Callable[[], Any]:
     return again
 
 
-def _all_succeeded(succeeded: bool) -> bool:
-    """The logical and over the ranks, on CPU tensors so that it works beside NCCL."""
-    flag = torch.tensor(int(succeeded))
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)
+def _gather(text: str) -> list[str]:
+    """What every rank says, by rank. torch.distributed prefers the CPU for objects, so it works beside NCCL."""
+    texts = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts

@@ -74,11 +74,11 @@ async def publish(
     stream: str,
     version: int,
     rank: int,
-    all_succeeded: Callable[[bool], bool],
+    gather: Callable[[str], list[str]],
 ) -> Manifest:
-    """Put this rank's part of a version; called on every rank. `all_succeeded` is the ranks' logical and.
+    """Put this rank's part of a version; called on every rank. `gather` gives every rank's text to every rank.
 
-    Raises RuntimeError when another rank failed; then the version stays unreadable.
+    Raises RuntimeError naming the rank and its error when another rank failed; then the version stays unreadable.
     """
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     manifest = Manifest(stream=stream, version=version, tensors=shapes)
@@ -87,8 +87,9 @@ async def publish(
         await transport.put_tensors(manifest.key, tensors, rank)
     except Exception as error:
         failure = error
-    if not all_succeeded(failure is None):
-        raise failure or RuntimeError(f"push of version {version}: another rank failed, so nothing was published")
+    failures = [f"rank {r}: {text}" for r, text in enumerate(gather(repr(failure) if failure else "")) if text]
+    if failures:
+        raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
     if rank == 0:
         await transport.put_object(f"{manifest.key}/manifest", manifest)
         await transport.put_object("latest", (stream, version))

@@ -18,14 +18,28 @@ from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
 
 
 class FilesTransport(Transport):
-    """One file a rank and version; the offsets of its shards stand in the file's metadata."""
+    """One file a rank and version; the offsets of its shards stand in the file's metadata.
+
+    Closing removes the directory when opening made it.
+    """
 
     def __init__(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
         self.dtype = dtype
         self.directory = Path(directory).absolute()
+        self._made = False
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_made": False}
 
     async def open(self) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+        if not self.directory.exists():
+            self.directory.mkdir(parents=True)
+            self._made = True
+
+    async def close(self) -> None:
+        if self._made:
+            await asyncio.to_thread(shutil.rmtree, self.directory)
+            self._made = False
 
     async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
         shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
