@@ -1,16 +1,13 @@
 """One trainer of one process, one vLLM generator and one torchstore, shared by all tests in this folder."""
 
 import asyncio
-from pathlib import Path
 
 import pytest
 import support
+from support import ENV
 
 from rl_actors import GeneratorClient, TorchStoreTransport, TrainerClient
 from rl_actors.meshes import spawn_processes
-
-# The tests' own actors and losses are imported by the processes that run them.
-ENV = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,12 @@ T tokens of one sequence, V vocabulary.
 """
 
 import asyncio
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import torch
 from monarch.actor import concurrent_endpoint, endpoint
 from torch import Tensor
@@ -19,6 +21,8 @@ from rl_actors.transports.base import Manifest, Transport, find, publish
 
 VOCAB_SIZE = 48
 MAX_MODEL_LEN = 512
+# The tests' own actors and losses are imported by the processes that run them.
+ENV = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 def model_config(*, tied: bool = True) -> ModelConfig:
@@ -80,6 +84,19 @@ def wait_until(condition, seconds: float = 15.0):
     return value
 
 
+def descendants(pid: int) -> set[int]:
+    """All living processes below this one."""
+    try:
+        below = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return set()
+    return {process.pid for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
 # --- references ---------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +146,7 @@ def published_weights(transport: Transport, version: int) -> dict[str, Tensor]:
 
 def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, stream: str, version: int) -> Manifest:
     """As a trainer of one rank would."""
-    everything = {"stream": stream, "version": version, "rank": 0, "all_succeeded": lambda succeeded: succeeded}
+    everything = {"stream": stream, "version": version, "rank": 0, "gather": lambda text: [text]}
     return asyncio.run(publish(transport, weights, **everything))
 
 
@@ -154,6 +171,24 @@ class TestGenerator(Generator):
     async def num_tokens_under_way(self) -> list[int]:
         states = self.engine.engine.output_processor.request_states
         return [len(state.detokenizer.output_token_ids) for state in list(states.values())]
+
+    @concurrent_endpoint
+    async def held_weights(self) -> dict[str, Tensor]:
+        """What every layer of the engine computes with, under vLLM's names (q, k, v and gate, up are fused there).
+
+        On a CPU vLLM packs a weight W away; the layer's output for the unit vectors, W^T, shows it exactly.
+        """
+
+        def read(model) -> dict[str, Tensor]:
+            weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
+            for name, layer in model.named_modules():
+                if hasattr(layer, "cpu_linear"):
+                    width = getattr(layer, "input_size", model.config.hidden_size)
+                    unit = torch.eye(width, dtype=model.model.norm.weight.dtype)
+                    weights[f"{name}.weight"] = layer.quant_method.apply(layer, unit, None).T.contiguous()
+            return weights
+
+        return await asyncio.wrap_future(self.engine.submit(lambda: self.engine.engine.apply_model(read)[0]))
 
     @concurrent_endpoint
     async def fail_next_forward(self, message: str) -> None:

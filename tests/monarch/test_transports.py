@@ -1,0 +1,270 @@
+"""One contract for all transports: a real FSDP2 x TP2 trainer publishes, and what is published is whole and exact."""
+
+import asyncio
+import os
+
+import pytest
+import support
+import torch
+import torchstore
+from support import ENV
+
+from rl_actors import FilesTransport, GeneratorClient, MemoryTransport, TorchStoreTransport, TrainerClient
+from rl_actors.generator import expected_tensors
+from rl_actors.meshes import spawn_processes
+from rl_actors.transports.base import find, publish
+
+KINDS = ["torchstore", "files", "memory"]
+
+
+def make_transport(kind: str, directory, dtype=None):
+    if kind == "files":
+        return FilesTransport(directory, dtype=dtype)
+    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[kind](dtype=dtype)
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    """Known weights, and the Hugging Face directory that the trainer starts from."""
+    directory = tmp_path_factory.mktemp("hf")
+    weights = support.random_weights(tied=True, seed=5)
+    support.hf_model(weights).save_pretrained(directory)
+    return weights, directory
+
+
+@pytest.fixture(scope="module")
+def sharded_mesh(weights):
+    """A trainer of four processes, FSDP2 x TP2, without a transport yet."""
+    config = support.trainer_config(shard=2, tensor=2, hf_path=str(weights[1]))
+    processes = asyncio.run(spawn_processes("sharded", 4, env=ENV))
+    yield processes.mesh.spawn("sharded", support.TestTrainer, config, None)
+    asyncio.run(processes.stop())
+
+
+@pytest.fixture
+def sharded(sharded_mesh):
+    client = TrainerClient(sharded_mesh, name="sharded")
+    client.discard_gradients().result()
+    yield client
+    client.close().result()
+
+
+@pytest.fixture
+def use(sharded, sharded_mesh):
+    """use(transport): the sharded trainer publishes there from now on, with nothing published so far."""
+    return lambda transport: sharded_mesh.use_transport.call(transport).get(timeout=60)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def open_transport(request, tmp_path_factory):
+    transport = make_transport(request.param, tmp_path_factory.mktemp("transport") / "weights")
+    asyncio.run(transport.open())
+    yield transport
+    asyncio.run(transport.close())
+
+
+def weights_of(trainer, tmp_path) -> dict[str, torch.Tensor]:
+    """The weights under their Hugging Face names, read from a checkpoint: a way that shares nothing with transports."""
+    import torch.distributed.checkpoint as dcp
+    from torchtitan.models.qwen3 import Qwen3StateDictAdapter
+
+    from rl_actors.engine.build import qwen3_config
+
+    trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    stored = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
+    model = {name: torch.empty(entry.size) for name, entry in stored.items() if name.startswith("model.")}
+    dcp.load(model, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
+    adapter = Qwen3StateDictAdapter(qwen3_config(support.model_config()), None)
+    return adapter.to_hf({name.removeprefix("model."): tensor for name, tensor in model.items()})
+
+
+def assert_equal(tensors, expected, dtype=torch.float32) -> None:
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert tensor.dtype == dtype and torch.equal(tensor, expected[name].to(dtype)), name
+
+
+def test_what_four_ranks_push_is_got_exactly(open_transport, sharded, use, tmp_path):
+    use(open_transport)
+    version = sharded.push_model_state_dict().result()
+    assert_equal(support.published_weights(open_transport, version), weights_of(sharded, tmp_path))
+    assert support.step(sharded) == version + 1
+    sharded.push_model_state_dict().result()
+    assert_equal(support.published_weights(open_transport, version + 1), weights_of(sharded, tmp_path))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_transports_dtype_is_what_travels(kind, sharded, use, tmp_path):
+    transport = make_transport(kind, tmp_path / "weights", torch.bfloat16)
+    asyncio.run(transport.open())
+    use(transport)
+    version = sharded.push_model_state_dict().result()
+    assert_equal(support.published_weights(transport, version), weights_of(sharded, tmp_path), torch.bfloat16)
+    asyncio.run(transport.close())
+
+
+@pytest.mark.parametrize("failing_rank", [0, 3])
+def test_a_push_that_fails_on_one_rank_is_never_readable_and_can_be_repeated(
+    open_transport, sharded, use, failing_rank
+):
+    use(open_transport)
+    published = sharded.push_model_state_dict().result()
+    before = support.published_weights(open_transport, published)
+    use(support.FailingTransport(inner=open_transport, failing_rank=failing_rank))
+    version = support.step(sharded)
+    with pytest.raises(Exception, match=f"rank {failing_rank} lost its disk"):
+        sharded.push_model_state_dict().result()
+    with pytest.raises(TimeoutError, match=f"version {version} was not published within 0 s"):
+        asyncio.run(find(open_transport, version, 0.0))
+    assert_equal(support.published_weights(open_transport, published), before)
+    use(open_transport)
+    assert sharded.push_model_state_dict().result() == version
+    assert asyncio.run(find(open_transport, version, 0.0)).version == version
+
+
+def test_tensors_without_a_manifest_are_not_readable(open_transport):
+    """A trainer that was killed between its tensors and its manifest."""
+
+    async def interrupted():
+        await open_transport.put_object("latest", ("killed", 10))
+        await open_transport.put_tensors("killed/11", {"a": torch.ones(3)}, 0)
+        await find(open_transport, 11, 0.1)
+
+    with pytest.raises(TimeoutError, match=r"version 11 was not published within 0\.1 s; the newest is 10"):
+        asyncio.run(interrupted())
+
+
+def test_a_missing_version_is_a_timeout_naming_it_and_the_newest(open_transport):
+    support.publish_from_here(open_transport, {"a": torch.ones(3)}, stream="run", version=4)
+    with pytest.raises(TimeoutError, match=r"version 7 was not published within 0\.1 s; the newest is 4"):
+        asyncio.run(find(open_transport, 7, 0.1))
+
+
+def test_a_version_published_while_one_waits_for_it_is_found(open_transport):
+    async def main():
+        waiting = asyncio.create_task(find(open_transport, 1, 20.0))
+        one_rank = {"stream": "run", "version": 1, "rank": 0, "gather": lambda text: [text]}
+        await publish(open_transport, {"a": torch.arange(3.0)}, **one_rank)
+        return await open_transport.get_tensors(await waiting)
+
+    assert asyncio.run(main())["a"].tolist() == [0, 1, 2]
+
+
+def test_a_published_version_is_not_pushed_again(open_transport, sharded, use):
+    use(open_transport)
+    version = sharded.push_model_state_dict().result()
+    manifest = asyncio.run(find(open_transport, version, 0.0))
+    asyncio.run(open_transport.put_object(f"{manifest.key}/manifest", "untouched"))
+    assert sharded.push_model_state_dict().result() == version
+    assert asyncio.run(open_transport.get_object(f"{manifest.key}/manifest")) == "untouched"
+
+
+def test_the_newest_two_versions_are_kept(open_transport, sharded, use):
+    use(open_transport)
+    manifests = []
+    for _ in range(3):
+        manifests.append(asyncio.run(find(open_transport, sharded.push_model_state_dict().result(), 0.0)))
+        support.step(sharded)
+    with pytest.raises(TimeoutError, match=f"version {manifests[0].version} .*the newest is {manifests[2].version}"):
+        asyncio.run(find(open_transport, manifests[0].version, 0.0))
+    for manifest in manifests[1:]:
+        assert len(asyncio.run(open_transport.get_tensors(manifest))) == len(manifest.tensors)
+    with pytest.raises(Exception):  # noqa: B017  # each store says in its own words that the tensors are gone
+        asyncio.run(open_transport.get_tensors(manifests[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_stores_side_by_side_do_not_mix(kind, tmp_path):
+    stores = [make_transport(kind, tmp_path / name) for name in ("a", "b")]
+    for number, store in enumerate(stores):
+        asyncio.run(store.open())
+        with pytest.raises(TimeoutError, match="version 1 was not published within 0 s; nothing was published yet"):
+            asyncio.run(find(store, 1, 0.0))
+        support.publish_from_here(store, {"w": torch.full((2,), number)}, stream="run", version=1)
+    assert [support.published_weights(store, 1)["w"].tolist() for store in stores] == [[0, 0], [1, 1]]
+    asyncio.run(stores[0].close())
+    assert support.published_weights(stores[1], 1)["w"].tolist() == [1, 1]
+    asyncio.run(stores[1].close())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_close_nothing_remains(kind, tmp_path):
+    children, segments = support.descendants(os.getpid()), support.shared_memory()
+    transport = make_transport(kind, tmp_path / "weights")
+    asyncio.run(transport.open())
+    support.publish_from_here(transport, {"w": torch.ones(100_000)}, stream="run", version=1)
+    support.published_weights(transport, 1)
+    asyncio.run(transport.close())
+    support.wait_until(lambda: support.descendants(os.getpid()) <= children)
+    assert support.shared_memory() <= segments
+    assert not (tmp_path / "weights").exists()
+    asyncio.run(transport.close())
+
+
+def test_a_store_of_the_callers_is_used_and_left_open(tmp_path):
+    async def main():
+        processes = await spawn_processes("own_store", 1)
+        await torchstore.initialize(store_name="own", mesh=processes.mesh)
+        transport = TorchStoreTransport(store_name="own")
+        await transport.open()
+        await transport.put_object("key", 7)
+        await transport.close()
+        assert await torchstore.get("key", store_name="own") == 7
+        await torchstore.shutdown("own")
+        await processes.stop()
+
+    asyncio.run(main())
+
+
+def test_the_generator_holds_what_a_sharded_trainer_pushed(
+    generator, generator_mesh, transport, sharded, use, tmp_path
+):
+    """Four ranks, torchstore, vLLM: exact to its own parameters, in which q, k, v and gate, up are fused."""
+    use(transport)
+    support.step(sharded)
+    version = sharded.push_model_state_dict().result()
+    assert generator.pull_model_state_dict(version).result() == version
+    held = generator_mesh.held_weights.call_one().get(timeout=60)
+    assert_vllm_equal(held, weights_of(sharded, tmp_path), torch.float32)
+
+
+def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
+    """Whether the trainer casts, or the generator."""
+    casting = TorchStoreTransport(dtype=torch.bfloat16)
+    plain = TorchStoreTransport(store_name=casting.store_name)
+
+    async def start():
+        await casting.open()
+        return await spawn_processes("bfloat16", 1, env={**ENV, "OMP_NUM_THREADS": "1"})
+
+    processes = asyncio.run(start())
+    config = support.generator_config(dtype="bfloat16")
+    mesh = processes.mesh.spawn("bfloat16", support.TestGenerator, config, plain)
+    generator = GeneratorClient(mesh, config=config)
+    for transport in (casting, plain):
+        use(transport)
+        version = support.step(sharded)
+        sharded.push_model_state_dict().result()
+        generator.pull_model_state_dict(version).result()
+        held = mesh.held_weights.call_one().get(timeout=60)
+        assert_vllm_equal(held, weights_of(sharded, tmp_path), torch.bfloat16)
+    asyncio.run(processes.stop())
+    asyncio.run(casting.close())
+
+
+def assert_vllm_equal(held, weights, dtype) -> None:
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+    names = set()
+    for name, tensor in held.items():
+        parts = next(([name.replace(f, p) for p in parts] for f, parts in fused.items() if f in name), [name])
+        names.update(parts)
+        parts = ["model.embed_tokens.weight"] if name == "lm_head.weight" else parts  # tied
+        expected = torch.cat([weights[part] for part in parts]).to(dtype)
+        # vLLM pads the vocabulary.
+        assert tensor.dtype == dtype and torch.equal(tensor[: len(expected)], expected), name
+    assert names - {"lm_head.weight"} == set(weights)
+
+
+def test_a_sharded_trainer_starts_from_the_hugging_face_weights(weights, sharded_mesh):
+    """The names and shapes that a generator of that directory expects are the ones that it has."""
+    assert expected_tensors(str(weights[1])) == {name: tuple(tensor.shape) for name, tensor in weights[0].items()}
