@@ -1,17 +1,21 @@
 """Read and write weights: DCP directories of the whole trainer, Hugging Face directories of the model. Collective over all ranks."""
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from rl_actors.config import ModelConfig
 from rl_actors.engine.build import Parts
 
 METADATA = ".metadata"
+MAX_NAMES_REPORTED = 5
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -19,10 +23,19 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
-def require_checkpoint(path: str | Path) -> None:
-    """Raises ValueError on every rank when any rank finds no checkpoint there; nothing was touched."""
+def require_checkpoint(parts: Parts, path: str) -> None:
+    """Raises ValueError on every rank when any rank finds no checkpoint of this model there; nothing was touched."""
     if not _all(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    there = {name: tuple(entry.size) for name, entry in saved.items() if hasattr(entry, "size")}
+    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in parts.model.state_dict().items()}
+    differing = [
+        f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape
+    ]
+    differing += [f"{name} is unknown here" for name in there if name.startswith("model.") and name not in here]
+    if not _all(not differing):
+        raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
 
 
 def require_replaceable(path: str | Path) -> None:
@@ -40,7 +53,8 @@ def save(parts: Parts, path: str, policy_version: int) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
     _barrier()
-    dcp.save(_state(parts, policy_version), checkpoint_id=str(partial))
+    with _plain_errors(f"saving {path}"):
+        dcp.save(_state(parts, policy_version), checkpoint_id=str(partial))
     if dist.get_rank() == 0:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
@@ -50,7 +64,8 @@ def save(parts: Parts, path: str, policy_version: int) -> None:
 def load(parts: Parts, path: str) -> int:
     """Load in place, resharding to this layout, and return the policy_version."""
     state = _state(parts, 0)
-    dcp.load(state, checkpoint_id=str(path))
+    with _plain_errors(f"loading {path}"):
+        dcp.load(state, checkpoint_id=str(path))
     parts.model.load_state_dict(state["model"])
     parts.optimizers.load_state_dict(state["optimizer"])
     return int(state["policy_version"])
@@ -59,7 +74,8 @@ def load(parts: Parts, path: str) -> int:
 def load_hf(parts: Parts, path: str) -> None:
     """Load a directory of safetensors into the sharded model; each rank reads its part."""
     state = parts.adapter.to_hf(parts.model.state_dict())
-    dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
+    with _plain_errors(f"loading {path}"):
+        dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
     parts.model.load_state_dict(parts.adapter.from_hf(state))
 
 
@@ -87,6 +103,16 @@ def _state(parts: Parts, policy_version: int) -> dict[str, Any]:
         "optimizer": optimizer_state,
         "policy_version": torch.tensor(policy_version),
     }
+
+
+@contextmanager
+def _plain_errors(what: str) -> Iterator[None]:
+    """torch's CheckpointException is no Exception; out of an endpoint it would end the actor instead of reaching the caller."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"{what} failed on {len(error.failures)} ranks; on rank {rank}: {cause!r}") from error
 
 
 def _barrier() -> None:

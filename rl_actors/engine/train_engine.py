@@ -131,10 +131,10 @@ class TrainEngine:
     def load_checkpoint(self, path: str) -> int:
         """Read what save_checkpoint wrote, under any layout, and return its policy_version. Refused in an open step.
 
-        Raises ValueError when path is not a checkpoint.
+        Raises ValueError, which changes nothing, when path is not a checkpoint of this model.
         """
         self.step.require("load_checkpoint")
-        checkpoint.require_checkpoint(path)
+        checkpoint.require_checkpoint(self.parts, path)
         with self._breaking():
             self.policy_version = checkpoint.load(self.parts, path)
         return self.policy_version

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.engine.train_engine import TrainEngine
 
 
 @pytest.fixture(scope="session")
@@ -31,8 +32,6 @@ def make_engine(process_group, tied_qwen3):
     """make_engine(hf_path=..., any other field of TrainerConfig) -> TrainEngine with those weights; packs rows of 64."""
 
     def make(hf_path: str = tied_qwen3, **fields):
-        from rl_actors.engine.train_engine import TrainEngine
-
         model = fields.pop("model", None) or ModelConfig.from_hf(hf_path)
         limits = {"max_sequence_length": 64, "tokens_per_row": 64, "rows_per_microbatch": 2}
         return TrainEngine(TrainerConfig(model=model, hf_path=hf_path, **{**limits, **fields}))

@@ -1,5 +1,7 @@
 """What a checkpoint brings back, and what is refused in its place."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from references import ppo_samples
@@ -72,6 +74,29 @@ def test_a_path_that_is_no_checkpoint_is_refused_and_nothing_changed(make_engine
     assert str(caught.value) == f"{path} is not a checkpoint: it holds no .metadata"
     assert engine.info().state == "idle" and engine.policy_version == 1
     assert_bit_equal(state(engine), before)
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_differs_and_nothing_changed(make_engine, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    engine = make_engine()
+    other = replace(engine.config.model, intermediate_size=32, tie_word_embeddings=False)
+    make_engine("", model=other).save_checkpoint(path)
+    before = state(engine)
+    with pytest.raises(ValueError, match=r"holds another model: .*w1.weight is \(32, 64\) and \(96, 64\) here"):
+        engine.load_checkpoint(path)
+    assert engine.info().state == "idle"
+    assert_bit_equal(state(engine), before)
+
+
+def test_a_damaged_checkpoint_is_an_ordinary_exception_and_leaves_the_step_broken(make_engine, tmp_path):
+    path = tmp_path / "checkpoint"
+    engine = make_engine()
+    engine.save_checkpoint(str(path))
+    for file in path.glob("*.distcp"):
+        file.unlink()
+    with pytest.raises(RuntimeError, match="loading .* failed on 1 ranks; on rank 0: FileNotFoundError"):
+        engine.load_checkpoint(str(path))
+    assert engine.info().state == "broken"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

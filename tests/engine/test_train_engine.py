@@ -1,12 +1,15 @@
 """The engine's numbers against transformers, a plain PyTorch loop, and itself under other layouts of memory. All float32."""
 
 import math
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
 import torch
 from references import VOCAB_SIZE, load_qwen3, ppo_samples, random_samples, reference_logprobs, reference_training
 
+from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.engine.train_engine import TrainEngine
 from rl_actors.losses import PPO
 from rl_actors.types import OptimParams, num_loss_tokens
 
@@ -167,10 +170,6 @@ def test_padding_targets_have_logprob_0(make_engine):
 
 
 def test_weights_of_another_model_are_refused_with_every_differing_dimension(make_engine, tied_qwen3):
-    from dataclasses import replace
-
-    from rl_actors.config import ModelConfig
-
     other = replace(ModelConfig.from_hf(tied_qwen3), hidden_size=128, num_hidden_layers=4)
     with pytest.raises(ValueError) as caught:
         make_engine(model=other)
@@ -180,16 +179,11 @@ def test_weights_of_another_model_are_refused_with_every_differing_dimension(mak
 
 @pytest.mark.parametrize("heads", ["tied", "untied"])
 def test_config_json_of_transformers_says_whether_heads_are_tied(request, heads):
-    from rl_actors.config import ModelConfig
-
     config = ModelConfig.from_hf(request.getfixturevalue(f"{heads}_qwen3"))
     assert config.tie_word_embeddings == (heads == "tied") and config.rope_theta == 10_000.0
 
 
 def test_a_layout_that_does_not_use_the_processes_there_are_is_refused(make_engine, tied_qwen3):
-    from rl_actors.config import ModelConfig, TrainerConfig
-    from rl_actors.engine.train_engine import TrainEngine
-
     config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), max_sequence_length=64, tokens_per_row=64)
     config.parallelism.tensor_parallel_degree = 2
     with pytest.raises(ValueError, match="tensor_parallel=2.* needs 2 processes but there are 1"):
