@@ -15,9 +15,9 @@ def tiny() -> GRPOConfig:
     return GRPOConfig(
         **_parts(),
         steps=60,
-        rollouts=RolloutConfig(groups_per_step=64, group_size=16, max_refills=0),
+        rollouts=RolloutConfig(groups_per_step=256, group_size=4, max_refills=0),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.1),
-        warmup=_supervised(stop_at=0.25),
+        warmup=_supervised(stop_at=0.3),
         max_warmup_steps=600,
     )
 
@@ -36,10 +36,10 @@ def _parts() -> dict[str, Any]:
     """What all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
     model = ModelConfig(
         vocab_size=16,
-        hidden_size=128,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
+        hidden_size=192,
+        intermediate_size=768,
+        num_hidden_layers=2,
+        num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=128,
@@ -64,7 +64,7 @@ def _parts() -> dict[str, Any]:
         "generator": GeneratorConfig(
             model=model,
             max_model_len=64,
-            max_num_seqs=256,
+            max_num_seqs=1024,
             kv_cache_bytes=64 << 20,
             gpu_memory_utilization=0.3,
             enforce_eager=True,

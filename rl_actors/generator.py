@@ -27,6 +27,7 @@ NO_VERSION = -1
 
 # The engine must share the actor's process, and helper kernels compiled at first use would cost twelve seconds on a CPU.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+CPU_BATCHED_TOKENS = 4096
 CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
@@ -57,7 +58,12 @@ class Engine:
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             type(current_platform).simple_compile_backend = "eager"
-            memory: dict[str, Any] = {"kv_cache_memory_bytes": config.kv_cache_bytes}
+            memory: dict[str, Any] = {
+                "kv_cache_memory_bytes": config.kv_cache_bytes,
+                # vLLM 0.32 fails in a step that splits the prompt of a seeded request: "CPU Generator does not use offset".
+                "enable_chunked_prefill": False,
+                "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, CPU_BATCHED_TOKENS),
+            }
         else:
             memory = {"gpu_memory_utilization": config.gpu_memory_utilization}
         args = EngineArgs(
