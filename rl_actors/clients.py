@@ -95,6 +95,7 @@ class _Client:
         self._mesh = mesh
         self._transport = transport
         self._processes: ProcessMesh | None = None
+        self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
 
@@ -108,10 +109,18 @@ class _Client:
         _open_clients.discard(self)
         return _background.run(self._close(), f"{self.name}: close")
 
+    async def _spawn(self, num_processes: int, logs: LogRoute | None, env: dict[str, str] | None = None) -> Any:
+        async with self._spawning:  # a close that comes meanwhile finds what it must stop
+            if self._closed:
+                raise RuntimeError(f"{self.name}: closed before it was up")
+            self._processes = await spawn_processes(self.name, num_processes, env=env, logs=logs)
+        return self._processes.mesh
+
     async def _close(self) -> None:
-        if self._processes is not None:
-            processes, self._processes = self._processes, None
-            await processes.stop()
+        async with self._spawning:
+            if self._processes is not None:
+                processes, self._processes = self._processes, None
+                await processes.stop()
 
     def __enter__(self):
         return self
@@ -126,22 +135,22 @@ class _Client:
         await self.close()
 
     async def _ask(self, endpoint: Any, phase: str, timeout: float, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call all ranks and collect their answers, by rank. What a rank raised is raised here, with a note of where it was."""
+        """Call all ranks and collect their answers. What a rank raised is raised here, with a note of where it was."""
         if self._closed:
             raise RuntimeError(f"{self.name}: {phase} after close")
         try:
-            answers = await asyncio.wait_for(_awaited(endpoint.call(*args, **kwargs)), timeout)
+            return await asyncio.wait_for(_collected(endpoint, *args, **kwargs), timeout)
         except TimeoutError:
             self._broken = f"{phase} did not answer within {timeout:g} s"
             raise TimeoutError(f"{self.name}: {self._broken}; its ranks may still be at it") from None
         except ActorError as error:
             cause = error.exception
-            cause.add_note(f"raised in {self.name}, {phase}: {error}")
+            # A trainer's rank leaves its number on the error; a generator has one rank.
+            cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 0)}, {phase}: {error}")
             raise cause from None
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")
             raise
-        return list(answers.values())
 
 
 class TrainerClient(_Client):
@@ -208,8 +217,8 @@ class TrainerClient(_Client):
                 self._transport, self._owns_transport = TorchStoreTransport(), True
                 await self._transport.open()
             assert self.config is not None
-            self._processes = await spawn_processes(self.name, self.config.num_processes(), logs=logs)
-            self._mesh = self._processes.mesh.spawn(self.name, PolicyTrainer, self.config, self._transport)
+            processes = await self._spawn(self.config.num_processes(), logs)
+            self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, self._transport)
         answers = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
         self._info = answers[0]
 
@@ -309,7 +318,8 @@ class TrainerClient(_Client):
 
     def _collect(self, endpoint: str):
         async def call() -> list[Any]:
-            return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout)
+            answers = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout)
+            return sorted(answers, key=lambda answer: answer.rank)
 
         return call
 
@@ -350,9 +360,9 @@ class GeneratorClient(_Client):
     async def _set_up(self, logs: LogRoute | None) -> None:
         if self._mesh is None:
             threads = str(self.config.num_threads)
-            self._processes = await spawn_processes(self.name, 1, env={"OMP_NUM_THREADS": threads}, logs=logs)
+            processes = await self._spawn(1, logs, {"OMP_NUM_THREADS": threads})
             transport = self._transport() if callable(self._transport) else self._transport
-            self._mesh = self._processes.mesh.spawn(self.name, Generator, self.config, transport)
+            self._mesh = processes.spawn(self.name, Generator, self.config, transport)
         await self._ask(self._mesh.setup, "setup", self.setup_timeout)
 
     def _pull_first(self, push: Call[int]) -> None:
@@ -401,7 +411,8 @@ def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOu
     for output in outputs:
         for index, piece in zip(output.indices, output.logprobs.split(output.lengths), strict=True):
             logprobs[index] = piece
-    partials = metrics.merge(output.metrics for output in outputs)
+    # They came as the ranks were done; sums of floats want one order.
+    partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.indices))
     return ForwardBackwardOutput(
         logprobs=logprobs,
         metrics=metrics.finish(partials),
@@ -426,8 +437,9 @@ def _validated_prompts(prompts: Any, params: SamplingParams, config: GeneratorCo
     return prompts
 
 
-async def _awaited(future: Any) -> Any:
-    return await future
+async def _collected(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """The answers as they come, and the first error at once: other ranks may wait in a collective for the one that failed."""
+    return [await answer for answer in endpoint.stream(*args, **kwargs)]
 
 
 @atexit.register

@@ -4,9 +4,11 @@ A process ends with the process that spawned it, within seconds, also after kill
 """
 
 import asyncio
+import ctypes
 import functools
 import logging
 import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,7 +74,7 @@ async def spawn_processes(
         rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point["gpus"]), "RL_ACTORS_PROCESS": f"{name}-{point.rank}"}
         return default_bootstrap_cmd().with_env({**common, **rank})
 
-    bootstrap = functools.partial(_route_output, name, logs) if logs else None
+    bootstrap = functools.partial(_prepare_rank, name, logs)
     mesh = this_host().spawn_procs(
         per_host={"gpus": num_processes}, name=name, bootstrap=bootstrap, bootstrap_command=command
     )
@@ -80,9 +82,12 @@ async def spawn_processes(
     return ProcessMesh(mesh=mesh, rendezvous=rendezvous)
 
 
-def _route_output(name: str, logs: LogRoute) -> None:
-    rank = os.environ["RANK"]
-    route_process_output(logs.directory / f"{name}-{rank}.log", f"[{name} {rank}] " if logs.tee else None)
+def _prepare_rank(name: str, logs: LogRoute | None) -> None:
+    # A terminal sends Ctrl-C to all processes of the program; its own answers it and, when it ends, the ranks end.
+    ctypes.CDLL(None).signal(signal.SIGINT, ctypes.c_void_p(signal.SIG_IGN))
+    if logs is not None:
+        rank = os.environ["RANK"]
+        route_process_output(logs.directory / f"{name}-{rank}.log", f"[{name} {rank}] " if logs.tee else None)
 
 
 def _prepare_this_process() -> None:

@@ -5,13 +5,14 @@ Every rank must get the same calls in the same order, so one TrainerClient sends
 
 import inspect
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, current_rank, endpoint
 
 from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss
@@ -47,12 +48,13 @@ class PolicyTrainer(Actor):
     async def setup(self, session: str | None = None) -> TrainerInfo:
         """Build the model on first call, and make `session` the one whose orders are taken."""
         if not hasattr(self, "engine"):
-            # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
-            from rl_actors.engine.train_engine import TrainEngine
+            with _leaving_rank_on_error():
+                # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
+                from rl_actors.engine.train_engine import TrainEngine
 
-            self.engine = TrainEngine(self.config)
-            self.rank = dist.get_rank()
-            self.new_stream()
+                self.engine = TrainEngine(self.config)
+                self.rank = dist.get_rank()
+                self.new_stream()
         self.session, self.last_number, self.last_reply = session, 0, None
         return self.engine.info()
 
@@ -124,6 +126,10 @@ class PolicyTrainer(Actor):
 
     async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
         """Run `call` when it is its turn, and keep its answer, or its error, for a repetition."""
+        with _leaving_rank_on_error():
+            return await self._in_order(order, call)
+
+    async def _in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
         if order is None:
             return await _settle(call())
         if order.session != self.session:
@@ -142,6 +148,15 @@ class PolicyTrainer(Actor):
             raise
         self.last_reply = lambda: value
         return value
+
+
+@contextmanager
+def _leaving_rank_on_error() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.rank = current_rank().rank  # type: ignore[attr-defined]  # for the client, who tells where it was raised
+        raise
 
 
 async def _settle(value: Any) -> Any:
