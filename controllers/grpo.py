@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from controllers.main import main
 from controllers.rollouts import Batch, RolloutConfig, Rollouts
-from controllers.run import Run, RunConfig, main
+from controllers.run import Run, RunConfig
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SupervisedConfig, train_supervised
 from rl_actors import PPO, ForwardBackwardOutput, OptimResult, Sample, metrics, num_loss_tokens

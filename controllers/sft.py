@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from controllers.environments import Problem
-from controllers.run import Run, RunConfig, main
+from controllers.main import main
+from controllers.run import Run, RunConfig
 from controllers.schedules import ScheduleConfig
 from controllers.tokenizer import encode
 from rl_actors import CrossEntropy, ForwardBackwardOutput, Sample, num_loss_tokens

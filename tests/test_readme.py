@@ -1,0 +1,52 @@
+"""What the README prints runs as it is printed, and what it names exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rl_actors
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+
+def block(name: str) -> str:
+    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
+    assert found, f"the README has no block {name!r}"
+    return found[1]
+
+
+@pytest.mark.parametrize("name", ["repl", "embedding"])
+def test_a_program_of_the_readme_runs_as_printed(name, tmp_path):
+    (tmp_path / "program.py").write_text(block(name))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "program.py"]
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, timeout=180, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_the_readme_lists_every_public_name_and_no_other():
+    table = README.split("## The public names")[1].split("| call on")[0]
+    assert set(re.findall(r"`(\w+)`", table)) - {"loss", "grad_divisor", "await"} >= set(rl_actors.__all__)
+    for name in rl_actors.__all__:
+        assert getattr(rl_actors, name) is not None
+
+
+def test_every_make_target_of_the_readme_exists():
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"make ([a-z][a-z-]*)", README)):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+def test_the_map_names_every_module_and_nothing_else():
+    tree = README.split("## Reading order and map")[1].split("## ")[0]
+    named = set(re.findall(r"(\w+\.py)\b", tree))
+    tracked = subprocess.run(["git", "ls-files", "rl_actors", "controllers", "configs", "benchmarks"], cwd=ROOT, capture_output=True, text=True)
+    modules = {Path(file).name for file in tracked.stdout.split() if file.endswith(".py")} - {"__init__.py", "__main__.py"}
+    assert modules - named == set()
+    assert named - modules == set()
