@@ -145,8 +145,7 @@ class _Client:
             raise TimeoutError(f"{self.name}: {self._broken}; its ranks may still be at it") from None
         except ActorError as error:
             cause = error.exception
-            # A trainer's rank leaves its number on the error; a generator has one rank.
-            cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 0)}, {phase}: {error}")
+            cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
             raise cause from None
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")

@@ -19,6 +19,7 @@ from monarch.actor import Actor, concurrent_endpoint
 from torch import Tensor
 
 from rl_actors.config import GeneratorConfig
+from rl_actors.errors import sends_errors
 from rl_actors.transports.base import Manifest, Transport, find
 from rl_actors.types import Completion, SamplingParams
 
@@ -187,6 +188,7 @@ class Generator(Actor):
         self.setting_up = asyncio.Lock()
 
     @concurrent_endpoint
+    @sends_errors
     async def setup(self) -> int:
         """Start vLLM on first call; returns the policy_version of its weights, -1 before the first pull."""
         async with self.setting_up:
@@ -216,6 +218,7 @@ class Generator(Actor):
             shutil.rmtree(directory)
 
     @concurrent_endpoint
+    @sends_errors
     async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
         """n completions of every prompt, in order. Many calls may run at the same time.
 
@@ -228,6 +231,7 @@ class Generator(Actor):
         return [results[i : i + params.n] for i in range(0, len(results), params.n)]
 
     @concurrent_endpoint
+    @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
         """Log probability of every token after the first, given those before it, at temperature 1: float32 [T - 1] each."""
         from vllm import SamplingParams as VLLMParams
@@ -240,6 +244,7 @@ class Generator(Actor):
         return await asyncio.wrap_future(self.engine.start(sequences, lambda _: [params], _read_prompt_logprobs))
 
     @concurrent_endpoint
+    @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> int:
         """Replace the weights by a published version; a no-op when it is held.
 

@@ -9,6 +9,7 @@ import functools
 import logging
 import os
 import signal
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,6 +67,8 @@ async def spawn_processes(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rendezvous.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of our store
+        # Losses and actors of the caller's modules can be imported there: a rank that cannot read a message ends.
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         **(env or {}),
     }
 

@@ -5,16 +5,16 @@ Every rank must get the same calls in the same order, so one TrainerClient sends
 
 import inspect
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, current_rank, endpoint
+from monarch.actor import Actor, endpoint
 
 from rl_actors.config import TrainerConfig
+from rl_actors.errors import sends_errors
 from rl_actors.losses import Loss
 from rl_actors.transports.base import Manifest, Transport, publish
 from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
@@ -45,16 +45,16 @@ class PolicyTrainer(Actor):
         return f"PolicyTrainer({self.rank if hasattr(self, 'rank') else 'not set up'})"
 
     @endpoint
+    @sends_errors
     async def setup(self, session: str | None = None) -> TrainerInfo:
         """Build the model on first call, and make `session` the one whose orders are taken."""
         if not hasattr(self, "engine"):
-            with _leaving_rank_on_error():
-                # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
-                from rl_actors.engine.train_engine import TrainEngine
+            # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
+            from rl_actors.engine.train_engine import TrainEngine
 
-                self.engine = TrainEngine(self.config)
-                self.rank = dist.get_rank()
-                self.new_stream()
+            self.engine = TrainEngine(self.config)
+            self.rank = dist.get_rank()
+            self.new_stream()
         self.session, self.last_number, self.last_reply = session, 0, None
         return self.engine.info()
 
@@ -124,12 +124,9 @@ class PolicyTrainer(Actor):
         dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
         self.stream = names[0]
 
+    @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
         """Run `call` when it is its turn, and keep its answer, or its error, for a repetition."""
-        with _leaving_rank_on_error():
-            return await self._in_order(order, call)
-
-    async def _in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
         if order is None:
             return await _settle(call())
         if order.session != self.session:
@@ -148,15 +145,6 @@ class PolicyTrainer(Actor):
             raise
         self.last_reply = lambda: value
         return value
-
-
-@contextmanager
-def _leaving_rank_on_error() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        error.rank = current_rank().rank  # type: ignore[attr-defined]  # for the client, who tells where it was raised
-        raise
 
 
 async def _settle(value: Any) -> Any:
