@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 import support
-from support import ENV
 
 from rl_actors import GeneratorClient, TorchStoreTransport, TrainerClient
 from rl_actors.meshes import spawn_processes
@@ -20,14 +19,14 @@ def transport():
 
 @pytest.fixture(scope="session")
 def trainer_mesh(transport):
-    processes = asyncio.run(spawn_processes("trainer", 1, env=ENV))
+    processes = asyncio.run(spawn_processes("trainer", 1))
     yield processes.mesh.spawn("trainer", support.TestTrainer, support.trainer_config(), transport)
     asyncio.run(processes.stop())
 
 
 @pytest.fixture(scope="session")
 def generator_mesh(transport):
-    processes = asyncio.run(spawn_processes("generator", 1, env={**ENV, "OMP_NUM_THREADS": "1"}))
+    processes = asyncio.run(spawn_processes("generator", 1, env={"OMP_NUM_THREADS": "1"}))
     yield processes.mesh.spawn("generator", support.TestGenerator, support.generator_config(), transport)
     asyncio.run(processes.stop())
 

@@ -5,6 +5,7 @@ T tokens of one sequence, V vocabulary.
 
 import asyncio
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,6 @@ from rl_actors.transports.base import Manifest, Transport, find, publish
 
 VOCAB_SIZE = 48
 MAX_MODEL_LEN = 512
-# The tests' own actors and losses are imported by the processes that run them.
-ENV = {"PYTHONPATH": str(Path(__file__).parent)}
 
 
 def model_config(*, tied: bool = True) -> ModelConfig:
@@ -247,6 +246,20 @@ class Gate:
 
     def open(self) -> None:
         (self.folder / "open").touch()
+
+
+class UnpicklableError(Exception):
+    def __init__(self, message: str, lock) -> None:
+        super().__init__(message)
+        self.lock = lock
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnpicklableLoss:
+    """Fails with an exception that cannot be sent."""
+
+    def __call__(self, logprobs_BL, *, loss_weights):
+        raise UnpicklableError("it holds a lock", threading.Lock())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,6 @@ import pytest
 import support
 import torch
 import torchstore
-from support import ENV
 
 from rl_actors import FilesTransport, GeneratorClient, MemoryTransport, TorchStoreTransport, TrainerClient
 from rl_actors.generator import expected_tensors
@@ -36,7 +35,7 @@ def weights(tmp_path_factory):
 def sharded_mesh(weights):
     """A trainer of four processes, FSDP2 x TP2, without a transport yet."""
     config = support.trainer_config(shard=2, tensor=2, hf_path=str(weights[1]))
-    processes = asyncio.run(spawn_processes("sharded", 4, env=ENV))
+    processes = asyncio.run(spawn_processes("sharded", 4))
     yield processes.mesh.spawn("sharded", support.TestTrainer, config, None)
     asyncio.run(processes.stop())
 
@@ -235,7 +234,7 @@ def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
 
     async def start():
         await casting.open()
-        return await spawn_processes("bfloat16", 1, env={**ENV, "OMP_NUM_THREADS": "1"})
+        return await spawn_processes("bfloat16", 1, env={"OMP_NUM_THREADS": "1"})
 
     processes = asyncio.run(start())
     config = support.generator_config(dtype="bfloat16")

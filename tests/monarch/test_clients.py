@@ -1,0 +1,261 @@
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+import support
+import torch
+from support import FailingLoss, Gate, random_samples
+
+from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient
+from rl_actors.policy_trainer import Order
+
+STEP = OptimParams(learning_rate=0.01)
+
+
+def test_await_and_result_give_the_same(trainer):
+    async def awaited():
+        return await trainer.forward(random_samples())
+
+    ours, theirs = trainer.forward(random_samples()).result(), asyncio.run(awaited())
+    assert all(map(torch.equal, ours.logprobs, theirs.logprobs))
+    assert ours.policy_version == theirs.policy_version
+
+
+def test_result_works_in_a_running_loop_as_in_jupyter(trainer):
+    async def cell():
+        return trainer.forward(random_samples()).result()
+
+    assert len(asyncio.run(cell()).logprobs) == 8
+
+
+def test_a_client_outlives_any_number_of_loops(trainer):
+    async def run():
+        return (await trainer.info())[0].policy_version
+
+    assert len({asyncio.run(run()) for _ in range(3)}) == 1
+
+
+def test_wait_for_ends_the_waiting_and_not_the_call(trainer, tmp_path):
+    gate = Gate(folder=tmp_path)
+    call = trainer.forward_backward(random_samples(), loss=gate)
+
+    async def wait():
+        await asyncio.wait_for(call, 0.1)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(wait())
+    gate.open()
+    assert len(call.result().logprobs) == 8
+
+
+def test_a_timeout_of_result_names_the_call_which_goes_on(trainer, tmp_path):
+    gate = Gate(folder=tmp_path)
+    call = trainer.forward_backward(random_samples(), loss=gate)
+    with pytest.raises(TimeoutError, match=r"trainer: forward_backward has not answered within 0\.1 s and goes on"):
+        call.result(timeout=0.1)
+    gate.open()
+    assert call.result().metrics["loss:sum"] > 0
+    assert trainer.optim_step(STEP).result().grad_norm > 0
+
+
+def test_calls_made_before_the_first_answer_run_in_their_order(trainer, tmp_path):
+    gate, done = Gate(folder=tmp_path), []
+    calls = {
+        "forward_backward": trainer.forward_backward(random_samples(), loss=gate),
+        "optim_step": trainer.optim_step(STEP),
+        "forward": trainer.forward(random_samples()),
+        "forward_backward again": trainer.forward_backward(random_samples(), loss="cross_entropy"),
+        "optim_step again": trainer.optim_step(STEP),
+    }
+    for name, call in calls.items():
+        call._future.add_done_callback(lambda _, name=name: done.append(name))
+    gate.wait_begun()
+    assert done == []
+    gate.open()
+    version = calls["forward_backward"].result().policy_version
+    assert calls["optim_step again"].result().policy_version == version + 2
+    assert done == list(calls)
+    assert calls["forward"].result().policy_version == version + 1
+
+
+def test_calls_from_many_threads_are_all_answered(trainer):
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(trainer.forward(random_samples(2)).result())) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(answers) == 8
+    assert all(torch.equal(answer.logprobs[1], answers[0].logprobs[1]) for answer in answers)
+
+
+def test_an_actors_exception_has_its_own_type_and_names_actor_rank_and_phase(trainer, tmp_path):
+    with pytest.raises(ArithmeticError, match="the loss is broken") as raised:
+        trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0)).result()
+    [note] = raised.value.__notes__
+    assert note.startswith("raised in trainer, rank 0, forward_backward: ")
+    assert "support.py" in note and "in __call__" in note  # the remote traceback
+    with pytest.raises(RuntimeError, match="forward is not possible while the trainer is broken"):
+        trainer.forward(random_samples()).result()
+    trainer.discard_gradients().result()
+    assert len(trainer.forward(random_samples()).result().logprobs) == 8
+
+
+def test_an_exception_that_cannot_travel_still_arrives_with_its_words(trainer):
+    with pytest.raises(Exception, match="it holds a lock") as raised:
+        trainer.forward_backward(random_samples(), loss=support.UnpicklableLoss()).result()
+    assert any("forward_backward" in note for note in raised.value.__notes__)
+
+
+def test_a_raw_call_is_refused_as_the_client_refuses_it_and_changes_nothing(trainer, trainer_mesh):
+    bad = [*random_samples(), Sample.from_tokens([1, 2], [3, support.VOCAB_SIZE])]
+    before = trainer.forward(random_samples()).result()
+    with pytest.raises(ValueError, match="sample 8: targets") as ours:
+        trainer.forward_backward(bad, loss="cross_entropy").result()
+    with pytest.raises(Exception, match="sample 8: targets") as theirs:
+        trainer_mesh.forward_backward.call_one(bad, CrossEntropy()).get(timeout=60)
+    assert type(theirs.value.exception) is ValueError
+    assert str(theirs.value.exception) == str(ours.value)
+    after = trainer.forward(random_samples()).result()
+    assert all(map(torch.equal, before.logprobs, after.logprobs))
+    assert trainer.info().result()[0].state == "idle"
+
+
+@pytest.fixture
+def numbered(trainer, trainer_mesh):
+    """Call an endpoint under a number of the session "numbered"; what a network that repeats messages would do."""
+    trainer_mesh.setup.call_one("numbered").get(timeout=60)
+
+    def call(number: int, endpoint: str, *args):
+        order = Order(session="numbered", number=number)
+        return getattr(trainer_mesh, endpoint).call_one(*args, order=order).get(timeout=60)
+
+    return call
+
+
+def test_a_repeated_number_is_answered_and_not_run_again(numbered):
+    numbered(1, "forward_backward", random_samples(), "cross_entropy")
+    first = numbered(2, "optim_step", STEP)
+    assert numbered(2, "optim_step", STEP) == first
+    numbered(3, "forward_backward", random_samples(), "cross_entropy")
+    assert numbered(4, "optim_step", STEP).policy_version == first.policy_version + 1
+
+
+def test_a_repeated_number_of_a_failed_call_gets_the_same_error(numbered):
+    for _ in range(2):
+        with pytest.raises(Exception, match="no gradients are accumulated"):
+            numbered(1, "optim_step", STEP)
+    numbered(2, "forward", random_samples())
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_an_older_or_a_skipping_number_is_refused_and_not_run(numbered, number):
+    numbered(1, "forward", random_samples())
+    numbered(2, "forward_backward", random_samples(), "cross_entropy")
+    with pytest.raises(Exception, match=f"call number {number} does not follow 2; it was not run"):
+        numbered(number, "discard_gradients")
+    assert numbered(3, "optim_step", STEP).grad_norm > 0
+
+
+def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, trainer_mesh):
+    trainer.forward(random_samples()).result()
+    second = TrainerClient(trainer_mesh)
+    assert len(second.forward(random_samples()).result().logprobs) == 8
+    with pytest.raises(RuntimeError, match=r"session \w+ was replaced by \w+: two clients drive this trainer"):
+        trainer.forward(random_samples()).result()
+    assert len(second.forward(random_samples()).result().logprobs) == 8
+
+
+def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are_discarded(trainer_mesh, tmp_path):
+    gate = Gate(folder=tmp_path)
+    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)
+    with pytest.raises(TimeoutError, match="trainer: forward_backward did not answer within 1 s; its ranks may still"):
+        trainer.forward_backward(random_samples(), loss=gate).result()
+    with pytest.raises(RuntimeError, match="trainer is broken: forward_backward did not .*call discard_gradients"):
+        trainer.forward(random_samples()).result()
+    with pytest.raises(TimeoutError, match="discard_gradients did not answer"):
+        trainer.discard_gradients().result()
+    gate.open()
+    trainer.discard_gradients().result()
+    assert len(trainer.forward(random_samples()).result().logprobs) == 8
+    assert trainer.info().result()[0].state == "idle"
+
+
+def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(trainer_mesh):
+    trainer = TrainerClient(trainer_mesh)
+    trainer.ready().result()
+    trainer.close().result()
+    trainer.close().result()
+    with pytest.raises(RuntimeError, match="trainer: forward after close"):
+        trainer.forward(random_samples())
+    with TrainerClient(trainer_mesh) as other:  # a mesh of the caller's stays
+        assert other.info().result()[0].state == "idle"
+
+
+def test_closing_a_client_that_is_still_starting_leaves_no_process():
+    before = support.descendants(os.getpid())
+    trainer = TrainerClient.spawn(support.trainer_config())
+    trainer.close().result()
+    support.wait_until(lambda: support.descendants(os.getpid()) <= before)
+
+
+def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transport):
+    with TrainerClient.spawn(support.trainer_config(seed=1), name="other") as other:
+        version = support.step(trainer)
+        weights = support.published_weights(transport, trainer.push_model_state_dict().result())
+        ours = trainer.forward(random_samples()).result().logprobs
+        assert [support.step(other) for _ in range(2)] == [1, 2]
+        assert other.push_model_state_dict().result() == 2
+        theirs = support.published_weights(other._transport, 2)
+        again = support.published_weights(transport, version)
+        assert all(torch.equal(again[name], weights[name]) for name in weights)
+        assert not any(torch.equal(theirs[name], weights[name]) for name in weights)
+        assert trainer.info().result()[0].policy_version == version
+        assert all(map(torch.equal, trainer.forward(random_samples()).result().logprobs, ours))
+        with pytest.raises(TimeoutError, match="version 1 was not published"):
+            asyncio.run(support.find(other._transport, 1, 0.0))
+
+
+def test_what_one_rank_raises_and_the_death_of_another_reach_the_caller_in_time():
+    """Rank 0 of two waits in a collective for rank 1, which fails; then rank 1 is killed."""
+    before = support.descendants(os.getpid())
+    trainer = TrainerClient.spawn(support.trainer_config(shard=2), name="pair")
+    pids = [info.pid for info in trainer.info().result()]
+
+    began = time.monotonic()
+    with pytest.raises(ArithmeticError) as raised:
+        trainer.forward_backward(random_samples(), loss=FailingLoss(rank=1)).result()
+    assert raised.value.__notes__[0].startswith("raised in pair, rank 1, forward_backward: ")
+    assert time.monotonic() - began < 10
+
+    pending = trainer.discard_gradients()
+    began = time.monotonic()
+    os.kill(pids[1], signal.SIGKILL)
+    for call in (pending, trainer.forward(random_samples())):
+        with pytest.raises(Exception, match="pair") as raised:
+            call.result(timeout=15)
+        assert type(raised.value).__name__ == "SupervisionError"
+    assert time.monotonic() - began < 15
+    trainer.close().result(timeout=30)
+    support.wait_until(lambda: support.descendants(os.getpid()) <= before)
+
+
+def test_a_killed_process_of_one_rank_is_told_within_15_seconds(tmp_path):
+    trainer = TrainerClient.spawn(support.trainer_config(), name="single")
+    [info] = trainer.info().result()
+    gate = Gate(folder=tmp_path)
+    pending = trainer.forward_backward(random_samples(), loss=gate)
+    gate.wait_begun()
+    began = time.monotonic()
+    os.kill(info.pid, signal.SIGKILL)
+    for call in (pending, trainer.forward(random_samples())):
+        with pytest.raises(Exception, match="single") as raised:
+            call.result(timeout=15)
+        assert any("single" in note and "forward" in note for note in raised.value.__notes__)
+    assert time.monotonic() - began < 15
+    trainer.close().result(timeout=30)
