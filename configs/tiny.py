@@ -11,14 +11,14 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 def tiny() -> GRPOConfig:
-    """Supervised steps until sampling is right about a third of the time, then GRPO."""
+    """Supervised steps until sampling is right about one time in five, then GRPO."""
     return GRPOConfig(
         **_parts(),
-        steps=60,
+        steps=160,
         rollouts=RolloutConfig(groups_per_step=256, group_size=4, max_refills=0),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.1),
-        warmup=_supervised(stop_at=0.3),
-        max_warmup_steps=600,
+        warmup=_supervised(stop_at=0.18),
+        max_warmup_steps=1600,
     )
 
 
@@ -28,7 +28,7 @@ def tiny_sft() -> SFTConfig:
 
 
 def _supervised(stop_at: float) -> SupervisedConfig:
-    schedule = ScheduleConfig(learning_rate=2e-3, warmup_steps=20)
+    schedule = ScheduleConfig(learning_rate=1e-3, warmup_steps=20)
     return SupervisedConfig(batch_size=128, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
@@ -65,7 +65,6 @@ def _parts() -> dict[str, Any]:
             model=model,
             max_model_len=64,
             max_num_seqs=1024,
-            kv_cache_bytes=64 << 20,
             gpu_memory_utilization=0.3,
             enforce_eager=True,
         ),

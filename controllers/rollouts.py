@@ -37,8 +37,6 @@ class RolloutConfig:
     """Share of the probability mass that is sampled from; below 1 the trainer's logprobs cannot match the generator's."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
     """How rewards of a group become advantages."""
-    negative_weight: float = 1.0
-    """Factor of advantages below zero; 1 is the plain estimator, 0 learns from what was better than its group alone."""
     max_refills: int = 1
     """Times that groups whose rewards are all equal are replaced by new ones in a step."""
 
@@ -124,7 +122,6 @@ class Rollouts:
             ]
         )
         advantages_GN = ADVANTAGES[self.config.advantage](rewards_GN)
-        advantages_GN = torch.where(advantages_GN < 0, self.config.negative_weight * advantages_GN, advantages_GN)
         kept_G = advantages.has_signal(rewards_GN).tolist()
         for g, group in enumerate(groups):
             batch.rewards += rewards_GN[g].tolist()
