@@ -70,9 +70,9 @@ def generation(repeats: int) -> None:
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
     params = SamplingParams(max_tokens=64, ignore_stop=True)
-    from rl_actors.generator import bare_engine, vllm_params
+    from rl_actors.vllm_engine import start_vllm, vllm_params
 
-    engine = bare_engine(config)
+    engine = start_vllm(config)
 
     def direct(count: int) -> None:
         for index in range(count):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from rl_actors import metrics
 from rl_actors.config import GeneratorConfig, TrainerConfig
-from rl_actors.generator import Generator, validate_prompts
+from rl_actors.generator import Generator
 from rl_actors.losses import Loss, resolve
 from rl_actors.meshes import LogRoute, ProcessMesh, spawn_processes
 from rl_actors.policy_trainer import Order, PolicyTrainer
@@ -36,7 +36,7 @@ from rl_actors.types import (
     SamplingParams,
     TrainerInfo,
 )
-from rl_actors.validation import validate_optim_params, validate_samples
+from rl_actors.validation import validate_optim_params, validate_prompts, validate_samples
 
 T = TypeVar("T")
 

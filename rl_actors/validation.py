@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rl_actors.losses import Loss, columns_of
-from rl_actors.types import IGNORE_TARGET, OptimParams, Sample
+from rl_actors.types import IGNORE_TARGET, OptimParams, Sample, SamplingParams
 
 
 def validate_samples(
@@ -110,3 +110,32 @@ def validate_optim_params(params: OptimParams) -> None:
             continue
         if not (isinstance(value, float | int) and math.isfinite(value) and holds(value)):
             raise ValueError(f"{name}={value}; it must be {limit}")
+
+
+def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:
+    """Raises ValueError naming the prompt or the parameter, its value and the limit."""
+    if not isinstance(prompts, Sequence) or len(prompts) == 0:
+        raise ValueError(f"prompts is {prompts!r}; give a list of at least 1 prompt")
+    for index, prompt in enumerate(prompts):
+        if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
+            raise TypeError(f"prompt {index} is {prompt!r}; it must be a list of token ids")
+        if not 0 < len(prompt) < max_model_len:
+            raise ValueError(
+                f"prompt {index} has {len(prompt)} tokens; it must have 1 to {max_model_len - 1} (max_model_len={max_model_len})"
+            )
+        if min(prompt) < 0 or max(prompt) >= vocab_size:
+            outside = next(token for token in prompt if not 0 <= token < vocab_size)
+            raise ValueError(f"prompt {index} holds the id {outside}, but ids are 0 to {vocab_size - 1}")
+    limits: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "max_tokens": (lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
+        "n": (lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
+        # vLLM would silently sample at 0.01 what is colder.
+        "temperature": (lambda x: x == 0 or 0.01 <= x <= 2, "0 (greedy) or in [0.01, 2]"),
+        "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
+        "top_k": (lambda x: isinstance(x, int) and x >= 0, "an integer of at least 0"),
+        "seed": (lambda x: x is None or (isinstance(x, int) and 0 <= x < 1 << 62), "None or in [0, 2**62)"),
+        "stop_token_ids": (lambda x: all(0 <= token < vocab_size for token in x), f"ids of 0 to {vocab_size - 1}"),
+    }
+    for name, (holds, limit) in limits.items():
+        if not holds(getattr(params, name)):
+            raise ValueError(f"{name}={getattr(params, name)}; it must be {limit}")

@@ -46,7 +46,15 @@ def test_every_make_target_of_the_readme_exists():
 def test_the_map_names_every_module_and_nothing_else():
     tree = README.split("## Reading order and map")[1].split("## ")[0]
     named = set(re.findall(r"(\w+\.py)\b", tree))
-    tracked = subprocess.run(["git", "ls-files", "rl_actors", "controllers", "configs", "benchmarks"], cwd=ROOT, capture_output=True, text=True)
-    modules = {Path(file).name for file in tracked.stdout.split() if file.endswith(".py")} - {"__init__.py", "__main__.py"}
+    tracked = subprocess.run(
+        ["git", "ls-files", "rl_actors", "controllers", "configs", "benchmarks"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    modules = {Path(file).name for file in tracked.stdout.split() if file.endswith(".py")} - {
+        "__init__.py",
+        "__main__.py",
+    }
     assert modules - named == set()
     assert named - modules == set()
