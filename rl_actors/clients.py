@@ -114,6 +114,9 @@ class _Client:
             if self._closed:
                 raise RuntimeError(f"{self.name}: closed before it was up")
             self._processes = await spawn_processes(self.name, num_processes, env=env, logs=logs)
+            # The last handler that was registered runs first, and Monarch registers its own when it is first used.
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
         return self._processes.mesh
 
     async def _close(self) -> None:
@@ -441,9 +444,8 @@ async def _collected(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:
     return [await answer for answer in endpoint.stream(*args, **kwargs)]
 
 
-@atexit.register
 def _close_all() -> None:
     """Leaving a REPL without close ends the processes, too."""
-    for client in list(_open_clients):
+    for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
-            client.close().result(timeout=10)
+            closing.result(timeout=10)
