@@ -1,0 +1,177 @@
+"""Programs of their own, from start to end: what they leave behind, and what an interrupt does to them."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import psutil
+import pytest
+import support
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SPAWN = """
+import support
+from rl_actors import *
+trainer = TrainerClient.spawn(support.trainer_config())
+generator = trainer.spawn_generator(support.generator_config())
+"""
+
+
+class Program:
+    """A Python program in a process group of its own, all of whose processes carry a mark in their environment."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.mark, self.segments = uuid.uuid4().hex, support.shared_memory()
+        env = {**os.environ, "RL_ACTORS_TEST_MARK": self.mark, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", *arguments], env=env, cwd=ROOT, text=True, start_new_session=True, **pipes
+        )
+        self.output = ""
+
+    def read_until(self, word: str) -> None:
+        for line in self.process.stdout:
+            self.output += line
+            if word in line:
+                return
+        raise AssertionError(f"the program ended without {word!r}:\n{self.output}")
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("RL_ACTORS_TEST_MARK") == self.mark:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return [process for process in found if process.is_running()]
+
+    def ports(self) -> set[int]:
+        connections = [connection for process in self.processes() for connection in process.net_connections("tcp")]
+        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+    def assert_nothing_is_left(self, ports: set[int], seconds: float) -> None:
+        support.wait_until(lambda: not self.processes() and not any(map(is_open, ports)), seconds)
+        assert support.shared_memory() <= self.segments
+
+    def end(self) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.wait(10)
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+def is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.fixture
+def start():
+    programs = []
+
+    def start(*arguments: str) -> Program:
+        programs.append(Program(*arguments))
+        return programs[-1]
+
+    yield start
+    for program in programs:
+        program.end()
+
+
+def test_leaving_a_repl_without_close_leaves_nothing(start):
+    repl = start("-i", "-q")
+    print(
+        SPAWN,
+        'generator.generate([[1, 2]]).result(); print("generated")',
+        sep="\n",
+        file=repl.process.stdin,
+        flush=True,
+    )
+    repl.read_until("generated")
+    ports = repl.ports()
+    assert len(repl.processes()) >= 4 and ports
+    repl.process.stdin.close()  # Ctrl-D
+    assert repl.process.wait(15) == 0
+    repl.assert_nothing_is_left(ports, 5)
+
+
+def test_kill_9_of_a_program_leaves_nothing_after_30_seconds(start):
+    program = start("-c", SPAWN + 'generator.generate([[1, 2]]).result(); print("generated"); input()')
+    program.read_until("generated")
+    ports = program.ports()
+    assert len(program.processes()) >= 4 and ports
+    program.process.kill()
+    program.process.wait(5)
+    program.assert_nothing_is_left(ports, 30)
+
+
+WAIT = """
+import pathlib, sys
+import support
+from rl_actors import *
+trainer = TrainerClient.spawn(support.trainer_config())
+trainer.ready().result()
+gate = support.Gate(folder=pathlib.Path(sys.argv[1]))
+call = trainer.forward_backward(support.random_samples(), loss=gate)
+gate.wait_begun()
+"""
+CTRL_C = """
+try:
+    print("waiting")
+    call.result()
+except KeyboardInterrupt:
+    print("interrupted")
+gate.open()
+call.result()
+print("version", trainer.optim_step(OptimParams(learning_rate=0.1)).result().policy_version)
+"""
+
+
+def test_ctrl_c_ends_the_waiting_and_the_client_still_answers(start, tmp_path):
+    program = start("-c", WAIT + CTRL_C, str(tmp_path))
+    program.read_until("waiting")
+    os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does, to all processes of the program
+    program.read_until("interrupted")
+    program.read_until("version 1")
+    assert program.process.wait(15) == 0
+    program.assert_nothing_is_left(set(), 5)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_program_ended_by_a_signal_in_the_middle_of_a_call_leaves_nothing(start, tmp_path, number, status):
+    program = start("-c", WAIT + 'print("waiting"); call.result()', str(tmp_path))
+    program.read_until("waiting")
+    ports = program.ports()
+    os.kill(program.process.pid, number)
+    assert program.process.wait(15) == status
+    program.assert_nothing_is_left(ports, 15)
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (
+            "embedding_program.py",
+            [r"version 0: logprob_diff/max \S+e-0[67]", r"version 1: logprob_diff/max \S+e-0[67]"],
+        ),
+        pytest.param(
+            "embedding_own_store.py", [r"logprob_diff/max \S+e-0[67]; a key of mine: 7"], marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_a_monarch_program_embeds_trainer_and_generator(start, script, expected):
+    program = start(str(HERE / script))
+    output, _ = program.process.communicate(timeout=180)
+    assert program.process.returncode == 0, output
+    for line in expected:
+        assert re.search(line, output), output
+    program.assert_nothing_is_left(set(), 5)
+    assert len((HERE / script).read_text().splitlines()) <= 40
