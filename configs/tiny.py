@@ -14,11 +14,12 @@ def tiny() -> GRPOConfig:
     """Supervised steps until sampling is right about one time in five, then GRPO."""
     return GRPOConfig(
         **_parts(),
-        steps=160,
+        steps=120,
+        updates_per_step=4,
         rollouts=RolloutConfig(groups_per_step=256, group_size=4, max_refills=0),
-        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.1),
-        warmup=_supervised(stop_at=0.18),
-        max_warmup_steps=1600,
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
+        warmup=_supervised(stop_at=0.2),
+        max_warmup_steps=600,
     )
 
 

@@ -27,6 +27,8 @@ REPORTED = {
 @dataclass(kw_only=True)
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
+    updates_per_step: int = 1
+    """Optimizer steps that a step's batch is divided among."""
     ratio_low: float = 0.8
     """Lower bound of the probability ratio in the loss."""
     ratio_high: float = 1.28
@@ -52,15 +54,19 @@ class GRPOConfig(RunConfig):
 
 
 async def train_step(run: Run, batch: Batch, learning_rate: float) -> tuple[list[ForwardBackwardOutput], OptimResult]:
-    """Accumulate the batch in calls of samples_per_forward_backward, then step with the mean over its tokens."""
+    """updates_per_step optimizer steps on equal parts of the batch; returns the outputs of the first, whose weights sampled."""
     config: GRPOConfig = run.config
+    first: list[ForwardBackwardOutput] = []
     with run.timer("train"):
-        outputs = [
-            await run.trainer.forward_backward(chunk, loss=config.loss())
-            for chunk in split(batch.samples, config.samples_per_forward_backward)
-        ]
-        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(batch.samples))
-        return outputs, await run.trainer.optim_step(params)
+        for part in split(batch.samples, -(-len(batch.samples) // config.updates_per_step)):
+            outputs = [
+                await run.trainer.forward_backward(chunk, loss=config.loss())
+                for chunk in split(part, config.samples_per_forward_backward)
+            ]
+            params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(part))
+            result = await run.trainer.optim_step(params)
+            first = first or outputs
+    return first, result
 
 
 async def train(run: Run) -> None:
