@@ -126,7 +126,9 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     tokens: list[int]  # C ids
-    logprobs: list[float]  # C: log probability under the distribution that was sampled from (temperature, top_p, top_k)
+    logprobs: list[
+        float
+    ]  # C: log probability under the distribution sampled from (temperature, top_p, top_k); greedy: at temperature 1
     policy_versions: list[int]  # C: the version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
 

@@ -133,7 +133,9 @@ def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(t
     assert all(record["policy_version"] is None for record in grpo)
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_the_run_and_all_its_processes_within_15_seconds(tmp_path, number, status):
     marker = f"{tmp_path}-{number}"
     process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)
@@ -157,6 +159,7 @@ def test_a_killed_trainer_ends_the_run_within_15_seconds_and_is_named(tmp_path):
     wait_until(lambda: not processes_of(marker), 5, "the end of its processes")
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
     marker = str(tmp_path)
     process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)

@@ -60,7 +60,10 @@ def numbers_of(tied_qwen3, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(v, id=k, marks=[pytest.mark.slow] if v == (2, 2) else []) for k, v in LAYOUTS.items()],
+)
 def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     (one, _), (actual, _) = numbers_of(1, 1), numbers_of(*layout)
     print(actual.losses, one.losses, actual.grad_norms, one.grad_norms)
