@@ -1,26 +1,20 @@
-"""The callers' side: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor meshes; computes nothing.
-
-All clients of a process share one background thread, so that a REPL, a script and a running Jupyter loop work alike.
-"""
+"""The callers' side: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor meshes; computes nothing."""
 
 import asyncio
 import atexit
 import contextlib
-import threading
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from collections.abc import Generator as Iterator
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from monarch.actor import ActorError
 from torch import Tensor
 
 from rl_actors import metrics
+from rl_actors.calls import Call, in_background
 from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.generator import Generator
 from rl_actors.losses import Loss, resolve
@@ -41,45 +35,6 @@ from rl_actors.validation import validate_optim_params, validate_prompts, valida
 T = TypeVar("T")
 
 
-class Call(Generic[T]):
-    """An answer under way. `await` it, or wait with `.result()`; it goes on whether or not anybody waits."""
-
-    def __init__(self, future: "Future[T]", what: str) -> None:
-        self._future, self._what = future, what
-
-    def result(self, timeout: float | None = None) -> T:
-        """Wait for the answer. TimeoutError and Ctrl-C end the waiting, not the call: ask again for the result."""
-        try:
-            return self._future.result(timeout)
-        except FutureTimeout as error:
-            if self._future.done():
-                raise  # the call's own TimeoutError
-            raise TimeoutError(f"{self._what} has not answered within {timeout:g} s and goes on; ask again") from error
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def __await__(self) -> Iterator[Any, None, T]:
-        # shield: an `asyncio.wait_for` around it must not cancel what the ranks are doing
-        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
-
-
-class _Background:
-    """One daemon thread with an event loop, made at first use."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def run(self, coroutine: Coroutine[Any, Any, T], what: str) -> Call[T]:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="rl_actors", daemon=True).start()
-        return Call(asyncio.run_coroutine_threadsafe(coroutine, self._loop), what)
-
-
-_background = _Background()
 _open_clients: "weakref.WeakSet[_Client]" = weakref.WeakSet()
 
 
@@ -107,7 +62,7 @@ class _Client:
         """End the processes that this client spawned, and nothing else. A second call does nothing."""
         self._closed = True
         _open_clients.discard(self)
-        return _background.run(self._close(), f"{self.name}: close")
+        return in_background(self._close(), f"{self.name}: close")
 
     async def _spawn(self, num_processes: int, logs: LogRoute | None, env: dict[str, str] | None = None) -> Any:
         async with self._spawning:  # a close that comes meanwhile finds what it must stop
@@ -208,7 +163,7 @@ class TrainerClient(_Client):
         self._session = uuid.uuid4().hex[:12]
         self._number = 0
         self._owns_transport = False
-        self._started = _background.run(self._set_up(logs), f"{self.name}: setup")
+        self._started = in_background(self._set_up(logs), f"{self.name}: setup")
 
     async def _set_up(self, logs: LogRoute | None) -> None:
         self._turn = asyncio.Lock()
@@ -299,7 +254,7 @@ class TrainerClient(_Client):
                     )
                 return await call()
 
-        return _background.run(run(), f"{self.name}: {what}")
+        return in_background(run(), f"{self.name}: {what}")
 
     def _run_samples(self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None):
         async def call() -> ForwardBackwardOutput:
@@ -343,7 +298,7 @@ class GeneratorClient(_Client):
         """Call a Generator mesh of one process that the caller spawned and will stop."""
         super().__init__(mesh)
         self._configure(config, name)
-        self._started = _background.run(self._set_up(None), f"{name}: setup")
+        self._started = in_background(self._set_up(None), f"{name}: setup")
 
     @classmethod
     def spawn(
@@ -353,7 +308,7 @@ class GeneratorClient(_Client):
         client = cls.__new__(cls)
         _Client.__init__(client, transport=transport)
         client._configure(config, name)
-        client._started = _background.run(client._set_up(logs), f"{name}: setup")
+        client._started = in_background(client._set_up(logs), f"{name}: setup")
         _open_clients.add(client)
         return client
 
@@ -377,7 +332,7 @@ class GeneratorClient(_Client):
             await set_up
             await self._one("pull_model_state_dict", self.call_timeout, version)
 
-        self._started = _background.run(pull(), f"{self.name}: first pull")
+        self._started = in_background(pull(), f"{self.name}: first pull")
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
@@ -403,7 +358,7 @@ class GeneratorClient(_Client):
             await self._started
             return await self._one(endpoint, self.call_timeout, *args)
 
-        return _background.run(run(), f"{self.name}: {endpoint}")
+        return in_background(run(), f"{self.name}: {endpoint}")
 
     async def _one(self, endpoint: str, timeout: float, *args: Any) -> Any:
         return (await self._ask(getattr(self._mesh, endpoint), endpoint, timeout, *args))[0]
