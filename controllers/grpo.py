@@ -14,21 +14,12 @@ from controllers.schedules import ScheduleConfig
 from controllers.sft import SupervisedConfig, train_supervised
 from rl_actors import PPO, ForwardBackwardOutput, OptimResult, Sample, metrics, num_loss_tokens
 
-REPORTED = {
-    "logprob_diff:mean": "logprob_diff/mean",
-    "logprob_diff:max": "logprob_diff/max",
-    "kl_policy_generator:mean": "kl/policy_generator",
-    "ratio:mean": "ratio/mean",
-    "clip_fraction:mean": "clip_fraction",
-    "entropy_estimate:mean": "entropy",
-}
-
 
 @dataclass(kw_only=True)
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
-    """Optimizer steps that a step's batch is divided among."""
+    """Optimizer steps that a step's batch is divided among, at most; the later ones train on what slightly older weights sampled."""
     ratio_low: float = 0.8
     """Lower bound of the probability ratio in the loss."""
     ratio_high: float = 1.28
@@ -46,6 +37,8 @@ class GRPOConfig(RunConfig):
         self.schedule.validate()
         self.warmup.validate()
         self.loss()
+        if self.updates_per_step < 1:
+            raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
         if self.max_warmup_steps < 0:
             raise ValueError(f"max_warmup_steps={self.max_warmup_steps}; it must be at least 0")
 
@@ -53,20 +46,26 @@ class GRPOConfig(RunConfig):
         return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high)
 
 
-async def train_step(run: Run, batch: Batch, learning_rate: float) -> tuple[list[ForwardBackwardOutput], OptimResult]:
-    """updates_per_step optimizer steps on equal parts of the batch; returns the outputs of the first, whose weights sampled."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step and the forward_backward calls that it took."""
+
+    outputs: list[ForwardBackwardOutput]
+    result: OptimResult
+
+
+async def train_step(run: Run, samples: Sequence[Sample], learning_rate: float) -> list[Update]:
+    """Up to updates_per_step optimizer steps on parts of the batch, each with the mean over its tokens."""
     config: GRPOConfig = run.config
-    first: list[ForwardBackwardOutput] = []
-    with run.timer("train"):
-        for part in split(batch.samples, -(-len(batch.samples) // config.updates_per_step)):
-            outputs = [
-                await run.trainer.forward_backward(chunk, loss=config.loss())
-                for chunk in split(part, config.samples_per_forward_backward)
-            ]
-            params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(part))
-            result = await run.trainer.optim_step(params)
-            first = first or outputs
-    return first, result
+    updates = []
+    for part in split(samples, -(-len(samples) // config.updates_per_step)):
+        outputs = [
+            await run.trainer.forward_backward(chunk, loss=config.loss())
+            for chunk in split(part, config.samples_per_forward_backward)
+        ]
+        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(part))
+        updates.append(Update(outputs=outputs, result=await run.trainer.optim_step(params)))
+    return updates
 
 
 async def train(run: Run) -> None:
@@ -91,21 +90,20 @@ async def train(run: Run) -> None:
         with run.timer("generate"):
             batch = await rollouts.next_batch()
         values = batch.metrics()
-        if not batch.samples:  # nothing with a signal: no gradient, so no step of the optimizer
-            run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=True)
-            continue
-        rate = schedule(step - warmup_steps)
-        outputs, result = await train_step(run, batch, rate)
-        await run.sync()
-        values |= report(batch, outputs, result) | {"learning_rate": rate}
+        if batch.samples:  # with no signal there is no gradient, so no step of the optimizer
+            rate = schedule(step - warmup_steps)
+            with run.timer("train"):
+                updates = await train_step(run, batch.samples, rate)
+            await run.sync()
+            values |= report(batch, updates) | {"learning_rate": rate}
         done, is_last = step + 1 - warmup_steps, step + 1 == last_step
         if is_last or done % config.validate_every == 0:
             values["validation/accuracy"] = await run.accuracy()
+        run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=not batch.samples)
+        run.log.rollouts(step, batch.shown())
         if is_last or done % config.checkpoint_every == 0:
-            state = {"step": step + 1, "cursor": rollouts.cursor, "warmup_steps": warmup_steps}
-            await run.checkpoint(state)
-        run.log.step(step, values | run.timer.reset(), phase="grpo")
-        run.log.rollouts(step, batch.shown)
+            # After the step's line: a run that is killed in between writes that line again, and loses none.
+            await run.checkpoint({"step": step + 1, "cursor": rollouts.cursor, "warmup_steps": warmup_steps})
 
 
 async def warm_up(run: Run) -> tuple[int, int]:
@@ -114,29 +112,42 @@ async def warm_up(run: Run) -> tuple[int, int]:
     if "warmup_steps" in run.state or config.max_warmup_steps == 0:
         return run.state.get("warmup_steps", 0), run.state.get("cursor", 0)
 
-    async def after_step(step: int, cursor: int, is_last: bool) -> dict[str, Any]:
+    async def measure(is_last: bool, step: int) -> dict[str, Any]:
         if not is_last:
             return {}
         await run.sync()
-        accuracy = await run.accuracy()
-        await run.checkpoint({"step": step + 1, "cursor": cursor, "warmup_steps": step + 1})
-        return {"validation/accuracy": accuracy}
+        return {"validation/accuracy": await run.accuracy()}
+
+    async def save(is_last: bool, state: dict[str, Any]) -> None:
+        if is_last:
+            await run.checkpoint(state | {"warmup_steps": state["step"]})
 
     return await train_supervised(
-        run, config.warmup, first_step=0, last_step=config.max_warmup_steps, cursor=0, after_step=after_step
+        run, config.warmup, first_step=0, last_step=config.max_warmup_steps, cursor=0, measure=measure, save=save
     )
 
 
-def report(batch: Batch, outputs: Sequence[ForwardBackwardOutput], result: OptimResult) -> dict[str, Any]:
-    """A step's numbers under the names of metrics.jsonl."""
-    merged = metrics.finish(metrics.merge(output.partials for output in outputs))
-    values: dict[str, Any] = {new: merged[name] for name, new in REPORTED.items()}
-    return values | {
-        "policy_version": result.policy_version,
-        "loss": merged["loss:sum"] / num_loss_tokens(batch.samples),
-        "grad_norm": result.grad_norm,
-        "update_skipped": result.skipped,
-        "policy_lag": outputs[0].policy_version - (batch.oldest_version or 0),
+def report(batch: Batch, updates: Sequence[Update]) -> dict[str, Any]:
+    """A step's numbers under the names of metrics.jsonl.
+
+    The trainer's logprobs are compared with the generator's on the first update alone: only its weights sampled.
+    """
+    first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
+    whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))
+    results = [update.result for update in updates]
+    return {
+        "logprob_diff/mean": first["logprob_diff:mean"],
+        "logprob_diff/max": first["logprob_diff:max"],
+        "kl/policy_generator": first["kl_policy_generator:mean"],
+        "ratio/mean": whole["ratio:mean"],
+        "clip_fraction": whole["clip_fraction:mean"],
+        "entropy": first["entropy_estimate:mean"],
+        "policy_version": results[-1].policy_version,
+        "loss": whole["loss:sum"] / num_loss_tokens(batch.samples),
+        "grad_norm": max(result.grad_norm for result in results),
+        "updates": len(results),
+        "updates_skipped": sum(result.skipped for result in results),
+        "policy_lag": updates[-1].outputs[0].policy_version - batch.oldest_version,
         "tokens/trained": sum(map(len, batch.samples)),
     }
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import shlex
 import signal
 import sys
 import tempfile
@@ -27,6 +28,9 @@ from controllers.run import Run, open_run
 from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
 from rl_actors.logs import route_logs, route_process_output
 
+PROBLEMS_CHECKED = 1000
+"""Training problems whose length and alphabet are checked before a run; held-out ones all are."""
+
 Train = Callable[[Run], Awaitable[None]]
 
 
@@ -38,9 +42,6 @@ def main(controller: str) -> None:
     prog = f"python -m {controller}"
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
     train: Train = import_module(controller).train
-    if invocation.dry_run:
-        cli.print_config(invocation.config)
-        return
     try:
         if invocation.resume:
             checkpoints.newest(RunFolder(invocation.output_dir).checkpoints)
@@ -50,7 +51,13 @@ def main(controller: str) -> None:
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
-    sys.exit(_run(invocation, environment, tokenizer, train))
+    if invocation.dry_run:
+        cli.print_config(invocation.config)
+        return
+    status = _run(invocation, environment, tokenizer, train)
+    if status and checkpoints.complete(RunFolder(invocation.output_dir).checkpoints):
+        print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}")
+    sys.exit(status)
 
 
 def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
@@ -62,8 +69,11 @@ def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
             tokenizer = load_tokenizer(directory)
     else:
         tokenizer = load_tokenizer(config.trainer.hf_path)
+    if len(tokenizer) > (rows := config.trainer.model.vocab_size):
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
     limit = min(config.generator.max_model_len, config.trainer.max_sequence_length) - config.max_tokens
-    for problem in environment.held_out():
+    for problem in [*environment.held_out(), *map(environment.problem, range(PROBLEMS_CHECKED))]:
+        encode(tokenizer, problem.answer)
         if (length := len(encode(tokenizer, problem.prompt))) > limit:
             room = f"{limit} are left beside max_tokens={config.max_tokens}"
             raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
@@ -96,7 +106,7 @@ async def _until_signal(work: Awaitable[int], terminal: TextIO) -> int:
 
     def stop(number: int) -> None:
         if not received:
-            print(f"{signal.Signals(number).name}: stopping; the run can be resumed", file=terminal)
+            print(f"{signal.Signals(number).name}: stopping", file=terminal)
         received.append(number)
         task.cancel()
 

@@ -4,24 +4,18 @@ G groups (problems), N completions of each.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any, Literal
 
 import torch
 
-from controllers import advantages
+from controllers.advantages import ADVANTAGES
 from controllers.environments import Environment, Problem
 from controllers.tokenizer import encode
 from rl_actors import Completion, Sample, SamplingParams
 from rl_actors.clients import GeneratorClient
 
-ADVANTAGES = {
-    "grpo": advantages.grpo,
-    "dr_grpo": advantages.dr_grpo,
-    "rloo": advantages.rloo,
-    "reinforce_plus_plus": advantages.reinforce_plus_plus,
-}
 SEEDS_PER_CALL = 1 << 20
 
 
@@ -45,32 +39,56 @@ class RolloutConfig:
         for name, limit in limits.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
-        if not self.temperature > 0:
-            raise ValueError(
-                f"rollouts.temperature={self.temperature}; it must be positive: greedy groups have no signal"
-            )
+        if not 0.01 <= self.temperature <= 2:
+            raise ValueError(f"rollouts.temperature={self.temperature}; it must be in [0.01, 2]")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """A problem, its prompt's tokens, and N completions with their texts and rewards."""
+
+    problem: Problem
+    prompt: list[int]
+    completions: list[Completion]
+    texts: list[str]
+    rewards: list[float]
+
+    def has_signal(self) -> bool:
+        """Equal rewards have zero advantages under every estimator."""
+        return len(set(self.rewards)) > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What one step trains on, and what was generated on the way."""
 
-    samples: list[Sample] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)  # of every completion, filtered groups included
-    num_groups_filtered: int = 0
-    num_refills: int = 0
-    tokens_generated: int = 0
-    oldest_version: int | None = None  # the oldest policy_version that generated a token
-    shown: list[dict[str, Any]] = field(default_factory=list)  # for rollouts.jsonl
+    samples: list[Sample]  # of the groups with a signal
+    groups: list[Group]  # all
+    num_refills: int
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy_version that generated a token."""
+        return min(min(c.policy_versions) for group in self.groups for c in group.completions)
 
     def metrics(self) -> dict[str, Any]:
+        rewards = [reward for group in self.groups for reward in group.rewards]
         return {
-            "reward/mean": fmean(self.rewards),
-            "reward/std": pstdev(self.rewards),
-            "groups/filtered": self.num_groups_filtered,
+            "reward/mean": fmean(rewards),
+            "reward/std": pstdev(rewards),
+            "groups/filtered": sum(not group.has_signal() for group in self.groups),
             "groups/refills": self.num_refills,
-            "tokens/generated": self.tokens_generated,
+            "tokens/generated": sum(len(c.tokens) for group in self.groups for c in group.completions),
         }
+
+    def shown(self) -> list[dict[str, Any]]:
+        """The first completion of every group, for rollouts.jsonl."""
+        return [
+            {"prompt": g.problem.prompt, "answer": g.problem.answer, "completion": g.texts[0], "reward": g.rewards[0]}
+            for g in self.groups
+        ]
 
 
 class Rollouts:
@@ -92,50 +110,46 @@ class Rollouts:
 
     async def next_batch(self) -> Batch:
         """groups_per_step groups with a signal, or fewer when max_refills did not find more; none leaves samples empty."""
-        batch, wanted = Batch(), self.config.groups_per_step
-        while True:
-            problems = [self.environment.problem(self.cursor + i) for i in range(wanted)]
-            params = SamplingParams(
-                n=self.config.group_size,
-                max_tokens=self.max_tokens,
-                temperature=self.config.temperature,
-                top_p=self.config.top_p,
-                stop_token_ids=(self.tokenizer.eos_token_id,),
-                seed=(self.seed * SEEDS_PER_CALL + self.cursor * self.config.group_size) % 2**62,
-            )
-            self.cursor += wanted
-            prompts = [encode(self.tokenizer, problem.prompt) for problem in problems]
-            wanted = self._add(batch, problems, prompts, await self.generator.generate(prompts, params))
-            if wanted == 0 or batch.num_refills == self.config.max_refills:
-                return batch
-            batch.num_refills += 1
+        groups = await self._generate(self.config.groups_per_step)
+        num_refills = 0
+        while num_refills < self.config.max_refills:
+            missing = self.config.groups_per_step - sum(group.has_signal() for group in groups)
+            if missing == 0:
+                break
+            groups += await self._generate(missing)
+            num_refills += 1
+        return Batch(samples=self._samples(groups), groups=groups, num_refills=num_refills)
 
-    def _add(
-        self, batch: Batch, problems: list[Problem], prompts: list[list[int]], groups: list[list[Completion]]
-    ) -> int:
-        """Score groups and keep those with a signal; returns how many had none."""
-        texts = [[decode(self.tokenizer, completion.tokens) for completion in group] for group in groups]
-        rewards_GN = torch.tensor(
-            [
-                [self.environment.reward(problem, text) for text in group]
-                for problem, group in zip(problems, texts, strict=True)
-            ]
+    async def _generate(self, num_groups: int) -> list[Group]:
+        """The next problems, completed and scored."""
+        problems = [self.environment.problem(self.cursor + i) for i in range(num_groups)]
+        prompts = [encode(self.tokenizer, problem.prompt) for problem in problems]
+        params = SamplingParams(
+            n=self.config.group_size,
+            max_tokens=self.max_tokens,
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
+            stop_token_ids=(self.tokenizer.eos_token_id,),
+            seed=(self.seed * SEEDS_PER_CALL + self.cursor * self.config.group_size) % 2**62,
         )
-        advantages_GN = ADVANTAGES[self.config.advantage](rewards_GN)
-        kept_G = advantages.has_signal(rewards_GN).tolist()
-        for g, group in enumerate(groups):
-            batch.rewards += rewards_GN[g].tolist()
-            batch.tokens_generated += sum(len(completion.tokens) for completion in group)
-            shown = {"prompt": problems[g].prompt, "answer": problems[g].answer}
-            batch.shown.append({**shown, "completion": texts[g][0], "reward": float(rewards_GN[g, 0])})
-            if kept_G[g]:
-                for completion, advantage in zip(group, advantages_GN[g].tolist(), strict=True):
-                    batch.samples.append(to_sample(prompts[g], completion, advantage, self.config.temperature))
-                    versions = [*completion.policy_versions, batch.oldest_version]
-                    batch.oldest_version = min(version for version in versions if version is not None)
-        filtered = len(groups) - sum(kept_G)
-        batch.num_groups_filtered += filtered
-        return filtered
+        self.cursor += num_groups
+        groups = []
+        for problem, prompt, completions in zip(
+            problems, prompts, await self.generator.generate(prompts, params), strict=True
+        ):
+            texts = [decode(self.tokenizer, completion.tokens) for completion in completions]
+            rewards = [float(self.environment.reward(problem, text)) for text in texts]
+            groups.append(Group(problem=problem, prompt=prompt, completions=completions, texts=texts, rewards=rewards))
+        return groups
+
+    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
+        advantages_GN = ADVANTAGES[self.config.advantage](torch.tensor([group.rewards for group in groups]))
+        return [
+            to_sample(group.prompt, completion, advantage, self.config.temperature)
+            for group, row in zip(groups, advantages_GN.tolist(), strict=True)
+            if group.has_signal()
+            for completion, advantage in zip(group.completions, row, strict=True)
+        ]
 
 
 def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, temperature: float) -> Sample:

@@ -13,6 +13,7 @@ from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.metrics import RunFolder, Timer
 from controllers.rollouts import greedy_accuracy
 from rl_actors import GeneratorConfig, OptimParams, TrainerConfig
+from rl_actors.validation import validate_optim_params
 
 CLOSE_TIMEOUT = 10.0
 
@@ -64,6 +65,9 @@ class RunConfig:
     wandb_project: str | None = None
     """Report to this wandb project, too."""
 
+    def __post_init__(self) -> None:
+        self.generator = replace(self.generator, model=self.trainer.model)
+
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
         for name in (
@@ -84,8 +88,9 @@ class RunConfig:
             if self.max_tokens >= limit:
                 raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
         self.environment.validate()
+        self.generator.validate()
         self.trainer.validate()
-        self.optimizer.params(learning_rate=0.0, grad_divisor=1.0)
+        validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -137,9 +142,7 @@ async def open_run(
         with log.setup("starting transport"):
             await asyncio.wait_for(transport.open(), config.trainer.setup_timeout)
         trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)
-        generator_config = replace(
-            config.generator, model=config.trainer.model, seed=config.seed + config.generator.seed
-        )
+        generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
         trainer = TrainerClient.spawn(trainer_config, transport=transport, logs=logs)
         clients.append(trainer)
         generator = GeneratorClient.spawn(generator_config, transport=transport, logs=logs)

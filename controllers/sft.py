@@ -66,11 +66,13 @@ async def train_supervised(
     first_step: int,
     last_step: int,
     cursor: int,
-    after_step: Callable[[int, int, bool], Awaitable[dict]],
+    measure: Callable[[bool, int], Awaitable[dict[str, Any]]],
+    save: Callable[[bool, dict[str, Any]], Awaitable[None]],
 ) -> tuple[int, int]:
     """Steps first_step to last_step - 1, or until the probability rule stops them; returns (next step, next problem).
 
-    after_step(step, cursor, is_last) validates and saves when it is time, and returns its metrics.
+    measure(is_last, step) validates when it is time and returns its metrics; save(is_last, state) writes a checkpoint
+    when it is time, after the step's line: a run that is killed in between writes that line again, and loses none.
     """
     schedule = supervised.schedule.build(last_step)
     recent: deque[float] = deque(run.state.get("recent", ()), maxlen=supervised.stop_window)
@@ -88,7 +90,6 @@ async def train_supervised(
             result = await run.trainer.optim_step(run.config.optimizer.params(learning_rate=rate, grad_divisor=divisor))
         logprobs = [row for output in outputs for row in output.logprobs]
         recent.append(answer_probability(samples, logprobs))
-        run.state["recent"] = list(recent)
         probability = fmean(recent)
         is_last = step + 1 == last_step or probability > supervised.stop_at_answer_probability
         metrics = {
@@ -96,11 +97,13 @@ async def train_supervised(
             "loss": sum(output.metrics["loss:sum"] for output in outputs) / divisor,
             "answer_probability": probability,
             "grad_norm": result.grad_norm,
+            "updates_skipped": int(result.skipped),
             "learning_rate": rate,
             "tokens/trained": sum(map(len, samples)),
         }
-        metrics |= await after_step(step, cursor, is_last)
+        metrics |= await measure(is_last, step)
         run.log.step(step, metrics | run.timer.reset(), phase="sft")
+        await save(is_last, {"step": step + 1, "cursor": cursor, "recent": list(recent)})
         if is_last:
             return step + 1, cursor
     return last_step, cursor
@@ -111,17 +114,18 @@ async def train(run: Run) -> None:
     config: SFTConfig = run.config
     run.log.display.total_steps = config.steps
 
-    async def after_step(step: int, cursor: int, is_last: bool) -> dict:
-        metrics = {}
-        if is_last or (step + 1) % config.validate_every == 0:
-            await run.sync()
-            metrics["validation/accuracy"] = await run.accuracy()
-        if is_last or (step + 1) % config.checkpoint_every == 0:
-            await run.checkpoint({"step": step + 1, "cursor": cursor, "recent": run.state["recent"]})
-        return metrics
+    async def measure(is_last: bool, step: int) -> dict[str, Any]:
+        if not is_last and (step + 1) % config.validate_every:
+            return {}
+        await run.sync()
+        return {"validation/accuracy": await run.accuracy()}
+
+    async def save(is_last: bool, state: dict[str, Any]) -> None:
+        if is_last or state["step"] % config.checkpoint_every == 0:
+            await run.checkpoint(state)
 
     steps = {"first_step": run.state.get("step", 0), "last_step": config.steps, "cursor": run.state.get("cursor", 0)}
-    await train_supervised(run, config.supervised, **steps, after_step=after_step)
+    await train_supervised(run, config.supervised, **steps, measure=measure, save=save)
 
 
 if __name__ == "__main__":

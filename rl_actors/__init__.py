@@ -8,6 +8,7 @@ from rl_actors.losses import PPO, CrossEntropy, ImportanceSampling
 from rl_actors.types import (
     Completion,
     ForwardBackwardOutput,
+    GeneratorInfo,
     OptimParams,
     OptimResult,
     Sample,
@@ -43,6 +44,7 @@ __all__ = [
     "Generator",
     "GeneratorClient",
     "GeneratorConfig",
+    "GeneratorInfo",
     "ImportanceSampling",
     "MemoryTransport",
     "ModelConfig",

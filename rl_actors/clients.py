@@ -3,12 +3,14 @@
 import asyncio
 import atexit
 import contextlib
+import os
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import cloudpickle
 import torch
 from monarch.actor import ActorError
 from torch import Tensor
@@ -24,6 +26,7 @@ from rl_actors.transports.base import Transport
 from rl_actors.types import (
     Completion,
     ForwardBackwardOutput,
+    GeneratorInfo,
     OptimParams,
     OptimResult,
     Sample,
@@ -171,8 +174,11 @@ class TrainerClient(_Client):
             if self._transport is None:
                 from rl_actors.transports.torchstore import TorchStoreTransport
 
-                self._transport, self._owns_transport = TorchStoreTransport(), True
-                await self._transport.open()
+                async with self._spawning:  # as in _spawn
+                    if self._closed:
+                        raise RuntimeError(f"{self.name}: closed before it was up")
+                    self._transport, self._owns_transport = TorchStoreTransport(), True
+                    await self._transport.open()
             assert self.config is not None
             processes = await self._spawn(self.config.num_processes(), logs)
             self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, self._transport)
@@ -216,11 +222,13 @@ class TrainerClient(_Client):
 
     def save_checkpoint(self, path: str) -> Call[None]:
         """Write model, optimizer and policy_version to a directory that is whole or is not there."""
-        return self._in_turn("save_checkpoint", lambda: self._first("save_checkpoint", str(path)))
+        absolute = os.path.abspath(path)
+        return self._in_turn("save_checkpoint", lambda: self._first("save_checkpoint", absolute))
 
     def load_checkpoint(self, path: str) -> Call[int]:
         """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version."""
-        return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", str(path)))
+        absolute = os.path.abspath(path)
+        return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", absolute))
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""
@@ -257,6 +265,9 @@ class TrainerClient(_Client):
         return in_background(run(), f"{self.name}: {what}")
 
     def _run_samples(self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None):
+        # The caller may change its list before the call's turn comes.
+        samples = list(samples) if isinstance(samples, Sequence) else samples
+
         async def call() -> ForwardBackwardOutput:
             resolved = resolve(loss) if loss is not None else None
             if endpoint == "forward_backward" and resolved is None:
@@ -286,6 +297,9 @@ class TrainerClient(_Client):
         return (await self._ordered(endpoint, *args))[0]
 
     async def _ordered(self, endpoint: str, *args: Any) -> list[Any]:
+        # A number is spent only once its request can be sent: the ranks would wait for one that never comes.
+        for arg in args:
+            cloudpickle.dumps(arg) if callable(arg) else None
         self._number += 1
         order = Order(session=self._session, number=self._number)
         return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
@@ -294,10 +308,17 @@ class TrainerClient(_Client):
 class GeneratorClient(_Client):
     """Calls to one generator; they run at the same time, and each waits until the generator is up."""
 
-    def __init__(self, mesh: Any, *, config: GeneratorConfig, name: str = "generator") -> None:
+    def __init__(
+        self,
+        mesh: Any,
+        *,
+        name: str = "generator",
+        call_timeout: float = GeneratorConfig.call_timeout,
+        setup_timeout: float = GeneratorConfig.setup_timeout,
+    ) -> None:
         """Call a Generator mesh of one process that the caller spawned and will stop."""
         super().__init__(mesh)
-        self._configure(config, name)
+        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._started = in_background(self._set_up(None), f"{name}: setup")
 
     @classmethod
@@ -307,22 +328,24 @@ class GeneratorClient(_Client):
         """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it."""
         client = cls.__new__(cls)
         _Client.__init__(client, transport=transport)
-        client._configure(config, name)
+        config.validate()
+        client.config, client.name = config, name
+        client.call_timeout, client.setup_timeout = config.call_timeout, config.setup_timeout
         client._started = in_background(client._set_up(logs), f"{name}: setup")
         _open_clients.add(client)
         return client
 
-    def _configure(self, config: GeneratorConfig, name: str) -> None:
-        self.config, self.name = config, name
-        self.call_timeout, self.setup_timeout = config.call_timeout, config.setup_timeout
+    config: GeneratorConfig | None = None  # None: the caller spawned the mesh
+    _info: GeneratorInfo
 
     async def _set_up(self, logs: LogRoute | None) -> None:
         if self._mesh is None:
+            assert self.config is not None
             threads = str(self.config.num_threads)
             processes = await self._spawn(1, logs, {"OMP_NUM_THREADS": threads})
             transport = self._transport() if callable(self._transport) else self._transport
             self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-        await self._ask(self._mesh.setup, "setup", self.setup_timeout)
+        self._info = (await self._ask(self._mesh.setup, "setup", self.setup_timeout))[0]
 
     def _pull_first(self, push: Call[int]) -> None:
         set_up = self._started
@@ -338,24 +361,34 @@ class GeneratorClient(_Client):
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in order. Raises ValueError for a prompt or parameter out of its limits."""
-        params = params or SamplingParams()
-        wire = _validated_prompts(prompts, params, self.config)
-        return self._call("generate", wire, params)
+        return self._call_on_prompts("generate", prompts, params or SamplingParams())
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
         """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence."""
-        return self._call("compute_logprobs", _validated_prompts(sequences, SamplingParams(max_tokens=1), self.config))
+        return self._call_on_prompts("compute_logprobs", sequences)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them."""
         return self._call("pull_model_state_dict", version, timeout)
 
-    def _call(self, endpoint: str, *args: Any) -> Call[Any]:
+    def _call_on_prompts(self, endpoint: str, prompts: Any, *params: SamplingParams) -> Call[Any]:
+        if isinstance(prompts, Sequence):  # copied: the caller may change its list before the generator is up
+            prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+
+        def validate() -> None:
+            given = params[0] if params else SamplingParams(max_tokens=1)
+            info = self._info
+            validate_prompts(prompts, given, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+
+        return self._call(endpoint, prompts, *params, validate=validate)
+
+    def _call(self, endpoint: str, *args: Any, validate: Callable[[], None] = lambda: None) -> Call[Any]:
         if self._closed:
             raise RuntimeError(f"{self.name}: {endpoint} after close")
 
         async def run() -> Any:
             await self._started
+            validate()
             return await self._one(endpoint, self.call_timeout, *args)
 
         return in_background(run(), f"{self.name}: {endpoint}")
@@ -387,13 +420,6 @@ def _to_wire(sample: Sample) -> Sample:
     ids = {n: torch.as_tensor(getattr(sample, n), dtype=torch.int64, device="cpu") for n in ("tokens", "targets")}
     columns = {n: torch.as_tensor(c, dtype=torch.float32, device="cpu") for n, c in sample.columns.items()}
     return replace(sample, **ids, columns=columns)
-
-
-def _validated_prompts(prompts: Any, params: SamplingParams, config: GeneratorConfig) -> list[list[int]]:
-    if isinstance(prompts, Sequence):
-        prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
-    validate_prompts(prompts, params, max_model_len=config.max_model_len, vocab_size=config.model.vocab_size)
-    return prompts
 
 
 async def _collected(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:

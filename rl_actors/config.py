@@ -3,8 +3,9 @@
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
 
 
@@ -42,6 +43,10 @@ class ModelConfig:
         values = json.loads(file.read_text())
         if values.get("model_type") != "qwen3":
             raise ValueError(f"{file} has model_type {values.get('model_type')!r}; supported is 'qwen3'")
+        fixed = {"rms_norm_eps": 1e-6, "attention_bias": False, "hidden_act": "silu", "rope_scaling": None}
+        for name, value in fixed.items():
+            if values.get(name, value) != value:
+                raise ValueError(f"{file} has {name}={values[name]!r}; supported is {value!r}")
         # transformers 5 moved the base of the rotary embedding into rope_parameters
         rope = values.get("rope_parameters") or {}
         values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
@@ -182,7 +187,8 @@ class TrainerConfig:
 
 @dataclass(kw_only=True)
 class GeneratorConfig:
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: Annotated[ModelConfig, tyro.conf.Suppress] = field(default_factory=ModelConfig)
+    """In a run it is the trainer's."""
     hf_path: str = ""
     """Hugging Face directory of config.json and weights; empty: weights come with the first pull."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -205,3 +211,15 @@ class GeneratorConfig:
     """Seconds until the engine must be up."""
     call_timeout: float = 600.0
     """Seconds until any other call must answer."""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit for a config that no engine can be started from."""
+        names = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "num_threads", "setup_timeout", "call_timeout")
+        for name in names:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"generator.{name}={getattr(self, name)}; it must be positive")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")
+        longest = self.model.max_position_embeddings
+        if self.max_model_len > longest:
+            raise ValueError(f"generator.max_model_len={self.max_model_len} exceeds max_position_embeddings={longest}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from rl_actors.config import GeneratorConfig
 from rl_actors.errors import sends_errors
 from rl_actors.transports.base import Manifest, Transport, find
-from rl_actors.types import Completion, SamplingParams
+from rl_actors.types import Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import validate_prompts
 from rl_actors.vllm_engine import (
     EngineThread,
@@ -32,12 +32,16 @@ class Generator(Actor):
 
     @concurrent_endpoint
     @sends_errors
-    async def setup(self) -> int:
-        """Start vLLM on first call; returns the policy_version of its weights, -1 before the first pull."""
+    async def setup(self) -> GeneratorInfo:
+        """Start vLLM on first call."""
         async with self.setting_up:
             if self._engine is None:
                 self._engine = await asyncio.to_thread(self._start)
-        return self.engine.version
+        return GeneratorInfo(
+            policy_version=self.engine.version,
+            max_model_len=self.config.max_model_len,
+            vocab_size=self.expected_vocab_size,
+        )
 
     @property
     def engine(self) -> EngineThread:

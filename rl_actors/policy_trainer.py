@@ -59,6 +59,7 @@ class PolicyTrainer(Actor):
         return self.engine.info()
 
     @endpoint
+    @sends_errors
     async def info(self) -> TrainerInfo:
         return self.engine.info()
 

@@ -151,7 +151,15 @@ class TrainerInfo:
     world_size: int
     pid: int
     memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
-    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorInfo:
+    """What a generator says about itself."""
+
+    policy_version: int  # -1 before the first pull
+    max_model_len: int
+    vocab_size: int
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

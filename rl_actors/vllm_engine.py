@@ -103,10 +103,12 @@ class EngineThread:
         self.requests: dict[str, _Request] = {}
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.num_started = 0
+        self.failure: BaseException | None = None
         threading.Thread(target=self._run, name="vllm", daemon=True).start()
 
     def submit(self, function: Callable[[], Any]) -> Future:
         """Run a function on the engine's thread between two steps."""
+        self._require_alive()
         future = _running_future()
 
         def command() -> None:
@@ -120,6 +122,7 @@ class EngineThread:
 
     def start(self, prompts: Sequence[Sequence[int]], make_params: Callable[[int], list[Any]], read) -> Future:
         """Start all requests of a call; its future gets their results in order, or the first error."""
+        self._require_alive()
         future = _running_future()
 
         def command() -> None:
@@ -145,6 +148,7 @@ class EngineThread:
 
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Replace the weights between two steps. Running requests go on under the new ones, which their versions show."""
+        self.version = NO_VERSION  # what a load that fails half way leaves
         self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
         self.engine.apply_model(_repack_tied_head)
         # Keys and values of the old weights must not serve the new ones: running requests are computed again.
@@ -154,7 +158,21 @@ class EngineThread:
             request = self.requests[state.external_req_id]
             request.versions.append((len(state.detokenizer.output_token_ids), version))
 
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise RuntimeError(f"vLLM's thread ended: {self.failure!r}; spawn the generator again")
+
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:  # nobody would answer the callers any more
+            self.failure = error
+            for request in self.requests.values():
+                if not request.call.future.done():
+                    request.call.future.set_exception(error)
+            raise
+
+    def _serve(self) -> None:
         while True:
             while not self.commands.empty() or not self.requests:
                 self.commands.get()()

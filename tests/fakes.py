@@ -20,5 +20,16 @@ class ConstantReward:
         return self.value
 
 
+class ParityReward(ConstantReward):
+    """Additions whose reward is 1 for half of all completions: the parity of the sum of their characters."""
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return float(sum(map(ord, completion)) % 2)
+
+
+def parity_reward(*, seed: int, num_held_out: int) -> ParityReward:
+    return ParityReward(0.0, min(num_held_out, 50))
+
+
 def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantReward:
     return ConstantReward(reward, min(num_held_out, 50))

@@ -1,7 +1,7 @@
 """Read and write weights: DCP directories of the whole trainer, Hugging Face directories of the model. Collective over all ranks."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,16 +49,19 @@ def require_replaceable(path: str | Path) -> None:
 def save(parts: Parts, path: str, policy_version: int) -> None:
     """Write under a temporary name and rename: a directory is a whole checkpoint or is not there."""
     target, partial = Path(path), Path(f"{path}.partial")
-    if dist.get_rank() == 0:
+
+    def clear() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.parent.mkdir(parents=True, exist_ok=True)
-    _barrier()
-    with _plain_errors(f"saving {path}"):
-        dcp.save(_state(parts, policy_version), checkpoint_id=str(partial))
-    if dist.get_rank() == 0:
+
+    def commit() -> None:
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-    _barrier()
+
+    _on_first_rank(clear)
+    with _plain_errors(f"saving {path}"):
+        dcp.save(_state(parts, policy_version), checkpoint_id=str(partial))
+    _on_first_rank(commit)
 
 
 def load(parts: Parts, path: str) -> int:
@@ -115,8 +118,16 @@ def _plain_errors(what: str) -> Iterator[None]:
         raise RuntimeError(f"{what} failed on {len(error.failures)} ranks; on rank {rank}: {cause!r}") from error
 
 
-def _barrier() -> None:
-    _all(True)
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Do the file work that one rank does for all. Its error is raised on every rank, so that none goes on alone."""
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except Exception as error:
+            failure = error
+    if not _all(failure is None):
+        raise failure or RuntimeError("rank 0 could not write the checkpoint")
 
 
 def _all(holds: bool) -> bool:

@@ -1,6 +1,6 @@
-"""The legal order of calls on a trainer: a state machine of three states. Holds no tensors."""
+"""The legal order of calls on a trainer: a state machine of four states. Holds no tensors."""
 
-IDLE, OPEN, BROKEN = "idle", "open", "broken"
+IDLE, OPEN, BROKEN, MIXED = "idle", "open", "broken", "mixed"
 
 # state -> calls that may begin there. Reading calls (forward, push, info) leave the state as it is.
 LEGAL = {
@@ -14,11 +14,13 @@ LEGAL = {
     },
     OPEN: {"forward", "forward_backward", "optim_step", "discard_gradients", "push_model_state_dict"},
     BROKEN: {"discard_gradients"},
+    MIXED: {"load_checkpoint"},
 }
 _HINT = {
     IDLE: "no gradients are accumulated: call forward_backward first",
     OPEN: "gradients are accumulated: call optim_step or discard_gradients first",
     BROKEN: "the last call failed half way: call discard_gradients first",
+    MIXED: "the last call failed half way through the weights: call load_checkpoint first, or spawn the trainer again",
 }
 
 
@@ -39,5 +41,6 @@ class OpenStep:
     def close(self) -> None:
         self.state = IDLE
 
-    def break_(self) -> None:
-        self.state = BROKEN
+    def break_(self, *, weights: bool) -> None:
+        """weights: the failed call may have changed some of them, so that dropping gradients mends nothing."""
+        self.state = MIXED if weights else BROKEN

@@ -108,10 +108,11 @@ class TrainEngine:
             grad_norm = float(dist_utils.clip_grad_norm_([p for _, p in named], max_norm))
             finite = grad_norm < float("inf")
             broken = () if finite else self._nonfinite([n for n, _ in named], norms)
-            if finite:
+        if finite:
+            with self._breaking(weights=True):
                 self._apply(params)
-                self.policy_version += 1
-            self.parts.optimizers.zero_grad()
+            self.policy_version += 1
+        self.parts.optimizers.zero_grad()
         self.step.close()
         return OptimResult(
             policy_version=self.policy_version, grad_norm=grad_norm, skipped=not finite, nonfinite_parameters=broken
@@ -119,6 +120,7 @@ class TrainEngine:
 
     def discard_gradients(self) -> None:
         """Drop what was accumulated and close the step; does nothing when there is nothing. Mends a broken step."""
+        self.step.require("discard_gradients")
         self.parts.optimizers.zero_grad()
         self.step.close()
 
@@ -135,8 +137,9 @@ class TrainEngine:
         """
         self.step.require("load_checkpoint")
         checkpoint.require_checkpoint(self.parts, path)
-        with self._breaking():
+        with self._breaking(weights=True):
             self.policy_version = checkpoint.load(self.parts, path)
+        self.step.close()
         return self.policy_version
 
     def hf_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -211,12 +214,12 @@ class TrainEngine:
         return tuple(name for name, count in zip(names, counts.tolist(), strict=True) if count)[:MAX_NAMES_REPORTED]
 
     @contextmanager
-    def _breaking(self):
-        """What fails half way leaves the step broken: gradients or weights may be half done."""
+    def _breaking(self, *, weights: bool = False):
+        """What fails half way leaves the step broken: gradients, or with `weights` the weights, may be half done."""
         try:
             yield
         except BaseException:
-            self.step.break_()
+            self.step.break_(weights=weights)
             raise
 
     @contextmanager

@@ -82,17 +82,24 @@ async def publish(
     """
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     manifest = Manifest(stream=stream, version=version, tensors=shapes)
-    failure: Exception | None = None
-    try:
+
+    async def put_shards() -> None:
         await transport.put_tensors(manifest.key, tensors, rank)
-    except Exception as error:
-        failure = error
-    failures = [f"rank {r}: {text}" for r, text in enumerate(gather(repr(failure) if failure else "")) if text]
-    if failures:
-        raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
-    if rank == 0:
-        await transport.put_object(f"{manifest.key}/manifest", manifest)
-        await transport.put_object("latest", (stream, version))
+
+    async def commit() -> None:
+        if rank == 0:
+            await transport.put_object(f"{manifest.key}/manifest", manifest)
+            await transport.put_object("latest", (stream, version))
+
+    for part in (put_shards, commit):
+        failure: Exception | None = None
+        try:
+            await part()
+        except Exception as error:
+            failure = error
+        failures = [f"rank {r}: {text}" for r, text in enumerate(gather(repr(failure) if failure else "")) if text]
+        if failures:
+            raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
     return manifest
 
 

@@ -5,6 +5,7 @@ A newer torchstore, whose controller works under this Monarch, needs only the li
 
 import asyncio
 import inspect
+import logging
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,9 @@ from torch import Tensor
 
 from rl_actors.meshes import ProcessMesh, spawn_processes
 from rl_actors.transports.base import Manifest, Transport
+
+SHUTDOWN_TIMEOUT = 5.0
+logger = logging.getLogger(__name__)
 
 
 def _asynchronous(method):
@@ -57,9 +61,13 @@ class TorchStoreTransport(Transport):
 
     async def close(self) -> None:
         if self._processes is not None:
-            await torchstore.shutdown(self.store_name)
-            await self._processes.stop()
-            self._processes = None
+            processes, self._processes = self._processes, None
+            try:
+                await asyncio.wait_for(torchstore.shutdown(self.store_name), SHUTDOWN_TIMEOUT)
+            except Exception as error:  # a store that died cannot say goodbye; its processes still end
+                logger.info("shutting down torchstore: %r", error)
+            finally:
+                await processes.stop()
 
     async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
         puts = [torchstore.put(f"{key}/{name}", tensor.cpu(), self.store_name) for name, tensor in tensors.items()]

@@ -24,6 +24,8 @@ SHORT = [
     "--rollouts.groups-per-step",
     "8",
 ]
+# A reward that random weights earn half of the time, so that every step has a signal.
+PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}", "--updates-per-step", "1"]
 
 
 def start(*arguments: object, marker: str = "", **kwargs) -> subprocess.Popen:
@@ -63,7 +65,7 @@ def wait_until(holds, seconds: float, what: str) -> None:
 def finished_run(tmp_path_factory) -> tuple[Path, str]:
     """A run of three supervised and four GRPO steps."""
     folder = tmp_path_factory.mktemp("grpo") / "run"
-    process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT)
+    process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT, *PARITY)
     output = finish(process)
     assert process.returncode == 0, output
     return folder, output
@@ -89,7 +91,7 @@ def test_trainer_and_generator_agree_on_every_logprob(finished_run):
         r for r in read_jsonl(finished_run[0] / "metrics.jsonl") if r["phase"] == "grpo" and not r.get("skipped")
     ]
     assert trained and all(record["logprob_diff/mean"] < 1e-5 for record in trained)
-    assert all(record["policy_lag"] == 0 for record in trained)
+    assert all(record["policy_lag"] == 0 and record["updates"] == 1 for record in trained)
 
 
 def test_the_config_of_a_run_runs_again(finished_run, tmp_path):
@@ -171,10 +173,13 @@ def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trainer.parallelism.tensor-parallel-degree", "3"], "num_attention_heads=4 is not divisible by"),
-        (["--optimizer.beta1", "1.5"], "beta1=1.5; it must be in [0, 1)"),
+        (["--trainer.parallelism.tensor-parallel-degree", "4"], "num_attention_heads=6 is not divisible by"),
+        (["--optimizer.beta1", "1.5"], "beta1=1.5; it must be"),
         (["--schedule.learning-rate", "-1"], "learning_rate=-1.0"),
         (["--rollouts.group-size", "1"], "rollouts.group_size=1; it must be at least 2"),
+        (["--updates-per-step", "0"], "updates_per_step=0; it must be at least 1"),
+        (["--rollouts.top-p", "2"], "rollouts.top_p=2.0; it must be in (0, 1]"),
+        (["--alphabet", "0123"], "are not in the tokenizer's alphabet"),
         (["--steps", "0"], "steps=0; it must be at least 1"),
         (["--trainer.max-sequence-length", "999"], "max_sequence_length=999 exceeds model.max_position_embeddings=128"),
         (["--max-tokens", "64"], "max_tokens=64 leaves no room for a prompt in generator.max_model_len=64"),

@@ -88,15 +88,20 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs_and_nothing_
     assert_bit_equal(state(engine), before)
 
 
-def test_a_damaged_checkpoint_is_an_ordinary_exception_and_leaves_the_step_broken(make_engine, tmp_path):
-    path = tmp_path / "checkpoint"
+def test_a_damaged_checkpoint_leaves_weights_that_only_a_whole_one_mends(make_engine, tmp_path):
+    path, whole = tmp_path / "checkpoint", tmp_path / "whole"
     engine = make_engine()
     engine.save_checkpoint(str(path))
+    engine.save_checkpoint(str(whole))
     for file in path.glob("*.distcp"):
         file.unlink()
     with pytest.raises(RuntimeError, match="loading .* failed on 1 ranks; on rank 0: FileNotFoundError"):
         engine.load_checkpoint(str(path))
-    assert engine.info().state == "broken"
+    assert engine.info().state == "mixed"
+    with pytest.raises(RuntimeError, match="discard_gradients is not possible while the trainer is mixed"):
+        engine.discard_gradients()
+    engine.load_checkpoint(str(whole))
+    assert engine.info().state == "idle"
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

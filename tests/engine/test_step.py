@@ -4,7 +4,7 @@ import pytest
 import torch
 from references import ppo_samples, random_samples
 
-from rl_actors.engine.step import BROKEN, IDLE, LEGAL, OPEN, OpenStep
+from rl_actors.engine.step import BROKEN, IDLE, LEGAL, MIXED, OPEN, OpenStep
 from rl_actors.losses import PPO
 from rl_actors.types import OptimParams
 
@@ -28,11 +28,12 @@ def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]):
 
 def in_state(state: str) -> OpenStep:
     step = OpenStep()
-    {IDLE: step.close, OPEN: step.open, BROKEN: step.break_}[state]()
+    enter = {BROKEN: lambda: step.break_(weights=False), MIXED: lambda: step.break_(weights=True)}
+    (enter | {IDLE: step.close, OPEN: step.open})[state]()
     return step
 
 
-@pytest.mark.parametrize("state", [IDLE, OPEN, BROKEN])
+@pytest.mark.parametrize("state", [IDLE, OPEN, BROKEN, MIXED])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_is_legal_or_refused_with_call_state_and_remedy(call, state):
     step = in_state(state)
@@ -52,6 +53,7 @@ def test_what_is_refused_in_each_state():
         IDLE: ["optim_step"],
         OPEN: ["load_checkpoint", "save_checkpoint"],
         BROKEN: [call for call in CALLS if call != "discard_gradients"],
+        MIXED: [call for call in CALLS if call != "load_checkpoint"],
     }
 
 

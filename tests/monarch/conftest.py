@@ -42,7 +42,7 @@ def trainer(trainer_mesh):
 
 @pytest.fixture
 def generator(generator_mesh):
-    client = GeneratorClient(generator_mesh, config=support.generator_config())
+    client = GeneratorClient(generator_mesh)
     yield client
     client.close().result()
 

@@ -16,7 +16,7 @@ async def main() -> None:
     await setup_torch_elastic_env_async(procs["trainer"])
     trainer_mesh = procs["trainer"].spawn("trainer", rl.PolicyTrainer, rl.TrainerConfig(model=model), transport)
     generator_mesh = procs["generator"].spawn("generator", rl.Generator, config, transport)
-    trainer, generator = rl.TrainerClient(trainer_mesh), rl.GeneratorClient(generator_mesh, config=config)
+    trainer, generator = rl.TrainerClient(trainer_mesh), rl.GeneratorClient(generator_mesh)
     await torchstore.put("a key of mine", 7, store_name="mine")
     await generator.pull_model_state_dict(await trainer.push_model_state_dict())
     [[completion]] = await generator.generate([[5, 6, 7]], rl.SamplingParams(max_tokens=8))

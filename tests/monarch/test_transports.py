@@ -239,7 +239,7 @@ def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
     processes = asyncio.run(start())
     config = support.generator_config(dtype="bfloat16")
     mesh = processes.mesh.spawn("bfloat16", support.TestGenerator, config, plain)
-    generator = GeneratorClient(mesh, config=config)
+    generator = GeneratorClient(mesh)
     for transport in (casting, plain):
         use(transport)
         version = support.step(sharded)
