@@ -29,7 +29,7 @@ def tiny_sft() -> SFTConfig:
 
 
 def _supervised(stop_at: float) -> SupervisedConfig:
-    schedule = ScheduleConfig(learning_rate=1e-3, warmup_steps=20)
+    schedule = ScheduleConfig(learning_rate=8e-4, warmup_steps=20)
     return SupervisedConfig(batch_size=128, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
@@ -37,11 +37,11 @@ def _parts() -> dict[str, Any]:
     """What all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
     model = ModelConfig(
         vocab_size=16,
-        hidden_size=192,
+        hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
         head_dim=32,
         max_position_embeddings=128,
         rope_theta=10_000.0,

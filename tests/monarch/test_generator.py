@@ -231,9 +231,10 @@ BAD_REQUESTS = [
 
 
 @pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_REQUESTS)
-def test_a_bad_request_is_refused_at_the_call_with_value_and_limit(generator, prompts, params, error, message):
-    with pytest.raises(error, match=message):
-        generator.generate(prompts, params)
+def test_a_bad_request_is_refused_by_the_client_with_value_and_limit(generator, prompts, params, error, message):
+    with pytest.raises(error, match=message) as raised:
+        generator.generate(prompts, params).result(60)
+    assert not hasattr(raised.value, "__notes__")  # no actor was asked
 
 
 @pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_REQUESTS)
