@@ -5,6 +5,7 @@ from typing import Any
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
+from controllers.run import AdamConfig
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTConfig, SupervisedConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
@@ -17,7 +18,7 @@ def tiny() -> GRPOConfig:
         steps=110,
         updates_per_step=4,
         rollouts=RolloutConfig(groups_per_step=256, group_size=4, max_refills=1),
-        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=3e-4, warmup_steps=2, min_ratio=0.2),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.5),
         warmup=_supervised(stop_at=0.2),
         max_warmup_steps=600,
     )
@@ -29,7 +30,7 @@ def tiny_sft() -> SFTConfig:
 
 
 def _supervised(stop_at: float) -> SupervisedConfig:
-    schedule = ScheduleConfig(learning_rate=8e-4, warmup_steps=20)
+    schedule = ScheduleConfig(learning_rate=1e-3, warmup_steps=20)
     return SupervisedConfig(batch_size=128, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
@@ -37,11 +38,11 @@ def _parts() -> dict[str, Any]:
     """What all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
     model = ModelConfig(
         vocab_size=16,
-        hidden_size=256,
+        hidden_size=192,
         intermediate_size=768,
         num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
+        num_attention_heads=6,
+        num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=128,
         rope_theta=10_000.0,
@@ -52,6 +53,7 @@ def _parts() -> dict[str, Any]:
     return {
         "alphabet": "0123456789+-=.",
         "max_tokens": 4,
+        "optimizer": AdamConfig(beta2=0.99),
         "environment": EnvironmentConfig(
             task="basic_arithmetic", options=options, prompt="{expression}=", remove_whitespace=True
         ),

@@ -39,7 +39,7 @@ def test_the_readme_lists_every_public_name_and_no_other():
 
 def test_every_make_target_of_the_readme_exists():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"make ([a-z][a-z-]*)", README)):
+    for target in set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", README, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
