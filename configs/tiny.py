@@ -5,7 +5,6 @@ from typing import Any
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
-from controllers.run import AdamConfig
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTConfig, SupervisedConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
@@ -18,7 +17,7 @@ def tiny() -> GRPOConfig:
         steps=110,
         updates_per_step=4,
         rollouts=RolloutConfig(groups_per_step=256, group_size=4, max_refills=1),
-        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.5),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=3e-4, warmup_steps=2, min_ratio=0.2),
         warmup=_supervised(stop_at=0.2),
         max_warmup_steps=600,
     )
@@ -53,7 +52,6 @@ def _parts() -> dict[str, Any]:
     return {
         "alphabet": "0123456789+-=.",
         "max_tokens": 4,
-        "optimizer": AdamConfig(beta2=0.99),
         "environment": EnvironmentConfig(
             task="basic_arithmetic", options=options, prompt="{expression}=", remove_whitespace=True
         ),
