@@ -30,6 +30,7 @@ from rl_actors.types import (
     OptimParams,
     OptimResult,
     Sample,
+    SampleList,
     SamplingParams,
     TrainerInfo,
 )
@@ -281,7 +282,8 @@ class TrainerClient(_Client):
                 max_sequence_length=info.max_sequence_length,
                 max_call_bytes=info.max_call_bytes,
             )
-            args = (wire,) if loss is None else (wire, resolved)
+            batch = SampleList(wire)
+            args = (batch,) if loss is None else (batch, resolved)
             return merge_outputs(len(wire), await self._ordered(endpoint, *args))
 
         return call

@@ -5,7 +5,7 @@ import pickle
 import pytest
 import torch
 
-from rl_actors.types import Sample, num_loss_tokens
+from rl_actors.types import Sample, SampleList, num_loss_tokens
 
 
 def assert_equal(a: Sample, b: Sample):
@@ -79,3 +79,14 @@ def test_a_column_with_a_gradient_pickles_as_its_values():
 def test_num_loss_tokens_counts_positions_with_a_weight():
     samples = [Sample.from_tokens([1], [2, 3]), Sample.from_tokens([1], [2, 3], loss_weights=[0.5, 0.0])]
     assert num_loss_tokens(samples) == 3.0
+
+
+def test_a_list_of_samples_travels_whole_whether_or_not_its_columns_are_alike():
+    alike = [Sample.from_tokens([1, 2], [3] * n, advantages=float(n), temperature=n / 2) for n in (1, 3, 2)]
+    for samples in (alike, [*alike, Sample.from_tokens([4], [5])], []):
+        arrived = pickle.loads(pickle.dumps(SampleList(samples)))
+        assert len(arrived) == len(samples)
+        for a, b in zip(arrived, samples, strict=True):
+            assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
+            assert a.temperature == b.temperature and a.columns.keys() == b.columns.keys()
+            assert all(torch.equal(a.columns[name], b.columns[name]) for name in a.columns)
