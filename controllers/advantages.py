@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 
 
-def grpo(rewards_GN: Tensor, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
+def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
     """(reward - group mean) / (group std + eps), std with N - 1 degrees of freedom: GRPO, arXiv 2402.03300.
 
     grpo([[1, 0]]) -> [[0.7071, -0.7071]]
     """
-    centered_GN = dr_grpo(rewards_GN)
-    return centered_GN / (rewards_GN.float().std(dim=1, keepdim=True) + eps) if normalize_std else centered_GN
+    return dr_grpo(rewards_GN) / (rewards_GN.float().std(dim=1, keepdim=True) + eps)
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
@@ -44,14 +43,6 @@ def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
     """
     centered_GN = dr_grpo(rewards_GN)
     return (centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)
-
-
-def has_signal(rewards_GN: Tensor) -> Tensor:
-    """Bool [G]: whether a group's rewards differ at all. A group without has zero advantages, and trains nothing.
-
-    has_signal([[1, 1], [1, 0]]) -> [False, True]
-    """
-    return (rewards_GN != rewards_GN[:, :1]).any(dim=1)
 
 
 def _checked(rewards_GN: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from rich.console import Console
 
+from controllers.metrics import RunFolder
+
 FIXED_ON_RESUME = ("seed", "environment", "alphabet", "max_warmup_steps", "trainer.model", "trainer.hf_path")
 """A change of these makes no sense in a resumed run: its weights would not fit, or held-out problems were trained on."""
 
@@ -79,7 +81,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     config.validate()
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if not chosen.resume and any((output_dir / file).exists() for file in ("config.json", "metrics.jsonl")):
+    if not chosen.resume and RunFolder(output_dir).holds_run:
         command = f"{prog} --resume {shlex.quote(str(output_dir))}"
         raise ValueError(f"{output_dir} holds a run; to go on with it: {command}")
     return Invocation(

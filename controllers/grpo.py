@@ -3,16 +3,16 @@
 python -m controllers.grpo --config tiny
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from controllers.main import main
 from controllers.rollouts import Batch, RolloutConfig, Rollouts
-from controllers.run import Run, RunConfig
+from controllers.run import Run, RunConfig, Update, split
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SupervisedConfig, train_supervised
-from rl_actors import PPO, ForwardBackwardOutput, OptimResult, Sample, metrics, num_loss_tokens
+from rl_actors import PPO, Sample, metrics, num_loss_tokens
 
 
 @dataclass(kw_only=True)
@@ -46,26 +46,11 @@ class GRPOConfig(RunConfig):
         return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step and the forward_backward calls that it took."""
-
-    outputs: list[ForwardBackwardOutput]
-    result: OptimResult
-
-
 async def train_step(run: Run, samples: Sequence[Sample], learning_rate: float) -> list[Update]:
     """Up to updates_per_step optimizer steps on parts of the batch, each with the mean over its tokens."""
     config: GRPOConfig = run.config
-    updates = []
-    for part in split(samples, -(-len(samples) // config.updates_per_step)):
-        outputs = [
-            await run.trainer.forward_backward(chunk, loss=config.loss())
-            for chunk in split(part, config.samples_per_forward_backward)
-        ]
-        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(part))
-        updates.append(Update(outputs=outputs, result=await run.trainer.optim_step(params)))
-    return updates
+    parts = split(samples, -(-len(samples) // config.updates_per_step))
+    return [await run.update(part, config.loss(), learning_rate) for part in parts]
 
 
 async def train(run: Run) -> None:
@@ -150,11 +135,6 @@ def report(batch: Batch, updates: Sequence[Update]) -> dict[str, Any]:
         "policy_lag": updates[-1].outputs[0].policy_version - batch.oldest_version,
         "tokens/trained": sum(map(len, batch.samples)),
     }
-
-
-def split(samples: Sequence[Sample], size: int) -> Iterator[list[Sample]]:
-    for start in range(0, len(samples), size):
-        yield list(samples[start : start + size])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -12,7 +12,16 @@ from controllers import checkpoints
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.metrics import RunFolder, Timer
 from controllers.rollouts import greedy_accuracy
-from rl_actors import GeneratorConfig, OptimParams, TrainerConfig
+from rl_actors import (
+    ForwardBackwardOutput,
+    GeneratorConfig,
+    OptimParams,
+    OptimResult,
+    Sample,
+    TrainerConfig,
+    num_loss_tokens,
+)
+from rl_actors.losses import Loss
 from rl_actors.validation import validate_optim_params
 
 CLOSE_TIMEOUT = 10.0
@@ -93,6 +102,14 @@ class RunConfig:
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step and the forward_backward calls that it took."""
+
+    outputs: list[ForwardBackwardOutput]
+    result: OptimResult
+
+
 @dataclass(slots=True, kw_only=True)
 class Run:
     """The parts of a run while it is open."""
@@ -107,6 +124,13 @@ class Run:
     log: Any  # a MetricsLogger, or for an evaluation a display
     timer: Timer = field(default_factory=Timer)
     state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that is resumed; empty for a new run
+
+    async def update(self, samples: Sequence[Sample], loss: Loss, learning_rate: float) -> Update:
+        """One optimizer step with the mean gradient over the samples' tokens."""
+        chunks = split(samples, self.config.samples_per_forward_backward)
+        outputs = [await self.trainer.forward_backward(chunk, loss=loss) for chunk in chunks]
+        params = self.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
+        return Update(outputs=outputs, result=await self.trainer.optim_step(params))
 
     async def sync(self) -> int:
         """Publish the weights and replace the generator's by them."""
@@ -125,6 +149,12 @@ class Run:
         with self.timer("checkpoint"):
             keep = self.config.keep_checkpoints
             await checkpoints.save(self.trainer, self.folder.checkpoints, state, keep=keep)
+
+
+def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
+    """Parts of `size` samples in their order; the last may be shorter."""
+    for start in range(0, len(samples), size):
+        yield samples[start : start + size]
 
 
 @contextlib.asynccontextmanager

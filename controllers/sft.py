@@ -16,7 +16,7 @@ from controllers.main import main
 from controllers.run import Run, RunConfig
 from controllers.schedules import ScheduleConfig
 from controllers.tokenizer import encode
-from rl_actors import CrossEntropy, ForwardBackwardOutput, Sample, num_loss_tokens
+from rl_actors import CrossEntropy, Sample, num_loss_tokens
 
 
 @dataclass(kw_only=True)
@@ -81,20 +81,16 @@ async def train_supervised(
         cursor += supervised.batch_size
         samples = [to_sample(run.tokenizer, problem) for problem in problems]
         with run.timer("train"):
-            chunk = run.config.samples_per_forward_backward
-            outputs: list[ForwardBackwardOutput] = []
-            for start in range(0, len(samples), chunk):
-                outputs.append(await run.trainer.forward_backward(samples[start : start + chunk], loss=CrossEntropy()))
-            divisor = num_loss_tokens(samples)
             rate = schedule(step)
-            result = await run.trainer.optim_step(run.config.optimizer.params(learning_rate=rate, grad_divisor=divisor))
+            update = await run.update(samples, CrossEntropy(), rate)
+        outputs, result = update.outputs, update.result
         logprobs = [row for output in outputs for row in output.logprobs]
         recent.append(answer_probability(samples, logprobs))
         probability = fmean(recent)
         is_last = step + 1 == last_step or probability > supervised.stop_at_answer_probability
         metrics = {
             "policy_version": result.policy_version,
-            "loss": sum(output.metrics["loss:sum"] for output in outputs) / divisor,
+            "loss": sum(output.metrics["loss:sum"] for output in outputs) / num_loss_tokens(samples),
             "answer_probability": probability,
             "grad_norm": result.grad_norm,
             "updates_skipped": int(result.skipped),
