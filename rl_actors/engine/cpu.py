@@ -48,8 +48,12 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Share the cores among the ranks of this host; more threads than cores make gloo and the kernels fight."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    """Share the cores among the ranks of this host: more threads than cores make gloo and the kernels fight.
+
+    A user's own OMP_NUM_THREADS stands.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
 
 
 def attention() -> DenseAttention.Config:
