@@ -1,0 +1,103 @@
+"""Peak memory of forward_backward by tokens of a call at vocabulary 151,936, logits in chunks against logits whole.
+
+One process a point, so that no point inherits another's memory; the slopes are least-squares lines through the points.
+"""
+
+import argparse
+import multiprocessing
+import os
+from multiprocessing.connection import Connection
+
+import torch
+
+from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerConfig
+
+ROW = 1024
+CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)
+
+
+def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
+    """Send the growth of this process's memory, in bytes, over a call with num_tokens positions in one microbatch."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    from rl_actors.engine.train_engine import TrainEngine
+
+    model = ModelConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4)
+    model.num_key_value_heads, model.head_dim = 2, 32
+    engine = TrainEngine(
+        TrainerConfig(
+            model=model,
+            max_sequence_length=ROW,
+            tokens_per_row=ROW,
+            rows_per_microbatch=num_tokens // ROW,
+            logprob_chunk_tokens=chunk_tokens,
+        )
+    )
+    draw = torch.Generator().manual_seed(0)
+    ids = lambda count: torch.randint(model.vocab_size, (count,), generator=draw).tolist()  # noqa: E731
+
+    def samples(count: int) -> list[Sample]:
+        return [Sample.from_tokens(ids(1), ids(ROW), old_logprobs=-12.0, advantages=1.0) for _ in range(count)]
+
+    # Gradients and the optimizer's state are there before the call that is measured.
+    engine.forward_backward(samples(1)[:1], PPO())
+    engine.optim_step(OptimParams(learning_rate=1e-4, grad_divisor=ROW))
+    batch = samples(num_tokens // ROW)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.forward_backward(batch, PPO())
+        answer.send(torch.cuda.max_memory_allocated() - before)
+    else:
+        with open("/proc/self/clear_refs", "w") as reset:  # the high-water mark starts anew
+            reset.write("5")
+        before = _status("VmRSS")
+        engine.forward_backward(batch, PPO())
+        answer.send(_status("VmHWM") - before)
+    torch.distributed.destroy_process_group()
+
+
+def _status(name: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
+
+
+def measure(num_tokens: int, chunk_tokens: int) -> int:
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=peak, args=(num_tokens, chunk_tokens, sender))
+    child.start()
+    sender.close()
+    try:
+        value = receiver.recv()
+    except EOFError:
+        child.join()
+        raise SystemExit(f"{num_tokens} tokens in chunks of {chunk_tokens}: exit status {child.exitcode}") from None
+    child.join()
+    return value
+
+
+def slope(points: dict[int, int]) -> float:
+    """Bytes a token: the least-squares line through (tokens, bytes)."""
+    x, y = (torch.tensor(list(values), dtype=torch.float64) for values in (points.keys(), points.values()))
+    x, y = x - x.mean(), y - y.mean()
+    return float((x * y).sum() / (x * x).sum())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--chunk-tokens", type=int, default=1024, help="positions whose logits exist at a time")
+    chunk = parser.parse_args().chunk_tokens
+    slopes = []
+    for name, sizes, chunk_of in (("chunked", CHUNKED, lambda n: chunk), ("whole", WHOLE, lambda n: n)):
+        points = {}
+        for num_tokens in sizes:
+            points[num_tokens] = measure(num_tokens, chunk_of(num_tokens))
+            print(f"{name:<8} {num_tokens:>6,} tokens: {points[num_tokens] / 2**20:>8,.0f} MiB", flush=True)
+        slopes.append(slope(points))
+        print(f"{name:<8} {slopes[-1] / 2**10:,.1f} KiB a token", flush=True)
+    print(f"ratio of the slopes, chunked to whole: {slopes[0] / slopes[1]:.3f}")
+
+
+if __name__ == "__main__":
+    main()
