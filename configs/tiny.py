@@ -53,7 +53,11 @@ def _parts() -> dict[str, Any]:
         "alphabet": "0123456789+-=.",
         "max_tokens": 4,
         "environment": EnvironmentConfig(
-            task="basic_arithmetic", options=options, prompt="{expression}=", remove_whitespace=True
+            task="basic_arithmetic",
+            options=options,
+            prompt="{expression}=",
+            remove_whitespace=True,
+            prompt_pattern=r"\d\d\+\d\d=",  # the task draws its terms from 0 to 100
         ),
         "trainer": TrainerConfig(
             model=model,

@@ -57,6 +57,8 @@ class EnvironmentConfig:
     """Template of a prompt over `question` and the problem's metadata, e.g. "{expression}="."""
     remove_whitespace: bool = False
     """Take all whitespace out of the prompt, which spares a character tokenizer tokens: "12 + 34=" to "12+34="."""
+    prompt_pattern: str = ""
+    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d="; problems whose prompt does not are left out."""
     reward: Literal["exact_match", "math_verify", "task"] = "exact_match"
     """exact_match compares stripped text, math_verify compares as mathematics, task asks the reasoning-gym task."""
     num_held_out: int = 512
@@ -70,6 +72,10 @@ class EnvironmentConfig:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):
             raise ValueError(f"options={self.options!r} is not a JSON object")
+        try:
+            re.compile(self.prompt_pattern)
+        except re.error as error:
+            raise ValueError(f"prompt_pattern={self.prompt_pattern!r} is not a regular expression: {error}") from None
         if self.reward == "task" and (self.task.endswith(".jsonl") or ":" in self.task):
             raise ValueError(f"reward='task' needs a reasoning-gym task, but task={self.task!r}")
         if self.task.endswith(".jsonl") and not Path(self.task).is_file():
@@ -125,6 +131,7 @@ def _hold_out(problems: Iterable[Problem], config: EnvironmentConfig, share: flo
                 break
     if 2 * config.num_held_out > len(found):
         source = f"task={config.task!r} with options={config.options}"
+        source += f" and prompt_pattern={config.prompt_pattern!r}" if config.prompt_pattern else ""
         limit = f"half of the {len(found)} distinct problems found in {source}"
         raise ValueError(f"num_held_out={config.num_held_out} is more than {limit}")
     lowest = sorted(found.values(), key=lambda item: item[0])[: config.num_held_out]
@@ -137,7 +144,7 @@ class GeneratedEnvironment:
     def __init__(self, config: EnvironmentConfig, dataset: Any):
         self.config, self.dataset = config, dataset
         probes = map(self._read, range(min(len(dataset), 32 * config.num_held_out)))
-        self._held_out, self._highest_held_out = _hold_out(probes, config, HELD_OUT_SHARE)
+        self._held_out, self._highest_held_out = _hold_out(filter(self._fits, probes), config, HELD_OUT_SHARE)
 
     def _read(self, position: int) -> Problem:
         entry, template = self.dataset[position], self.config.prompt
@@ -149,14 +156,23 @@ class GeneratedEnvironment:
         prompt = "".join(prompt.split()) if self.config.remove_whitespace else prompt
         return Problem(prompt=prompt, answer=str(entry["answer"]), key=operands_or_text(entry), metadata=fields)
 
+    def _fits(self, problem: Problem) -> bool:
+        pattern = self.config.prompt_pattern
+        return not pattern or re.fullmatch(pattern, problem.prompt) is not None
+
     def problem(self, index: int) -> Problem:
         # Drawn, not counted: item i of reasoning-gym's seed s is item i + 1 of seed s - 1.
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(1000):
             problem = self._read(draws.randrange(len(self.dataset)))
-            if _fraction(problem.key, self.config.seed) > self._highest_held_out:
+            if self._fits(problem) and _fraction(problem.key, self.config.seed) > self._highest_held_out:
                 return problem
-        raise ValueError(f"training problem {index}: 1000 draws of task={self.config.task!r} were all held out")
+        pattern = (
+            f" or did not match prompt_pattern={self.config.prompt_pattern!r}" if self.config.prompt_pattern else ""
+        )
+        raise ValueError(
+            f"training problem {index}: 1000 draws of task={self.config.task!r} were all held out{pattern}"
+        )
 
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
@@ -174,7 +190,7 @@ class JsonlEnvironment(GeneratedEnvironment):
 
     def __init__(self, config: EnvironmentConfig, dataset: list[dict[str, Any]]):
         self.config, self.dataset = config, dataset
-        problems = [self._read(position) for position in range(len(dataset))]
+        problems = list(filter(self._fits, map(self._read, range(len(dataset)))))
         self._held_out, highest = _hold_out(problems, config, 0.0)
         self._training = [problem for problem in problems if _fraction(problem.key, config.seed) > highest]
 

@@ -67,6 +67,15 @@ def test_the_split_holds_on_a_small_space_and_refuses_one_too_small():
         build_environment(addition(options=digits, num_held_out=40))
 
 
+def test_only_prompts_of_the_pattern_are_drawn_and_held_out(jsonl):
+    two_digits = build_environment(addition(prompt_pattern=r"\d\d\+\d\d="))
+    problems = [*two_digits.held_out(), *map(two_digits.problem, range(1000))]
+    assert all(10 <= n <= 99 for problem in problems for n in operands(problem))
+    of_file = build_environment(EnvironmentConfig(task=jsonl, num_held_out=3, prompt_pattern=r"Half of \d\?"))
+    keys = {of_file.problem(index).key for index in range(7)} | {problem.key for problem in of_file.held_out()}
+    assert keys == {f"Half of {n}?" for n in range(10)}
+
+
 def test_tasks_without_operands_are_split_by_their_text():
     environment = build_environment(EnvironmentConfig(task="spell_backward", num_held_out=16, reward="task"))
     held_out = environment.held_out()
@@ -146,6 +155,8 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"options": [1]}, r"options=\[1\] is not a JSON object"),
         ({"prompt": "{expresion}"}, "asks for 'expresion'; there are .*expression"),
         ({"num_held_out": 0}, "num_held_out=0; it must be at least 1"),
+        ({"prompt_pattern": "["}, r"prompt_pattern='\[' is not a regular expression"),
+        ({"prompt_pattern": "no"}, r"num_held_out=512 is more than half of the 0 .* and prompt_pattern='no'"),
         ({"task": "a:b", "reward": "task"}, "reward='task' needs a reasoning-gym task"),
     ],
 )
