@@ -7,13 +7,14 @@ import asyncio
 import os
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 from monarch.actor import concurrent_endpoint, endpoint
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
 from rl_actors.generator import Generator
@@ -161,6 +162,28 @@ class TestTrainer(PolicyTrainer):
         self.transport = transport
         self.published = []
         self.new_stream()
+
+    @endpoint
+    async def pack(self, limits: dict[str, int]) -> None:
+        """Plan the calls that follow with other limits."""
+        self.engine.config = replace(self.engine.config, **limits)
+        self.engine.logprobs.chunk_tokens = self.engine.config.logprob_chunk_tokens
+
+    @endpoint
+    async def whole_gradients(self) -> dict[str, Tensor]:
+        """What is accumulated, unsharded, under Hugging Face names. Collective."""
+        parameters = list(self.engine.parts.model.parameters())
+        weights = [parameter.detach().clone() for parameter in parameters]
+        with torch.no_grad():
+            # The model's state dict splits the fused query, key and value, so the gradients take the weights' places in it.
+            for parameter in parameters:
+                parameter.copy_(parameter.grad)
+            named = self.engine.hf_state_dict()
+            whole = {n: grad.full_tensor() if isinstance(grad, DTensor) else grad for n, grad in named.items()}
+            whole = {name: grad.clone() for name, grad in whole.items()}
+            for parameter, weight in zip(parameters, weights, strict=True):
+                parameter.copy_(weight)
+        return whole
 
 
 class TestGenerator(Generator):

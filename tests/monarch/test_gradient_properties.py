@@ -1,0 +1,95 @@
+"""Any split into calls, microbatches, rows and chunks, in any order, under any layout: the gradient of plain PyTorch in one go.
+
+The reference is transformers' Qwen3, one sample at a time, with PPO's formula written out; float32 on both sides.
+"""
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+import support
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from references import load_qwen3, ppo_samples, reference_logprobs
+from torch import Tensor
+
+from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
+from rl_actors.meshes import spawn_processes
+
+LAYOUTS = {"1": (1, 1), "FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_parallel_shard, tensor_parallel)
+LOW, HIGH, LONGEST = 0.8, 1.28, 64
+
+
+@st.composite
+def calls(draw):
+    """Sample lengths, the seed of their content, their order, where the calls end, and the limits of the packing."""
+    lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=8))
+    order = draw(st.permutations(range(len(lengths))))
+    ends = draw(st.sets(st.integers(1, len(lengths)), max_size=3)) | {len(lengths)}
+    limits = {
+        "tokens_per_row": draw(st.integers(LONGEST, 3 * LONGEST)),
+        "rows_per_microbatch": draw(st.integers(1, 4)),
+        "logprob_chunk_tokens": draw(st.integers(16, 600)),
+    }
+    return lengths, draw(st.integers(0, 1000)), order, sorted(ends), limits, draw(st.floats(0.5, 500.0))
+
+
+def reference_gradients(model, samples) -> dict[str, Tensor]:
+    model.zero_grad()
+    for sample in samples:
+        logprobs = reference_logprobs(model, sample)
+        weights, advantages, old = (sample.columns[n] for n in ("loss_weights", "advantages", "old_logprobs"))
+        ratio = torch.where(weights != 0, logprobs - old, 0.0).exp()
+        (-(weights * torch.minimum(ratio * advantages, ratio.clamp(LOW, HIGH) * advantages)).sum()).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def reference_model(tied_qwen3):
+    return load_qwen3(tied_qwen3)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(layout, id=name, marks=[] if name == "FSDP2" else [pytest.mark.slow])
+        for name, layout in LAYOUTS.items()
+    ],
+)
+def sharded(request, tied_qwen3):
+    """(client, mesh) of one long-lived trainer under a layout."""
+    shard, tensor = request.param
+    limits = {"max_sequence_length": LONGEST, "tokens_per_row": LONGEST}
+    config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), hf_path=tied_qwen3, **limits)
+    config.parallelism.data_parallel_shard_degree = shard
+    config.parallelism.tensor_parallel_degree = tensor
+    processes = asyncio.run(spawn_processes("properties", shard * tensor))
+    mesh = processes.mesh.spawn("properties", support.TestTrainer, config, MemoryTransport())
+    client = TrainerClient(mesh, name="properties")
+    yield client, mesh
+    client.close().result()
+    asyncio.run(processes.stop())
+
+
+@settings(max_examples=25, derandomize=True, deadline=None)
+@given(call=calls())
+def test_the_gradient_does_not_depend_on_how_the_samples_are_split(sharded, reference_model, call):
+    trainer, mesh = sharded
+    lengths, seed, order, ends, limits, divisor = call
+    samples = ppo_samples(lengths, seed=seed)
+    expected = reference_gradients(reference_model, samples)
+    norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
+
+    mesh.pack.call(limits).get(timeout=60)
+    shuffled = [samples[index] for index in order]
+    for start, end in pairwise([0, *ends]):
+        trainer.forward_backward(shuffled[start:end], loss=PPO(ratio_low=LOW, ratio_high=HIGH)).result()
+    actual = next(iter(mesh.whole_gradients.call().get(timeout=60).values()))
+    assert actual.keys() == expected.keys()
+    for name, grad in expected.items():
+        allowed = 1e-5 * grad.norm() + 1e-7 * norm
+        assert (actual[name] - grad).norm() <= allowed, f"{name}: {(actual[name] - grad).norm()} of {grad.norm()}"
+    # A rate of 0 leaves the weights to the next example.
+    result = trainer.optim_step(OptimParams(learning_rate=0.0, grad_divisor=divisor)).result()
+    assert result.grad_norm == pytest.approx(float(norm) / divisor, rel=1e-5)
