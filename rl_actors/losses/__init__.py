@@ -86,7 +86,7 @@ def made_for(loss: Loss) -> frozenset[str]:
     return frozenset().union(*_reads(loss)) & MADE
 
 
-def name_of(loss: Loss) -> str:
+def name_of(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 

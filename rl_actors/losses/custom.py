@@ -56,5 +56,9 @@ def logprob_gradients(
 
 def _partial(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(float(x) for x in value)
-    return (float(value), 1.0) if name.endswith(":mean") else float(value)
+        return tuple(_number(x) for x in value)
+    return (_number(value), 1.0) if name.endswith(":mean") else _number(value)
+
+
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, Tensor) else float(value)
