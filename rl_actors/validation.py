@@ -36,9 +36,9 @@ def validate_samples(
 
 def _validate_alike(samples: Sequence[Sample], optional: frozenset[str]) -> None:
     """What all samples of a call must share: which optional columns there are, and K."""
-    first = samples[0].columns
+    first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
-        if odd := {name for name in optional | set(TOP_K_COLUMNS) if (name in first) != (name in sample.columns)}:
+        if odd := {name for name in shared if (name in first) != (name in sample.columns)}:
             name = min(odd)
             has, lacks = (0, index) if name in first else (index, 0)
             raise ValueError(

@@ -23,14 +23,13 @@ class PolicyLoss:
     The correction compares the trainer with the column generator_logprobs; then old_logprobs are the trainer's own, from
     before the update, and q = exp(old_logprobs - generator_logprobs). Without that column old_logprobs are the generator's, and
     q = exp(logprobs - old_logprobs) with no gradient.
+    sequence_mean divides a sample's w by the sum of their absolute values, so that every sample counts the same: GRPO's 1 / |o|.
     """
 
     kl: KL | None = None  # reads ref_logprobs
     entropy_coefficient: float = 0.0
     correction: Correction | None = None
-    sequence_mean: bool = (
-        False  # divides a sample's weights by the sum of their absolute values: each counts the same (GRPO's 1 / |o|)
-    )
+    sequence_mean: bool = False
 
     corrects: ClassVar[bool] = True  # J holds the ratio to old_logprobs, which corrects for the generator, too
     needs_old_logprobs: ClassVar[bool] = True
