@@ -4,7 +4,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rl_actors.config import GeneratorConfig, ModelConfig, OptimizerConfig, TrainerConfig
-from rl_actors.losses import PPO, CrossEntropy, ImportanceSampling
+from rl_actors.losses import (
+    CISPO,
+    DRO,
+    GSPO,
+    KL,
+    PPO,
+    CrossEntropy,
+    IcePop,
+    ImportanceSampling,
+    Reinforce,
+    TruncatedImportanceSampling,
+)
 from rl_actors.types import (
     Completion,
     ForwardBackwardOutput,
@@ -36,6 +47,10 @@ _LAZY = {
 }
 
 __all__ = [
+    "CISPO",
+    "DRO",
+    "GSPO",
+    "KL",
     "PPO",
     "Completion",
     "CrossEntropy",
@@ -45,6 +60,7 @@ __all__ = [
     "GeneratorClient",
     "GeneratorConfig",
     "GeneratorInfo",
+    "IcePop",
     "ImportanceSampling",
     "MemoryTransport",
     "ModelConfig",
@@ -52,12 +68,14 @@ __all__ = [
     "OptimResult",
     "OptimizerConfig",
     "PolicyTrainer",
+    "Reinforce",
     "Sample",
     "SamplingParams",
     "TorchStoreTransport",
     "TrainerClient",
     "TrainerConfig",
     "TrainerInfo",
+    "TruncatedImportanceSampling",
     "num_loss_tokens",
 ]
 

@@ -19,7 +19,8 @@ from rl_actors import metrics
 from rl_actors.calls import Call, in_background
 from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.generator import Generator
-from rl_actors.losses import Loss, resolve
+from rl_actors.losses import LogprobGradient, Loss, resolve
+from rl_actors.losses.custom import CustomLoss, logprob_gradients
 from rl_actors.meshes import LogRoute, ProcessMesh, spawn_processes
 from rl_actors.policy_trainer import Order, PolicyTrainer
 from rl_actors.transports.base import Transport
@@ -33,6 +34,7 @@ from rl_actors.types import (
     SampleList,
     SamplingParams,
     TrainerInfo,
+    column_dtype,
 )
 from rl_actors.validation import validate_optim_params, validate_prompts, validate_samples
 
@@ -195,13 +197,40 @@ class TrainerClient(_Client):
         """What every rank says about itself, by rank."""
         return self._in_turn("info", self._collect("info"))
 
-    def forward(self, samples: Sequence[Sample]) -> Call[ForwardBackwardOutput]:
-        """Logprobs of the targets without gradients."""
-        return self._in_turn("forward", self._run_samples("forward", samples, None))
+    def forward(self, samples: Sequence[Sample], *, entropy: bool = False) -> Call[ForwardBackwardOutput]:
+        """Logprobs of the targets without gradients; `entropy` adds that of the whole distribution."""
+        return self._in_turn("forward", self._run_samples("forward", samples, None, entropy))
 
-    def forward_backward(self, samples: Sequence[Sample], loss: str | Loss) -> Call[ForwardBackwardOutput]:
-        """Add the gradient of the summed loss; any number of calls accumulate until optim_step."""
-        return self._in_turn("forward_backward", self._run_samples("forward_backward", samples, loss))
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False
+    ) -> Call[ForwardBackwardOutput]:
+        """Add the gradient of the summed loss; any number of calls accumulate until optim_step.
+
+        loss: a name, an instance such as PPO(), or "module:name" of your own, which client and ranks import.
+        """
+        return self._in_turn("forward_backward", self._run_samples("forward_backward", samples, loss, entropy))
+
+    def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
+        """Add the gradient of a loss that this process computes from the logprobs, at the price of one more forward.
+
+        loss(samples, logprobs) -> (scalar, metrics) with one differentiable Tensor [T] a sample. Samples may hold any columns; none
+        is sent. The metrics are those of the loss, and loss:sum.
+
+        >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
+        """
+        samples = list(samples) if isinstance(samples, Sequence) else samples
+
+        async def call() -> ForwardBackwardOutput:
+            self._validate(samples, None)
+            bare = [replace(sample, columns={}) for sample in samples]
+            known = await self._run_samples("forward", bare, None)()
+            # Not on the loop: a user's function may take its time, and other clients share the loop.
+            gradients, partials = await asyncio.to_thread(logprob_gradients, loss, samples, known.logprobs)
+            carriers = [replace(s, columns={"logprob_grads": g}) for s, g in zip(bare, gradients, strict=True)]
+            output = await self._run_samples("forward_backward", carriers, LogprobGradient())()
+            return replace(output, metrics=metrics.finish(partials), partials=partials)
+
+        return self._in_turn("forward_backward_custom", call)
 
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
         """Divide by params.grad_divisor, clip, step, clear."""
@@ -265,7 +294,20 @@ class TrainerClient(_Client):
 
         return in_background(run(), f"{self.name}: {what}")
 
-    def _run_samples(self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None):
+    def _validate(self, samples: Any, loss: Loss | None) -> list[Sample]:
+        """The samples as they travel. Raises ValueError for what the ranks would refuse."""
+        wire = [_to_wire(sample) for sample in samples] if isinstance(samples, Sequence) else samples
+        info = self._info
+        validate_samples(
+            wire,
+            loss,
+            vocab_size=info.vocab_size,
+            max_sequence_length=info.max_sequence_length,
+            max_call_bytes=info.max_call_bytes,
+        )
+        return wire
+
+    def _run_samples(self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool = False):
         # The caller may change its list before the call's turn comes.
         samples = list(samples) if isinstance(samples, Sequence) else samples
 
@@ -273,18 +315,10 @@ class TrainerClient(_Client):
             resolved = resolve(loss) if loss is not None else None
             if endpoint == "forward_backward" and resolved is None:
                 raise ValueError("unknown loss None; give a loss such as 'cross_entropy' or PPO()")
-            wire = [_to_wire(sample) for sample in samples] if isinstance(samples, Sequence) else samples
-            info = self._info
-            validate_samples(
-                wire,
-                resolved,
-                vocab_size=info.vocab_size,
-                max_sequence_length=info.max_sequence_length,
-                max_call_bytes=info.max_call_bytes,
-            )
-            batch = SampleList(wire)
-            args = (batch,) if loss is None else (batch, resolved)
-            return merge_outputs(len(wire), await self._ordered(endpoint, *args))
+            wire = self._validate(samples, resolved)
+            # A name travels as a name: the ranks import what it stands for.
+            args = () if loss is None else (loss if isinstance(loss, str) else resolved,)
+            return merge_outputs(len(wire), await self._ordered(endpoint, SampleList(wire), *args, entropy))
 
         return call
 
@@ -401,14 +435,18 @@ class GeneratorClient(_Client):
 
 def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOutput:
     """Put what the ranks reported (RankOutput) back into the order of the samples, and merge their metrics."""
-    logprobs: list[Tensor] = [torch.empty(0)] * num_samples
+    values: dict[str, list[Tensor]] = {}
     for output in outputs:
-        for index, piece in zip(output.indices, output.logprobs.split(output.lengths), strict=True):
-            logprobs[index] = piece
+        for name, pieces in {"logprobs": output.logprobs, **output.extras}.items():
+            in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
+            for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
+                in_order[index] = piece
     # They came as the ranks were done; sums of floats want one order.
     partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.indices))
     return ForwardBackwardOutput(
-        logprobs=logprobs,
+        logprobs=values["logprobs"],
+        entropy=values.get("entropy"),
+        target_logprobs=values.get("target_logprobs"),
         metrics=metrics.finish(partials),
         policy_version=outputs[0].policy_version,
         partials=partials,
@@ -420,7 +458,7 @@ def _to_wire(sample: Sample) -> Sample:
     if not isinstance(sample, Sample):
         return sample
     ids = {n: torch.as_tensor(getattr(sample, n), dtype=torch.int64, device="cpu") for n in ("tokens", "targets")}
-    columns = {n: torch.as_tensor(c, dtype=torch.float32, device="cpu") for n, c in sample.columns.items()}
+    columns = {n: torch.as_tensor(c, dtype=column_dtype(n), device="cpu") for n, c in sample.columns.items()}
     return replace(sample, **ids, columns=columns)
 
 

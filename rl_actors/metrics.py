@@ -3,6 +3,7 @@
 A partial is a number for sum, min and max, and a pair (numerator, denominator) for mean.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -40,9 +41,12 @@ def to_numbers(partials: Mapping[str, Any]) -> Partials:
 
 
 def finish(partials: Mapping[str, Any]) -> dict[str, float]:
-    """finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}; a mean over nothing is 0."""
+    """finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}; a mean or an extreme over nothing is 0."""
+    nothing = {"max": -math.inf, "min": math.inf}  # what merges with anything to the other
     return {
-        name: float(value[0] / value[1] if value[1] else 0.0) if isinstance(value, tuple) else float(value)
+        name: float(value[0] / value[1] if value[1] else 0.0)
+        if isinstance(value, tuple)
+        else float(0.0 if value == nothing.get(name.rpartition(":")[2]) else value)
         for name, value in partials.items()
     }
 

@@ -64,14 +64,16 @@ class PolicyTrainer(Actor):
         return self.engine.info()
 
     @endpoint
-    async def forward(self, samples: Sequence[Sample], order: Order | None = None):
+    async def forward(self, samples: Sequence[Sample], entropy: bool = False, order: Order | None = None):
         """Logprobs of the targets; changes nothing."""
-        return await self.in_order(order, lambda: self.engine.forward(samples))
+        return await self.in_order(order, lambda: self.engine.forward(samples, entropy=entropy))
 
     @endpoint
-    async def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, order: Order | None = None):
+    async def forward_backward(
+        self, samples: Sequence[Sample], loss: str | Loss, entropy: bool = False, order: Order | None = None
+    ):
         """Add the gradient of the summed loss."""
-        return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss))
+        return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss, entropy=entropy))
 
     @endpoint
     async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:

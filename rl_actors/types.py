@@ -1,6 +1,6 @@
 """What travels between a caller and the actors: frozen values of CPU tensors and scalars. No torch.distributed, no Monarch, no vLLM.
 
-T positions of one sample, C completion tokens.
+T positions of one sample, C completion tokens, K targets of one position.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,14 @@ IGNORE_TARGET = -100
 """A target that is padding: its logprob is 0 and it is left out of every loss, mean and maximum."""
 
 
+TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
+"""The columns of shape [T, K], the same K in all samples of a call; every other column is [T] float32."""
+
+
+def column_dtype(name: str) -> torch.dtype:
+    return TOP_K_COLUMNS.get(name, torch.float32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`; every column holds at i what belongs to `targets[i]`.
@@ -24,7 +32,7 @@ class Sample:
 
     tokens: Tensor  # [T] int64
     targets: Tensor  # [T] int64
-    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [T] float32
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [T] float32, but for TOP_K_COLUMNS
     temperature: float = 1.0  # logits are divided by it before logprobs
 
     @classmethod
@@ -34,11 +42,11 @@ class Sample:
         completion: Sequence[int],
         *,
         temperature: float = 1.0,
-        **columns: float | Sequence[float] | Tensor,
+        **columns: float | Sequence[float] | Sequence[Sequence[float]] | Tensor,
     ) -> "Sample":
         """Shift a prompt and its completion into one Sample: the only shift in the project.
 
-        A column is one number for every completion token, or a sequence of C numbers; prompt positions get 0.
+        A column is one number for every completion token, or a sequence of C numbers, [C, K] for TOP_K_COLUMNS; prompt positions get 0.
         `loss_weights` is 1 on the completion unless given.
         from_tokens([5, 6], [7, 8], advantages=2.0) -> tokens [5, 6, 7], targets [6, 7, 8], advantages [0, 2, 2], loss_weights [0, 1, 1]
 
@@ -52,12 +60,13 @@ class Sample:
         num_positions, num_completion = len(tokens) - 1, len(completion)
         full: dict[str, Tensor] = {}
         for name, values in {"loss_weights": 1.0, **columns}.items():
-            values = torch.as_tensor(values, dtype=torch.float32)
-            if values.ndim > 1 or (values.ndim == 1 and len(values) != num_completion):
+            values = torch.as_tensor(values, dtype=column_dtype(name))
+            fits = values.ndim == 2 if name in TOP_K_COLUMNS else values.ndim < 2
+            if not fits or (values.ndim and len(values) != num_completion):
                 raise ValueError(
                     f"column {name!r} has shape {tuple(values.shape)}, but the completion has {num_completion} tokens"
                 )
-            full[name] = torch.zeros(num_positions)
+            full[name] = torch.zeros(num_positions, *values.shape[1:], dtype=values.dtype)
             full[name][-num_completion:] = values
         # a copy, so that masking a target does not change a token
         return cls(tokens=tokens[:-1], targets=tokens[1:].clone(), columns=full, temperature=temperature)
@@ -129,6 +138,10 @@ class ForwardBackwardOutput:
     logprobs: list[Tensor]  # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature
     metrics: dict[str, float]
     policy_version: int
+    entropy: list[Tensor] | None = (
+        None  # each [T] float32, of the whole distribution; when asked for or read by the loss
+    )
+    target_logprobs: list[Tensor] | None = None  # each [T, K] float32, of the column target_ids when samples have it
     partials: dict[str, Any] = field(
         default_factory=dict, repr=False
     )  # metrics that merge over calls: rl_actors.metrics

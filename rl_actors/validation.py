@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_actors.losses import Loss, columns_of
-from rl_actors.types import IGNORE_TARGET, OptimParams, Sample, SamplingParams
+from rl_actors.losses import Loss, columns_of, name_of
+from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, OptimParams, Sample, SamplingParams, column_dtype
 
 
 def validate_samples(
@@ -23,14 +23,42 @@ def validate_samples(
         _validate_shapes(f"sample {index}", sample, max_sequence_length)
         names = set(sample.columns)
         if missing := required - names:
-            raise ValueError(f"sample {index} has no column {min(missing)!r}, which {type(loss).__name__} reads")
+            raise ValueError(f"sample {index} has no column {min(missing)!r}, which {name_of(loss)} reads")
         if optional is not None and (unknown := names - required - optional):
             reads = ", ".join(sorted(required | optional))
-            raise ValueError(f"sample {index} has the column {min(unknown)!r}, but {type(loss).__name__} reads {reads}")
-        num_bytes += len(sample) * (16 + 4 * len(names))
+            raise ValueError(f"sample {index} has the column {min(unknown)!r}, but {name_of(loss)} reads {reads}")
+        num_bytes += len(sample) * 16 + sum(c.numel() * c.element_size() for c in sample.columns.values())
     if num_bytes > max_call_bytes:
         raise ValueError(f"the samples hold {num_bytes} bytes but max_call_bytes={max_call_bytes}; split the call")
+    _validate_alike(samples, optional or frozenset())
     _validate_values(samples, vocab_size)
+
+
+def _validate_alike(samples: Sequence[Sample], optional: frozenset[str]) -> None:
+    """What all samples of a call must share: which optional columns there are, and K."""
+    first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
+    for index, sample in enumerate(samples):
+        if odd := {name for name in shared if (name in first) != (name in sample.columns)}:
+            name = min(odd)
+            has, lacks = (0, index) if name in first else (index, 0)
+            raise ValueError(
+                f"sample {has} has the column {name!r} and sample {lacks} has not; all of a call have it or none"
+            )
+        sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"sample {index}: K differs: {sizes}; target_ids and target_weights must have the same shape"
+            )
+        if "target_weights" in sizes and "target_ids" not in sizes:
+            raise ValueError(f"sample {index} has the column 'target_weights' but no column 'target_ids'")
+        if "target_weights" in optional and "target_ids" in sizes and "target_weights" not in sizes:
+            raise ValueError(f"sample {index} has the column 'target_ids' but no column 'target_weights'")
+        for name, size in sizes.items():
+            if name in first and size != first[name].shape[1]:
+                expected = first[name].shape[1]
+                raise ValueError(
+                    f"sample {index}: column {name!r} has K={size} but sample 0 has K={expected}; K is one a call"
+                )
 
 
 def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> None:
@@ -57,9 +85,13 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
     for name, column in sample.columns.items():
         if not isinstance(column, Tensor):
             raise TypeError(f"{where}: column {name!r} is a {type(column).__name__}; it must be a Tensor, [T] float32")
-        if column.dtype != torch.float32 or column.shape != (length,):
+        fits = column.ndim == (2 if name in TOP_K_COLUMNS else 1) and len(column) == length and column.numel() > 0
+        if column.dtype != column_dtype(name) or not fits:
             given = f"shape {tuple(column.shape)} and dtype {column.dtype}"
-            raise ValueError(f"{where}: column {name!r} has {given}; it must be [{length}] float32")
+            expected = (
+                f"[{length}{', K' if name in TOP_K_COLUMNS else ''}] {str(column_dtype(name)).removeprefix('torch.')}"
+            )
+            raise ValueError(f"{where}: column {name!r} has {given}; it must be {expected}")
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
@@ -69,8 +101,8 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
         if not bool(is_bad(torch.cat(tensors)).any()):
             return None
         index = next(i for i, tensor in enumerate(tensors) if is_bad(tensor).any())
-        position = int(is_bad(tensors[index]).nonzero()[0])
-        return index, position, tensors[index][position].item()
+        where = is_bad(tensors[index]).nonzero()[0].tolist()
+        return index, where[0], tensors[index][tuple(where)].item()
 
     if found := culprit(lambda x: (x < 0) | (x >= vocab_size), [sample.tokens for sample in samples]):
         index, position, value = found
@@ -90,6 +122,13 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
             raise ValueError(
                 f"sample {holders[index]}: column {name!r} holds {value} at position {position}; it must be finite"
             )
+    holders = [i for i, sample in enumerate(samples) if "target_ids" in sample.columns]
+    outside = lambda x: (x < 0) | (x >= vocab_size)  # noqa: E731
+    if holders and (found := culprit(outside, [samples[i].columns["target_ids"] for i in holders])):
+        index, position, value = found
+        raise ValueError(
+            f"sample {holders[index]}: target_ids[{position}] holds {value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
+        )
 
 
 def validate_optim_params(params: OptimParams) -> None:

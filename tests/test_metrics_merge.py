@@ -59,6 +59,13 @@ def test_finish_divides_means_and_a_mean_over_nothing_is_0():
     assert finish({"a:mean": (0.0, 0.0)}) == {"a:mean": 0.0}
 
 
+def test_an_extreme_over_nothing_is_0_and_one_over_something_and_nothing_is_that_of_something():
+    nothing = {"a:min": math.inf, "b:max": -math.inf}
+    assert finish(nothing) == {"a:min": 0.0, "b:max": 0.0}
+    assert finish(merge([nothing, {"a:min": 2.0, "b:max": -3.0}, nothing])) == {"a:min": 2.0, "b:max": -3.0}
+    assert finish({"a:max": math.inf, "b:min": -math.inf}) == {"a:max": math.inf, "b:min": -math.inf}
+
+
 @pytest.mark.parametrize("parts", [[{"loss": 1.0}], [{"loss": 1.0}, {"loss": 2.0}], [{"loss:median": 1.0}]])
 def test_a_metric_without_a_reduction_is_refused_also_when_it_occurs_once(parts):
     with pytest.raises(ValueError, match="a metric is named name:sum, name:mean, name:max or name:min"):

@@ -90,3 +90,22 @@ def test_a_list_of_samples_travels_whole_whether_or_not_its_columns_are_alike():
             assert torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets)
             assert a.temperature == b.temperature and a.columns.keys() == b.columns.keys()
             assert all(torch.equal(a.columns[name], b.columns[name]) for name in a.columns)
+
+
+def test_top_k_targets_are_columns_of_k_numbers_a_position_and_travel_as_they_are():
+    def sample(n):
+        return Sample.from_tokens([1, 2], [3] * n, target_ids=[[4, 5, 6]] * n, target_weights=[[0.5, 0.25, -1.0]] * n)
+
+    assert sample(2).columns["target_ids"].tolist() == [[0, 0, 0], [4, 5, 6], [4, 5, 6]]
+    assert sample(2).columns["target_ids"].dtype == torch.int64
+    assert sample(2).columns["target_weights"].dtype == torch.float32
+    samples = [sample(n) for n in (1, 3, 2)]
+    assert_equal(pickle.loads(pickle.dumps(samples[1])), samples[1])
+    for arrived, sent in zip(pickle.loads(pickle.dumps(SampleList(samples))), samples, strict=True):
+        assert_equal(arrived, sent)
+
+
+@pytest.mark.parametrize("column", [1.0, [1, 2], [[1, 2]]], ids=["number", "row", "short"])
+def test_top_k_targets_of_another_shape_are_refused(column):
+    with pytest.raises(ValueError, match="column 'target_ids' has shape .*, but the completion has 2 tokens"):
+        Sample.from_tokens([1], [2, 3], target_ids=column)

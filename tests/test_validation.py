@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rl_actors.losses import PPO, CrossEntropy
+from rl_actors.losses import KL, PPO, CrossEntropy, TruncatedImportanceSampling
 from rl_actors.types import OptimParams, Sample
 from rl_actors.validation import validate_optim_params, validate_samples
 
@@ -30,6 +30,17 @@ def column(name, values, dtype=torch.float32) -> Sample:
 
 def positions(count) -> Sample:
     return Sample.from_tokens([1], [2] * count)
+
+
+def top_k(ids=None, weights=None, *, target_ids=None) -> Sample:
+    ids = torch.zeros(4, 2, dtype=torch.int64) if ids is None else ids
+    columns = {"target_ids": ids if target_ids is None else target_ids, "target_weights": torch.ones(4, 2)}
+    columns["target_weights"] = columns["target_weights"] if weights is None else weights
+    return replace(good(), columns={"loss_weights": torch.ones(4), **columns})
+
+
+def own_loss(logprobs_BL, *, loss_weights, values):
+    return (logprobs_BL * values).sum(), {}
 
 
 EMPTY = Sample(tokens=ids(), targets=ids(), columns={"loss_weights": torch.zeros(0)})
@@ -125,6 +136,87 @@ BAD_SAMPLES = {
         ValueError,
         ["sample 1: column 'values' holds -inf at position 1"],
     ),
+    "targets of one column": (
+        [column("target_ids", [1] * 4, torch.int64)],
+        CE,
+        ValueError,
+        ["'target_ids' has shape (4,)", "[4, K] int64"],
+    ),
+    "float target ids": ([top_k(target_ids=torch.zeros(4, 2))], CE, ValueError, ["torch.float32", "[4, K] int64"]),
+    "no targets": ([top_k(torch.zeros(4, 0).long(), torch.zeros(4, 0))], CE, ValueError, ["shape (4, 0)", "[4, K]"]),
+    "target ids alone": (
+        [good(target_ids=[[1, 2]] * 3)],
+        CE,
+        ValueError,
+        ["column 'target_ids'", "no column 'target_weights'"],
+    ),
+    "target weights alone": (
+        [good(target_weights=[[1, 2]] * 3)],
+        CE,
+        ValueError,
+        ["column 'target_weights'", "no column 'target_ids'"],
+    ),
+    "more ids than weights": (
+        [top_k(torch.zeros(4, 2).long(), torch.zeros(4, 3))],
+        CE,
+        ValueError,
+        ["K differs", "'target_ids': 2, 'target_weights': 3"],
+    ),
+    "K of another sample": (
+        [top_k(), top_k(torch.zeros(4, 3).long(), torch.zeros(4, 3))],
+        CE,
+        ValueError,
+        ["sample 1: column 'target_ids' has K=3", "sample 0 has K=2"],
+    ),
+    "a target id at the vocabulary": (
+        [top_k(), top_k(ids([1, 2], [3, 4], [5, 50], [0, 0]))],
+        CE,
+        ValueError,
+        ["sample 1: target_ids[2] holds 50", "0 to 49", "vocab_size=50"],
+    ),
+    "nan in target weights": (
+        [top_k(weights=torch.full((4, 2), nan))],
+        CE,
+        ValueError,
+        ["'target_weights' holds nan at position 0", "finite"],
+    ),
+    "an optional column of one sample": (
+        [good(**ALL_COLUMNS), good(**ALL_COLUMNS, generator_logprobs=-1.0)],
+        PPO(),
+        ValueError,
+        ["sample 1 has the column 'generator_logprobs' and sample 0 has not", "all of a call have it or none"],
+    ),
+    "top-K targets of one sample in forward": (
+        [top_k(), good()],
+        None,
+        ValueError,
+        ["sample 0 has the column 'target_ids' and sample 1 has not"],
+    ),
+    "no reference for a KL": (
+        [good(**ALL_COLUMNS)],
+        PPO(kl=KL(coefficient=0.1)),
+        ValueError,
+        ["no column 'ref_logprobs'", "PPO reads"],
+    ),
+    "a reference for no KL": (
+        [good(**ALL_COLUMNS, ref_logprobs=-1.0)],
+        PPO(),
+        ValueError,
+        ["column 'ref_logprobs'", "PPO reads"],
+    ),
+    "no generator's logprobs for a second ratio": (
+        [good(**ALL_COLUMNS)],
+        PPO(correction=TruncatedImportanceSampling()),
+        ValueError,
+        ["no column 'generator_logprobs'", "PPO reads"],
+    ),
+    "an entropy from the caller": (
+        [good(**ALL_COLUMNS, entropy=1.0)],
+        PPO(entropy_coefficient=0.1),
+        ValueError,
+        ["column 'entropy'", "PPO reads"],
+    ),
+    "a loss of one's own": ([good()], own_loss, ValueError, ["no column 'values'", "own_loss reads"]),
     "too many bytes": (MANY, CE, ValueError, ["hold 1120 bytes", "max_call_bytes=1000", "split the call"]),
 }
 
@@ -187,6 +279,8 @@ def test_good_samples_pass_up_to_every_limit():
     validate_samples([longest, edge], CE, **LIMITS)
     validate_samples((good(**ALL_COLUMNS),), PPO(), **LIMITS)
     validate_samples(MANY, CE, **{**LIMITS, "max_call_bytes": 1120})
+    validate_samples([top_k(ids([0, 49], [0, 0], [1, 1], [2, 2]))] * 2, CE, **LIMITS)
+    validate_samples([good(**ALL_COLUMNS, generator_logprobs=-1.0)] * 2, PPO(), **LIMITS)
 
 
 def test_forward_takes_any_column():

@@ -1,6 +1,6 @@
 """Turn one planned microbatch into tensors. No packing decision is made here.
 
-B rows, L row length.
+B rows, L row length; S samples of T positions at most, one a row; K targets of one position.
 """
 
 from collections.abc import Iterable, Sequence
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_actors.engine.packing import Microbatch
-from rl_actors.types import IGNORE_TARGET, Sample
+from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +19,38 @@ class Batch:
     targets_BL: Tensor  # IGNORE_TARGET at padding
     positions_BL: Tensor  # 0 where a document starts
     temperatures_BL: Tensor
-    columns: dict[str, Tensor]  # each [B, L]
+    columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]
     spans: list[tuple[int, int, int, int]]  # (sample, row, start, end)
+
+    def one_a_row(self) -> "RowPerSample":
+        """Where each sample's positions are, for losses that must see whole samples."""
+        return RowPerSample(self.spans, self.tokens_BL)
+
+
+class RowPerSample:
+    """Moves [B, L, ...] of packed rows to [S, T, ...] with one sample a row, zeros behind its end, and back.
+
+    Without samples S is 1 and T is L, so that a loss over nothing still has a shape.
+    """
+
+    def __init__(self, spans: Sequence[tuple[int, int, int, int]], like_BL: Tensor) -> None:
+        self.shape = like_BL.shape
+        length = max((end - start for _, _, start, end in spans), default=self.shape[1])
+        index_ST = torch.full((max(1, len(spans)), length), -1, dtype=torch.int64)
+        for row_S, (_, row, start, end) in zip(index_ST, spans, strict=False):
+            row_S[: end - start] = torch.arange(row * self.shape[1] + start, row * self.shape[1] + end)
+        self.index_ST = index_ST.to(like_BL.device)
+
+    def unpack(self, values_BL: Tensor) -> Tensor:
+        values_ST = values_BL.flatten(0, 1)[self.index_ST.clamp(min=0)]
+        inside_ST = (self.index_ST >= 0).view(*self.index_ST.shape, *[1] * (values_ST.ndim - 2))
+        return torch.where(inside_ST, values_ST, 0)
+
+    def pack(self, values_ST: Tensor) -> Tensor:
+        inside_ST = self.index_ST >= 0
+        packed_N = values_ST.new_zeros(self.shape.numel(), *values_ST.shape[2:])
+        packed_N[self.index_ST[inside_ST]] = values_ST[inside_ST]
+        return packed_N.unflatten(0, self.shape)
 
 
 def make_batch(
@@ -35,7 +65,7 @@ def make_batch(
     targets_BL = torch.full(shape, IGNORE_TARGET, dtype=torch.int64)
     positions_BL = torch.zeros(shape, dtype=torch.int64)
     temperatures_BL = torch.ones(shape)
-    columns = {name: torch.zeros(shape) for name in column_names}
+    columns = {name: _empty_column(samples, name, shape) for name in column_names}
     spans = []
     for row, indices in enumerate(microbatch.rows):
         start = 0
@@ -60,3 +90,9 @@ def make_batch(
         columns={name: move(column) for name, column in columns.items()},
         spans=spans,
     )
+
+
+def _empty_column(samples: Sequence[Sample], name: str, shape: tuple[int, int]) -> Tensor:
+    if name not in TOP_K_COLUMNS:
+        return torch.zeros(shape)
+    return torch.zeros(*shape, samples[0].columns[name].shape[1], dtype=column_dtype(name))

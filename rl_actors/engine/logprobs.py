@@ -6,34 +6,16 @@ B rows, L row length, D hidden size, V vocabulary. torchtitan's ChunkedLossWrapp
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
-from torchtitan.components.loss import ChunkedLossWrapper, _LossParallelCrossEntropy
+from torchtitan.components.loss import ChunkedLossWrapper
 
+from rl_actors.engine.distribution import Logits, entropy, target_logprobs, top_k_logprobs
 from rl_actors.engine.inputs import Batch
-from rl_actors.losses import Loss
+from rl_actors.losses import Loss, made_for
 from rl_actors.metrics import Partials, merge
-from rl_actors.types import IGNORE_TARGET
 
-
-def target_logprobs(logits_BLV: Tensor, targets_BL: Tensor, temperatures_BL: Tensor) -> Tensor:
-    """log_softmax(logits / temperature) at the targets, float32 [B, L]; 0 where the target is IGNORE_TARGET.
-
-    Vocabulary shards of tensor parallelism stay where they are: torchtitan's loss-parallel cross entropy reduces over them.
-    """
-    if isinstance(logits_BLV, DTensor) and logits_BLV.placements == (Shard(2),):
-        scaled_NV = (logits_BLV.to_local().float() / temperatures_BL[..., None]).flatten(0, 1)
-        group = logits_BLV.device_mesh.get_group("tp")
-        args = (scaled_NV, targets_BL.flatten(), group, logits_BLV.shape[-1], "none")
-        return -_LossParallelCrossEntropy.apply(*args).view_as(targets_BL)
-    if isinstance(logits_BLV, DTensor):
-        raise ValueError(
-            f"logits are laid out as {logits_BLV.placements}; expected whole or sharded over the vocabulary"
-        )
-    scaled_NV = (logits_BLV.float() / temperatures_BL[..., None]).flatten(0, 1)
-    nll_N = F.cross_entropy(scaled_NV, targets_BL.flatten(), reduction="none", ignore_index=IGNORE_TARGET)
-    return -nll_N.view_as(targets_BL)
+Values = dict[str, Tensor]
+"""What is computed at every position: "logprobs" [B, L], and "entropy" [B, L], "target_logprobs" [B, L, K] where wanted."""
 
 
 class ChunkedLogprobs:
@@ -45,37 +27,83 @@ class ChunkedLogprobs:
         self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
         self.wrapper.set_lm_head(model.lm_head)
 
-    def forward(self, hidden_BLD: Tensor, batch: Batch) -> Tensor:
-        """Logprobs [B, L] without gradients."""
+    def forward(self, hidden_BLD: Tensor, batch: Batch, *, with_entropy: bool = False) -> Values:
+        """The values without gradients."""
 
-        def no_loss(logprobs_BL: Tensor):
-            return logprobs_BL.sum(), {}
+        def no_loss(values: Values, _):
+            return values["logprobs"].sum(), {}
 
-        return self._run(hidden_BLD, batch, no_loss, {})[0]
+        return self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0]
 
-    def forward_backward(self, hidden_BLD: Tensor, batch: Batch, loss: Loss) -> tuple[Tensor, Partials]:
-        """Logprobs [B, L] and metrics; back-propagates the loss through head and model."""
-        logprobs_BL, metrics, total = self._run(hidden_BLD, batch, loss, batch.columns)
+    def forward_backward(
+        self, hidden_BLD: Tensor, batch: Batch, loss: Loss, *, with_entropy: bool = False
+    ) -> tuple[Values, Partials]:
+        """The values and metrics; back-propagates the loss through head and model.
+
+        A loss of single positions gets each chunk as it comes. A `whole_sequence` loss gets the values of whole samples first; its
+        gradient with respect to them is then what the chunks back-propagate.
+        """
+        with_entropy = with_entropy or "entropy" in made_for(loss)
+        if getattr(loss, "whole_sequence", False):
+            return self._whole_sequence(hidden_BLD, batch, loss, with_entropy)
+
+        def of_columns(values: Values, columns_BL: dict[str, Tensor]):
+            return _call(loss, values, columns_BL)
+
+        values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
         total.backward()
-        return logprobs_BL, metrics
+        return values, metrics
 
-    def _run(self, hidden_BLD: Tensor, batch: Batch, loss: Loss, columns: dict[str, Tensor]):
-        chunks: list[Tensor] = []
+    def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: Loss, with_entropy: bool):
+        with torch.no_grad():
+            values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)
+        rows = batch.one_a_row()
+        leaves = {name: rows.unpack(value).requires_grad_() for name, value in values.items()}
+        total, metrics = _call(loss, leaves, {name: rows.unpack(column) for name, column in batch.columns.items()})
+        total.backward()
+        gradients = {name: rows.pack(leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None}
+
+        def product(values: Values, gradients_BL: dict[str, Tensor]):
+            return sum((values[name] * gradient).sum() for name, gradient in gradients_BL.items()), {}
+
+        self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2].backward()
+        return values, metrics
+
+    def _run(self, hidden_BLD: Tensor, batch: Batch, loss, inputs: dict[str, Tensor], with_entropy: bool):
+        """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
+        chunks: list[Values] = []
         partials: list[Partials] = []
 
-        def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, **columns_BL: Any):
-            logprobs_BL = target_logprobs(logits_BLV, targets_BL, temperatures_BL)
-            chunks.append(logprobs_BL.detach())
-            value, metrics = loss(logprobs_BL, **columns_BL)
+        def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, top_k=None, **chunk: Any):
+            logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
+            values = {"logprobs": target_logprobs(logits, targets_N)}
+            if with_entropy:
+                values["entropy"] = entropy(logits, targets_N)
+            if top_k is not None:
+                values["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
+            values = {name: value.unflatten(0, targets_BL.shape) for name, value in values.items()}
+            chunks.append({name: value.detach() for name, value in values.items()})
+            value, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
             partials.append(metrics)
             return value, {}
 
         self.wrapper.num_chunks = self._num_chunks(*batch.tokens_BL.shape)
         self.wrapper.loss_fn = chunk_loss
-        total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **columns)
-        return torch.cat(chunks, dim=1), merge(partials), total
+        named = {f"input_{name}": value for name, value in inputs.items()}  # a column may be called as an argument is
+        if "target_ids" in batch.columns:
+            named["top_k"] = batch.columns["target_ids"]
+        total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
+        values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
+        return values, merge(partials), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
         """The fewest equal chunks of a row with at most chunk_tokens positions in all rows together."""
         at_least = -(-num_rows * row_length // self.chunk_tokens)
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
+
+
+def _call(loss: Loss, values: Values, columns_BL: dict[str, Tensor]) -> tuple[Tensor, Partials]:
+    """Gives the loss its columns and what it reads of the values; `loss:sum` is there whether or not it reports one."""
+    made = {name: values[name] for name in made_for(loss) if name in values}
+    value, metrics = loss(values["logprobs"], **columns_BL, **made)
+    return value, {"loss:sum": value.detach(), **metrics}

@@ -17,10 +17,10 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint
 from rl_actors.engine.build import Parts, build, platform
 from rl_actors.engine.inputs import Batch, make_batch
-from rl_actors.engine.logprobs import ChunkedLogprobs
+from rl_actors.engine.logprobs import ChunkedLogprobs, Values
 from rl_actors.engine.packing import plan
 from rl_actors.engine.step import OpenStep
-from rl_actors.losses import Loss, columns_of, resolve
+from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import Partials, merge, to_numbers
 from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
 from rl_actors.validation import validate_optim_params, validate_samples
@@ -35,6 +35,7 @@ class RankOutput:
     indices: list[int]  # of the samples this rank ran
     lengths: list[int]
     logprobs: Tensor  # [sum of lengths] float32
+    extras: dict[str, Tensor]  # "entropy" [sum of lengths], "target_logprobs" [sum of lengths, K], where there are any
     metrics: Partials
     policy_version: int
 
@@ -70,17 +71,21 @@ class TrainEngine:
             max_call_bytes=self.config.max_call_bytes,
         )
 
-    def forward(self, samples: Sequence[Sample]) -> RankOutput:
-        """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched."""
+    def forward(self, samples: Sequence[Sample], *, entropy: bool = False) -> RankOutput:
+        """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched.
+
+        The column target_ids adds the logprobs of its K ids, and `entropy` the entropy of the whole distribution.
+        """
         self.step.require("forward")
         self.validate(samples, None)
-        outputs: list[tuple[Batch, Tensor, Partials]] = []
+        outputs: list[tuple[Batch, Values, Partials]] = []
         with torch.no_grad(), self._evaluation():
-            for batch in self._batches(samples, ()):
-                outputs.append((batch, self.logprobs.forward(self._hidden(batch), batch), {}))
+            for batch in self._batches(samples, {"target_ids"} & set(samples[0].columns)):
+                values = self.logprobs.forward(self._hidden(batch), batch, with_entropy=entropy)
+                outputs.append((batch, values, {}))
         return self._output(samples, outputs)
 
-    def forward_backward(self, samples: Sequence[Sample], loss: str | Loss) -> RankOutput:
+    def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
 
         Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken.
@@ -88,10 +93,14 @@ class TrainEngine:
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
-        outputs: list[tuple[Batch, Tensor, Partials]] = []
+        outputs: list[tuple[Batch, Values, Partials]] = []
         with self._breaking():
-            for batch in self._batches(samples, frozenset().union(*columns_of(loss))):
-                outputs.append((batch, *self.logprobs.forward_backward(self._hidden(batch), batch, loss)))
+            for batch in self._batches(
+                samples, samples[0].columns
+            ):  # validated: what the loss reads, alike in all samples
+                hidden_BLD = self._hidden(batch)
+                run = self.logprobs.forward_backward(hidden_BLD, batch, loss, with_entropy=entropy)
+                outputs.append((batch, *run))
         self.step.open()
         return self._output(samples, outputs)
 
@@ -185,15 +194,17 @@ class TrainEngine:
                 attention_masks=self.parts.attention_masks(batch.positions_BL),
             )
 
-    def _output(self, samples: Sequence[Sample], outputs: list[tuple[Batch, Tensor, Partials]]) -> RankOutput:
-        spans = (
-            [(logprobs_BL, span) for batch, logprobs_BL, _ in outputs for span in batch.spans] if self.reports else []
-        )
-        pieces = [logprobs_BL[row, start:end] for logprobs_BL, (_, row, start, end) in spans]
+    def _output(self, samples: Sequence[Sample], outputs: list[tuple[Batch, Values, Partials]]) -> RankOutput:
+        spans = [(values, span) for batch, values, _ in outputs for span in batch.spans] if self.reports else []
+
+        def gathered(name: str) -> Tensor:
+            return torch.cat([values[name][row, start:end] for values, (_, row, start, end) in spans]).float().cpu()
+
         return RankOutput(
             indices=[index for _, (index, *_) in spans],
-            lengths=[len(piece) for piece in pieces],
-            logprobs=torch.cat(pieces).float().cpu() if pieces else torch.empty(0),
+            lengths=[end - start for _, (_, _, start, end) in spans],
+            logprobs=gathered("logprobs") if spans else torch.empty(0),
+            extras={name: gathered(name) for name in spans[0][0] if name != "logprobs"} if spans else {},
             metrics=to_numbers(merge(metrics for _, _, metrics in outputs)) if self.reports else {},
             policy_version=self.policy_version,
         )

@@ -2,26 +2,68 @@
 
 import inspect
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
 
-from rl_actors.losses.policy import PPO, ImportanceSampling
+from rl_actors.losses.custom import LogprobGradient
+from rl_actors.losses.options import KL, IcePop, TruncatedImportanceSampling
+from rl_actors.losses.policy import CISPO, DRO, GSPO, PPO, ImportanceSampling, PolicyLoss, Reinforce
 from rl_actors.losses.supervised import CrossEntropy
 
 Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
-"""loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator)."""
+"""loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
 
-LOSSES: dict[str, type] = {"cross_entropy": CrossEntropy, "importance_sampling": ImportanceSampling, "ppo": PPO}
+A loss with a true attribute `whole_sequence` gets one sample a row, padded with zeros; any other may get any piece of any rows.
+"""
 
-__all__ = ["LOSSES", "PPO", "CrossEntropy", "ImportanceSampling", "Loss", "columns_of", "resolve"]
+LOSSES: dict[str, type] = {
+    "cispo": CISPO,
+    "cross_entropy": CrossEntropy,
+    "dro": DRO,
+    "gspo": GSPO,
+    "importance_sampling": ImportanceSampling,
+    "ppo": PPO,
+    "reinforce": Reinforce,
+}
+
+MADE = frozenset({"entropy", "target_logprobs"})
+"""What a loss may read besides columns, made by the engine: entropy [B, L] of the whole distribution, and the logprobs [B, L, K]
+of the column target_ids where samples have it."""
+
+__all__ = [
+    "CISPO",
+    "DRO",
+    "GSPO",
+    "KL",
+    "LOSSES",
+    "MADE",
+    "PPO",
+    "CrossEntropy",
+    "IcePop",
+    "ImportanceSampling",
+    "LogprobGradient",
+    "Loss",
+    "PolicyLoss",
+    "Reinforce",
+    "TruncatedImportanceSampling",
+    "columns_of",
+    "made_for",
+    "name_of",
+    "resolve",
+]
 
 
 def resolve(loss: "str | Loss") -> Loss:
-    """A loss by its name with default options, or the loss itself. Raises ValueError for anything else."""
+    """A loss by its name with default options, one of your own by "module:name" (a function, an instance, or a class that needs no
+    arguments), or the loss itself. Raises ValueError for anything else.
+    """
+    if isinstance(loss, str) and ":" in loss:
+        loss = _imported(loss)
     if isinstance(loss, str):
         if loss not in LOSSES:
-            raise ValueError(f"unknown loss {loss!r}; known are {', '.join(sorted(LOSSES))}")
+            raise ValueError(f"unknown loss {loss!r}; known are {', '.join(sorted(LOSSES))}, and 'module:name'")
         return LOSSES[loss]()
     if not callable(loss) or isinstance(loss, type):
         raise ValueError(
@@ -31,11 +73,36 @@ def resolve(loss: "str | Loss") -> Loss:
 
 
 def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
-    """The (required, optional) columns of a loss: the keyword-only arguments of its call.
+    """The (required, optional) columns of a loss: the keyword-only arguments of its call, or what its columns() says.
 
-    columns_of(CrossEntropy()) -> ({"loss_weights"}, {})
+    columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"}, {"generator_logprobs"})
     """
+    required, optional = _reads(loss)
+    return required - MADE, optional - MADE
+
+
+def made_for(loss: Loss) -> frozenset[str]:
+    """What the loss reads that the engine makes: a subset of MADE."""
+    return frozenset().union(*_reads(loss)) & MADE
+
+
+def name_of(loss: Any) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
+
+
+def _reads(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
+    if hasattr(loss, "columns"):
+        return loss.columns()
     parameters = inspect.signature(loss).parameters.values()
     columns = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     required = frozenset(p.name for p in columns if p.default is p.empty)
     return required, frozenset(p.name for p in columns) - required
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(import_module(module), attribute)
+        return found() if isinstance(found, type) else found
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ValueError(f"loss {name!r} cannot be used: {error}") from error

@@ -1,77 +1,253 @@
 """Policy-gradient losses: pure functions of the trainer's logprobs, the sampler's logprobs and advantages.
 
-B rows, L row length.
+All share PolicyLoss's options. A loss says what it maximises at a position; weights, options and metrics are added here once.
+
+B rows, L row length; for a loss that is `whole_sequence` a row is one sample.
 """
 
+import math
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-
-def policy_ratio(logprobs_BL: Tensor, old_logprobs: Tensor, loss_weights: Tensor) -> Tensor:
-    """exp(logprob - old_logprob), and 1 where the loss weight is 0: there a ratio may overflow, and 0 * inf is NaN."""
-    return torch.where(loss_weights != 0, logprobs_BL - old_logprobs, 0.0).exp()
+from rl_actors.losses.options import KL, Correction, sequence_mean
 
 
-def policy_metrics(logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor) -> dict:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyLoss:
+    """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
+
+    with J the subclass's objective, c the correction (1 without), H the entropy of the whole distribution.
+    The correction compares the trainer with the column generator_logprobs; then old_logprobs are the trainer's own, from
+    before the update, and q = exp(old_logprobs - generator_logprobs). Without that column old_logprobs are the generator's, and
+    q = exp(logprobs - old_logprobs) with no gradient.
+    sequence_mean divides a sample's w by the sum of their absolute values, so that every sample counts the same: GRPO's 1 / |o|.
+    """
+
+    kl: KL | None = None  # reads ref_logprobs
+    entropy_coefficient: float = 0.0
+    correction: Correction | None = None
+    sequence_mean: bool = False
+
+    corrects: ClassVar[bool] = True  # J holds the ratio to old_logprobs, which corrects for the generator, too
+    needs_old_logprobs: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        value = self.entropy_coefficient
+        if not (isinstance(value, float | int) and math.isfinite(value)):
+            raise ValueError(f"entropy_coefficient={value}; it must be a finite number")
+
+    @property
+    def whole_sequence(self) -> bool:
+        return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
+
+    def columns(self) -> tuple[frozenset[str], frozenset[str]]:
+        """(required, optional), options included; `entropy` is made by the engine."""
+        required, optional = {"loss_weights", "advantages"}, {"generator_logprobs"}
+        (required if self.needs_old_logprobs or self.correction else optional).add("old_logprobs")
+        if self.kl:
+            required.add("ref_logprobs")
+        if self.entropy_coefficient:
+            required.add("entropy")
+        if self.correction is not None and self.correction.reweights and self.corrects:
+            required.add("generator_logprobs")  # or the same ratio would be multiplied twice
+        return frozenset(required), frozenset(optional - required)
+
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, trained_BL: Tensor
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """(what is maximised [B, L], metrics of this loss)."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        logprobs_BL: Tensor,
+        *,
+        loss_weights: Tensor,
+        advantages: Tensor,
+        old_logprobs: Tensor | None = None,
+        generator_logprobs: Tensor | None = None,
+        ref_logprobs: Tensor | None = None,
+        entropy: Tensor | None = None,
+    ):
+        trained_BL = loss_weights != 0
+        current_BL = logprobs_BL.detach()
+        # Where nothing is trained a ratio may overflow, and 0 * inf is NaN.
+        known = lambda column: torch.where(trained_BL, column, current_BL)  # noqa: E731
+        advantages = torch.where(trained_BL, advantages, 0.0)
+        old_BL = known(old_logprobs) if old_logprobs is not None else current_BL
+        generator_BL = known(generator_logprobs) if generator_logprobs is not None else old_BL
+        weights_BL = loss_weights
+        if self.sequence_mean:
+            weights_BL = loss_weights / loss_weights.abs().sum(1, keepdim=True).clamp(min=1e-30)
+
+        objective_BL, metrics = self.objective(logprobs_BL, old_BL, advantages, trained_BL)
+        metrics |= policy_metrics(logprobs_BL, generator_BL, advantages, loss_weights)
+        policy_weights_BL = weights_BL
+        if self.correction is not None:
+            trainer_BL = current_BL if generator_logprobs is None else old_BL
+            factor_BL = self.correction(trainer_BL - generator_BL, trained_BL)
+            policy_weights_BL = weights_BL * factor_BL
+            metrics["correction:mean"] = _mean(factor_BL, trained_BL)
+            metrics["correction_zero:mean"] = _mean((factor_BL == 0).float(), trained_BL)
+        loss = -(policy_weights_BL * objective_BL).sum()
+        if self.kl is not None:
+            assert ref_logprobs is not None
+            kl_BL = self.kl(logprobs_BL, known(ref_logprobs))
+            loss = loss + self.kl.coefficient * (weights_BL * kl_BL).sum()
+            metrics["kl_reference:mean"] = _mean(kl_BL.detach(), trained_BL)
+        if entropy is not None:
+            loss = loss - self.entropy_coefficient * (weights_BL * entropy).sum()
+            metrics["entropy:mean"] = _mean(entropy.detach(), trained_BL)
+        return loss, {"loss:sum": loss.detach(), **metrics}
+
+
+def policy_metrics(logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor) -> dict:
     """What every policy loss reports: the verification of the sampler's logprobs against the trainer's, and the advantages.
 
-    Means are over positions with a non-zero loss weight. The KL of the sampler from the trainer is the k3 estimate
-    r - 1 - log r with r = p_trainer / p_sampler (Schulman, "Approximating KL divergence", 2020).
+    Over positions with a non-zero loss weight. The KL of the sampler from the trainer is the k3 estimate
+    r - 1 - log r with r = p_trainer / p_sampler (Schulman, "Approximating KL divergence", 2020). The effective sample
+    size, as a fraction, is 1 / E[r^2] (Kong 1992 with E[r] = 1): 1 when both agree; it merges over calls, and noise may lift it above 1.
     """
     trained_BL = loss_weights != 0
     count = trained_BL.sum()
-    difference_BL = torch.where(trained_BL, logprobs_BL.detach() - old_logprobs, 0.0)
+    difference_BL = torch.where(trained_BL, logprobs_BL.detach() - generator_logprobs, 0.0)
     ratio_BL = difference_BL.exp()
-    mean = lambda x_BL: (torch.where(trained_BL, x_BL, 0.0).sum(), count)  # noqa: E731
+    extreme = lambda fill: torch.where(trained_BL, advantages, fill)  # noqa: E731
     return {
         "logprob_diff:mean": (difference_BL.abs().sum(), count),
         "logprob_diff:max": difference_BL.abs().max(),
-        "kl_policy_generator:mean": mean(ratio_BL - 1 - difference_BL),
-        "ratio:mean": mean(ratio_BL),
+        "kl_policy_generator:mean": _mean(ratio_BL - 1 - difference_BL, trained_BL),
+        "effective_sample_fraction:mean": (count, torch.where(trained_BL, ratio_BL.square(), 0.0).sum()),
+        "ratio:mean": _mean(ratio_BL, trained_BL),
         "ratio:max": torch.where(trained_BL, ratio_BL, 0.0).max(),
-        "advantage:mean": mean(advantages),
-        "advantage_abs:mean": mean(advantages.abs()),
-        "entropy_estimate:mean": mean(-logprobs_BL.detach()),
+        "advantage:mean": _mean(advantages, trained_BL),
+        "advantage:min": extreme(math.inf).min(),
+        "advantage:max": extreme(-math.inf).max(),
+        "advantage_abs:mean": _mean(advantages.abs(), trained_BL),
+        "entropy_estimate:mean": _mean(-logprobs_BL.detach(), trained_BL),
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportanceSampling:
-    """sum_i -w_i r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
+class Reinforce(PolicyLoss):
+    """J_i = A_i logprob_i (Williams, "Simple statistical gradient-following algorithms", 1992). old_logprobs only verify."""
 
-    def __call__(self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor):
-        ratio_BL = policy_ratio(logprobs_BL, old_logprobs, loss_weights)
-        loss = -(loss_weights * ratio_BL * advantages).sum()
-        return loss, {"loss:sum": loss.detach(), **policy_metrics(logprobs_BL, old_logprobs, advantages, loss_weights)}
+    corrects: ClassVar[bool] = False
+    needs_old_logprobs: ClassVar[bool] = False
+
+    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+        return logprobs_BL * advantages, {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PPO:
-    """sum_i -w_i min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i) (Schulman et al., arXiv 1707.06347, eq. 7).
+class ImportanceSampling(PolicyLoss):
+    """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
+
+    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+        return (logprobs_BL - old_logprobs).exp() * advantages, {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PPO(PolicyLoss):
+    """J_i = min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i) (Schulman et al., arXiv 1707.06347, eq. 7; Tinker's `ppo`).
 
     Different bounds are DAPO's clip-higher (arXiv 2503.14476): PPO(ratio_low=0.8, ratio_high=1.28).
+    dual_clip=c > 1 bounds J_i from below by c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
     """
 
     ratio_low: float = 0.8
     ratio_high: float = 1.2
+    dual_clip: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.ratio_low <= 1 <= self.ratio_high:
-            raise ValueError(
-                f"ratio_low={self.ratio_low}, ratio_high={self.ratio_high}; it must hold that 0 <= low <= 1 <= high"
-            )
+        PolicyLoss.__post_init__(self)
+        _require_bounds(self.ratio_low, self.ratio_high)
+        if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
+            raise ValueError(f"dual_clip={self.dual_clip}; it must be above 1, or None")
 
-    def __call__(self, logprobs_BL: Tensor, *, old_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor):
-        ratio_BL = policy_ratio(logprobs_BL, old_logprobs, loss_weights)
+    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+        ratio_BL = (logprobs_BL - old_logprobs).exp()
+        return self.clipped_objective(ratio_BL, advantages, trained_BL)
+
+    def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, trained_BL: Tensor):
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
-        loss = -(loss_weights * objective_BL).sum()
-        trained_BL = loss_weights != 0
-        was_clipped_BL = (clipped_BL * advantages < ratio_BL * advantages) & trained_BL
-        return loss, {
-            "loss:sum": loss.detach(),
-            "clip_fraction:mean": (was_clipped_BL.sum(), trained_BL.sum()),
-            **policy_metrics(logprobs_BL, old_logprobs, advantages, loss_weights),
-        }
+        was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
+        if self.dual_clip is not None:
+            floor_BL = self.dual_clip * advantages
+            below_BL = (advantages < 0) & (objective_BL < floor_BL)
+            objective_BL = torch.where(below_BL, floor_BL, objective_BL)
+            was_clipped_BL = was_clipped_BL | below_BL
+        return objective_BL, {"clip_fraction:mean": _mean(was_clipped_BL.float(), trained_BL)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GSPO(PPO):
+    """PPO with one ratio a sample: s = exp(mean over its trained i of logprob_i - old_logprob_i) (Zheng et al., arXiv 2507.18071).
+
+    Equation 5 there is a mean over samples: GSPO(sequence_mean=True) with grad_divisor = the number of samples.
+    The bounds are the paper's; they are this narrow because s is a geometric mean.
+    """
+
+    ratio_low: float = 1 - 3e-4
+    ratio_high: float = 1 + 4e-4
+
+    @property
+    def whole_sequence(self) -> bool:
+        return True
+
+    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+        ratio_B1 = sequence_mean(logprobs_BL - old_logprobs, trained_BL).exp()
+        return self.clipped_objective(ratio_B1.expand_as(logprobs_BL), advantages, trained_BL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CISPO(PolicyLoss):
+    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i, no gradient through the clipped ratio (MiniMax-M1, arXiv 2506.13585,
+    eq. 4; Tinker's `cispo`). Every position keeps a gradient.
+    """
+
+    ratio_low: float = 0.0
+    ratio_high: float = 4.0
+
+    def __post_init__(self) -> None:
+        PolicyLoss.__post_init__(self)
+        _require_bounds(self.ratio_low, self.ratio_high)
+
+    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+        ratio_BL = (logprobs_BL.detach() - old_logprobs).exp()
+        clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
+        clip_fraction = _mean((clipped_BL != ratio_BL).float(), trained_BL)
+        return clipped_BL * advantages * logprobs_BL, {"clip_fraction:mean": clip_fraction}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DRO(PolicyLoss):
+    """J_i = A_i logprob_i - beta / 2 (logprob_i - old_logprob_i)^2 (Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599;
+    Tinker's `dro`). The default beta is the one of Tinker's example.
+    """
+
+    beta: float = 0.05
+
+    corrects: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        PolicyLoss.__post_init__(self)
+        if not 0 <= self.beta < math.inf:
+            raise ValueError(f"beta={self.beta}; it must be finite and at least 0")
+
+    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+        penalty_BL = (logprobs_BL - old_logprobs).square() * self.beta / 2
+        return logprobs_BL * advantages - penalty_BL, {}
+
+
+def _mean(values_BL: Tensor, trained_BL: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(trained_BL, values_BL, 0.0).sum(), trained_BL.sum()
+
+
+def _require_bounds(low: float, high: float) -> None:
+    if not 0 <= low <= 1 <= high:
+        raise ValueError(f"ratio_low={low}, ratio_high={high}; it must hold that 0 <= low <= 1 <= high")

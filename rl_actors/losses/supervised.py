@@ -1,6 +1,6 @@
 """Supervised losses.
 
-B rows, L row length.
+B rows, L row length, K targets of one position.
 """
 
 from dataclasses import dataclass
@@ -10,9 +10,23 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """sum_i -w_i log p_i, with any float weights w (Tinker's `cross_entropy`)."""
+    """sum_i -w_i log p_i, with any float weights w, negative too (Tinker's `cross_entropy`).
 
-    def __call__(self, logprobs_BL: Tensor, *, loss_weights: Tensor):
+    With the columns target_ids and target_weights [T, K] it is sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), the cross entropy
+    to a distribution over K tokens, as in distillation; `targets` then only say which positions are padding.
+    """
+
+    def __call__(
+        self,
+        logprobs_BL: Tensor,
+        *,
+        loss_weights: Tensor,
+        target_ids: Tensor | None = None,
+        target_weights: Tensor | None = None,
+        target_logprobs: Tensor | None = None,
+    ):
+        if target_logprobs is not None and target_weights is not None:
+            logprobs_BL = (target_logprobs * target_weights).sum(-1)
         loss = -(logprobs_BL * loss_weights).sum()
         trained_BL = loss_weights != 0
         return loss, {
