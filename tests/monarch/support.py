@@ -16,6 +16,7 @@ from monarch.actor import concurrent_endpoint, endpoint
 from torch import Tensor
 
 from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
+from rl_actors.engine import checkpoint
 from rl_actors.generator import Generator
 from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.transports.base import Manifest, Transport, find, publish
@@ -161,6 +162,20 @@ class TestTrainer(PolicyTrainer):
         self.transport = transport
         self.published = []
         self.new_stream()
+
+    @endpoint
+    async def hold_saves(self, folder: Path, error: str = "") -> None:
+        """A save stops before its last file until `open` is in the folder, and then fails with `error` if there is one."""
+        finish = checkpoint._WholeDirectoryWriter.finish
+
+        def wait_and_finish(*args, **kwargs):
+            checkpoint._WholeDirectoryWriter.finish = finish
+            wait_until((folder / "open").exists, 60)
+            if error:
+                raise OSError(error)
+            finish(*args, **kwargs)
+
+        checkpoint._WholeDirectoryWriter.finish = wait_and_finish
 
 
 class TestGenerator(Generator):
