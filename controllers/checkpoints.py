@@ -104,10 +104,11 @@ def seed_random(seed: int) -> None:
 def random_states() -> dict[str, Any]:
     """Of the same three, as JSON."""
     version, words, python_gauss = random.getstate()
-    kind, keys, *rest = np.random.get_state()
+    numpy: Any = np.random.get_state(legacy=False)
+    numpy["state"]["key"] = numpy["state"]["key"].tobytes().hex()
     return {
         "python": [version, np.array(words, np.uint32).tobytes().hex(), python_gauss],
-        "numpy": [kind, keys.astype(np.uint32).tobytes().hex(), *rest],
+        "numpy": numpy,
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
 
@@ -116,6 +117,6 @@ def restore_random_states(states: dict[str, Any]) -> None:
     """Go on where `random_states` was asked."""
     version, words, python_gauss = states["python"]
     random.setstate((version, tuple(np.frombuffer(bytes.fromhex(words), np.uint32).tolist()), python_gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.frombuffer(bytes.fromhex(keys), np.uint32), *rest))
+    numpy, key = states["numpy"], np.frombuffer(bytes.fromhex(states["numpy"]["state"]["key"]), np.uint32)
+    np.random.set_state(numpy | {"state": numpy["state"] | {"key": key}})
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))

@@ -149,9 +149,9 @@ async def _train(
             log.note(f"run folder: {folder.path}")
             async with open_run(config, folder, environment, tokenizer, log, verbose=invocation.verbose) as run:
                 checkpoints.seed_random(config.seed)
-                if invocation.resume and not state:
+                if invocation.resume and newest is None:
                     log.note("no checkpoint of this run is complete: it starts again from the first step")
-                if state:
+                if newest is not None:
                     checkpoints.restore_random_states(state["random"])
                     with log.setup(f"resuming from {newest}"):
                         await run.trainer.load_checkpoint(str(newest / "trainer"))
