@@ -47,7 +47,12 @@ class Checkpoints:
     async def _commit(self, saved: Any, path: Path, text: str) -> None:
         await saved.wait()
         temporary = path / f"{STATE}.tmp"
-        temporary.write_text(text)
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(
+                file.fileno()
+            )  # as the trainer's part is: a commit must not outlive a crash that its content does not
         os.replace(temporary, path / STATE)
         there = {int(found.name.removeprefix("step-")): found for found in complete(self.folder)}
         for step in removable(list(there), keep=self.keep, keep_every=self.keep_every):

@@ -106,7 +106,8 @@ class _WholeDirectoryWriter(FileSystemWriter):
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            self.target.rename(former)  # removing it in place would leave half a checkpoint under its name for a while
+            # Removing it in place would leave half a checkpoint under its name; a kill between the two renames leaves both beside it.
+            self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from configs.tiny import tiny
 from controllers import checkpoints
 from controllers.checkpoints import Checkpoints, removable
 
@@ -126,6 +127,13 @@ def test_what_is_kept_for_good_does_not_depend_on_when_the_others_were_removed()
             there.remove(gone)
     assert there == [107, 207, 257, 282]
     assert [step for step in steps if step not in removable(list(steps), keep=2, keep_every=100)] == there
+
+
+def test_a_negative_distance_between_checkpoints_is_refused():
+    config = tiny()
+    config.keep_checkpoint_every = -1
+    with pytest.raises(ValueError, match="keep_checkpoint_every=-1; it must be at least 0"):
+        config.validate()
 
 
 def test_what_a_killed_run_left_half_is_removed_and_the_rest_is_not(tmp_path):

@@ -177,6 +177,17 @@ class TestTrainer(PolicyTrainer):
 
         checkpoint._WholeDirectoryWriter.finish = wait_and_finish
 
+    @endpoint
+    async def fail_next_write(self, rank: int, error: str) -> None:
+        """The next save fails on this rank before its tensors are on disk."""
+
+        def fail(*_, **__):
+            del checkpoint._WholeDirectoryWriter.write_data
+            raise OSError(error)
+
+        if self.rank == rank:
+            checkpoint._WholeDirectoryWriter.write_data = fail
+
 
 class TestGenerator(Generator):
     __test__ = False
