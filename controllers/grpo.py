@@ -106,10 +106,12 @@ async def warm_up(run: Run) -> tuple[int, int]:
     async def save(is_last: bool, state: dict[str, Any]) -> None:
         if is_last:
             await run.checkpoint(state | {"warmup_steps": state["step"]})
+        elif state["step"] % config.checkpoint_every == 0:
+            await run.checkpoint(state)
 
-    return await train_supervised(
-        run, config.warmup, first_step=0, last_step=config.max_warmup_steps, cursor=0, measure=measure, save=save
-    )
+    steps = {"first_step": run.state.get("step", 0), "last_step": config.max_warmup_steps}
+    cursor = run.state.get("cursor", 0)
+    return await train_supervised(run, config.warmup, **steps, cursor=cursor, measure=measure, save=save)
 
 
 def report(batch: Batch, updates: Sequence[Update]) -> dict[str, Any]:

@@ -43,8 +43,6 @@ def main(controller: str) -> None:
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
     train: Train = import_module(controller).train
     try:
-        if invocation.resume:
-            checkpoints.newest(RunFolder(invocation.output_dir).checkpoints)
         if invocation.eval_only:
             checkpoints.read(invocation.eval_only)
         environment, tokenizer = _environment_and_tokenizer(invocation.config)
@@ -55,7 +53,7 @@ def main(controller: str) -> None:
         cli.print_config(invocation.config)
         return
     status = _run(invocation, environment, tokenizer, train)
-    if status and checkpoints.complete(RunFolder(invocation.output_dir).checkpoints):
+    if status and RunFolder(invocation.output_dir).config.is_file():
         print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}")
     sys.exit(status)
 
@@ -131,9 +129,10 @@ async def _train(
 ) -> int:
     config = invocation.config
     state: dict[str, Any] = {}
-    if invocation.resume:
-        newest = checkpoints.newest(folder.checkpoints)
+    newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
+    if newest is not None:
         state = checkpoints.read(newest)
+    checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(cli.config_to_json(config))
     if config.alphabet:
@@ -149,7 +148,11 @@ async def _train(
         ) as log:
             log.note(f"run folder: {folder.path}")
             async with open_run(config, folder, environment, tokenizer, log, verbose=invocation.verbose) as run:
-                if state:
+                checkpoints.seed_random(config.seed)
+                if invocation.resume and newest is None:
+                    log.note("no checkpoint of this run is complete: it starts again from the first step")
+                if newest is not None:
+                    checkpoints.restore_random_states(state["random"])
                     with log.setup(f"resuming from {newest}"):
                         await run.trainer.load_checkpoint(str(newest / "trainer"))
                 run.state = state

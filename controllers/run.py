@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from controllers import checkpoints
+from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.metrics import RunFolder, Timer
 from controllers.rollouts import greedy_accuracy
@@ -71,6 +71,8 @@ class RunConfig:
     """Steps between two checkpoints; the last step always writes one."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
+    keep_checkpoint_every: int = 0
+    """Steps between two checkpoints that are kept for good; 0: none is."""
     wandb_project: str | None = None
     """Report to this wandb project, too."""
 
@@ -89,6 +91,8 @@ class RunConfig:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
+        if self.keep_checkpoint_every < 0:
+            raise ValueError(f"keep_checkpoint_every={self.keep_checkpoint_every}; it must be at least 0")
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError("alphabet is empty and trainer.hf_path too; one of them must give a tokenizer")
         longest = {"generator.max_model_len": self.generator.max_model_len}
@@ -122,6 +126,7 @@ class Run:
     trainer: Any
     generator: Any
     log: Any  # a MetricsLogger, or for an evaluation a display
+    checkpoints: Checkpoints
     timer: Timer = field(default_factory=Timer)
     state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that is resumed; empty for a new run
 
@@ -146,9 +151,9 @@ class Run:
             )
 
     async def checkpoint(self, state: dict[str, Any]) -> None:
+        """Begin to write a checkpoint beside training; a failure of the one before ends the run here."""
         with self.timer("checkpoint"):
-            keep = self.config.keep_checkpoints
-            await checkpoints.save(self.trainer, self.folder.checkpoints, state, keep=keep)
+            await self.checkpoints.save(self.trainer, state | {"config": asdict(self.config)})
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
@@ -168,6 +173,8 @@ async def open_run(
     logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
     transport = make_transport(config, folder)
     clients: list[Any] = []
+    keep = {"keep": config.keep_checkpoints, "keep_every": config.keep_checkpoint_every}
+    checkpoints = Checkpoints(folder.checkpoints, **keep)
     try:
         with log.setup("starting transport"):
             await asyncio.wait_for(transport.open(), config.trainer.setup_timeout)
@@ -188,8 +195,12 @@ async def open_run(
             trainer=trainer,
             generator=generator,
             log=log,
+            checkpoints=checkpoints,
         )
+        await checkpoints.finish()
     finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)
         closing = [client.close() for client in clients]
         done = asyncio.gather(*closing, return_exceptions=True)
         with contextlib.suppress(TimeoutError):

@@ -7,7 +7,7 @@ import os
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -39,6 +39,9 @@ from rl_actors.types import (
 from rl_actors.validation import validate_optim_params, validate_prompts, validate_samples
 
 T = TypeVar("T")
+
+CLOSE_SAVE_TIMEOUT = 60.0
+"""Seconds that close waits for a checkpoint that is being written."""
 
 
 _open_clients: "weakref.WeakSet[_Client]" = weakref.WeakSet()
@@ -98,15 +101,21 @@ class _Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    async def _ask(self, endpoint: Any, phase: str, timeout: float, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call all ranks and collect their answers. What a rank raised is raised here, with a note of where it was."""
+    async def _ask(
+        self, endpoint: Any, phase: str, timeout: float, *args: Any, breaks: bool = True, **kwargs: Any
+    ) -> list[Any]:
+        """Call all ranks and collect their answers. What a rank raised is raised here, with a note of where it was.
+
+        breaks: a timeout leaves the ranks at it, so that none but a mending call may follow.
+        """
         if self._closed:
             raise RuntimeError(f"{self.name}: {phase} after close")
         try:
             return await asyncio.wait_for(_collected(endpoint, *args, **kwargs), timeout)
         except TimeoutError:
-            self._broken = f"{phase} did not answer within {timeout:g} s"
-            raise TimeoutError(f"{self.name}: {self._broken}; its ranks may still be at it") from None
+            late = f"{phase} did not answer within {timeout:g} s"
+            self._broken = late if breaks else self._broken
+            raise TimeoutError(f"{self.name}: {late}; its ranks may still be at it") from None
         except ActorError as error:
             cause = error.exception
             cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
@@ -114,6 +123,16 @@ class _Client:
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")
             raise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is copied and may still be on its way to the disk."""
+
+    path: str
+    policy_version: int
+    wait: Callable[[], Call[None]] = field(repr=False)
+    """Done when the directory is whole on disk; raises RuntimeError with path and rank when it could not be written."""
 
 
 class TrainerClient(_Client):
@@ -163,6 +182,10 @@ class TrainerClient(_Client):
 
     config: TrainerConfig | None = None  # None: the caller spawned the mesh
     _turn: asyncio.Lock  # made on the background loop
+    _writing: Call[None] | None = None  # of the last save_checkpoint
+    _unasked: Call[None] | None = (
+        None  # the same, until its wait() was called: its failure has no other way to the caller
+    )
     _info: TrainerInfo
 
     def _start(self, logs: LogRoute | None = None) -> None:
@@ -189,6 +212,9 @@ class TrainerClient(_Client):
         self._info = answers[0]
 
     async def _close(self) -> None:
+        if self._writing is not None and self._processes is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._writing, CLOSE_SAVE_TIMEOUT)
         await super()._close()
         if self._owns_transport and self._transport is not None:
             await self._transport.close()
@@ -237,6 +263,7 @@ class TrainerClient(_Client):
 
         async def call() -> OptimResult:
             validate_optim_params(params)
+            self._raise_failed_save()
             return await self._first("optim_step", params)
 
         return self._in_turn("optim_step", call)
@@ -250,15 +277,48 @@ class TrainerClient(_Client):
 
         return self._in_turn("discard_gradients", call, mends=True)
 
-    def save_checkpoint(self, path: str) -> Call[None]:
-        """Write model, optimizer and policy_version to a directory that is whole or is not there."""
-        absolute = os.path.abspath(path)
-        return self._in_turn("save_checkpoint", lambda: self._first("save_checkpoint", absolute))
+    def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
+        """Copy model, optimizer and policy_version, and write them to a directory that is whole or is not there.
 
-    def load_checkpoint(self, path: str) -> Call[int]:
-        """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version."""
+        Answers when they are copied; `.wait()` of the answer is done when they are on disk. A failure that nobody waited for
+        is raised by the next optim_step or save_checkpoint, which then has done nothing.
+        """
         absolute = os.path.abspath(path)
-        return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", absolute))
+
+        async def call() -> SavedCheckpoint:
+            if self._writing is not None:  # so that the ranks' wait_for_checkpoint always means the last one
+                with contextlib.suppress(Exception):
+                    await self._writing
+            self._raise_failed_save()
+            version = await self._first("save_checkpoint", absolute, optimizer)
+            writing = in_background(self._durable(absolute), f"{self.name}: writing {absolute}")
+            self._writing = self._unasked = writing
+
+            def wait() -> Call[None]:
+                if self._unasked is writing:
+                    self._unasked = None
+                return writing
+
+            return SavedCheckpoint(path=absolute, policy_version=version, wait=wait)
+
+        return self._in_turn("save_checkpoint", call)
+
+    async def _durable(self, path: str) -> None:
+        # Not in turn: the ranks take other calls meanwhile.
+        await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
+
+    def _raise_failed_save(self) -> None:
+        if self._unasked is not None and self._unasked.done():
+            failed, self._unasked = self._unasked, None
+            failed.result()
+
+    def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:
+        """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version.
+
+        optimizer=False: the weights alone; the optimizer then starts as that of a new trainer.
+        """
+        absolute = os.path.abspath(path)
+        return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", absolute, optimizer))
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""

@@ -3,15 +3,17 @@
 Every rank must get the same calls in the same order, so one TrainerClient sends them; see `Order`.
 """
 
+import asyncio
 import inspect
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl_actors.config import TrainerConfig
 from rl_actors.errors import sends_errors
@@ -40,6 +42,7 @@ class PolicyTrainer(Actor):
         self.last_number = 0
         self.last_reply: Callable[[], Any] | None = None
         self.published: list[Manifest] = []
+        self.written: Future[None] | None = None  # of the last save_checkpoint
 
     def __repr__(self) -> str:
         return f"PolicyTrainer({self.rank if hasattr(self, 'rank') else 'not set up'})"
@@ -86,16 +89,28 @@ class PolicyTrainer(Actor):
         return await self.in_order(order, lambda: self.engine.discard_gradients())
 
     @endpoint
-    async def save_checkpoint(self, path: str, order: Order | None = None) -> None:
-        """Write model, optimizer and version."""
-        return await self.in_order(order, lambda: self.engine.save_checkpoint(path))
+    async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
+        """Copy model, optimizer and version, and begin to write them; returns the version."""
+
+        def save() -> int:
+            self.written = self.engine.save_checkpoint(path, optimizer=optimizer)
+            return self.engine.policy_version
+
+        return await self.in_order(order, save)
+
+    @concurrent_endpoint
+    @sends_errors
+    async def wait_for_checkpoint(self) -> None:
+        """Answers when what save_checkpoint began is whole on disk, or raises why not. Other calls are taken meanwhile."""
+        if self.written is not None:
+            await asyncio.wrap_future(self.written)
 
     @endpoint
-    async def load_checkpoint(self, path: str, order: Order | None = None) -> int:
+    async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
         """Read model, optimizer and version. Versions published from here on are a new stream."""
 
         def load() -> int:
-            version = self.engine.load_checkpoint(path)
+            version = self.engine.load_checkpoint(path, optimizer=optimizer)
             self.new_stream()
             return version
 

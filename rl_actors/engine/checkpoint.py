@@ -1,15 +1,17 @@
 """Read and write weights: DCP directories of the whole trainer, Hugging Face directories of the model. Collective over all ranks."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
 from rl_actors.config import ModelConfig
 from rl_actors.engine.build import Parts
@@ -23,8 +25,8 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
-def require_checkpoint(parts: Parts, path: str) -> None:
-    """Raises ValueError on every rank when any rank finds no checkpoint of this model there; nothing was touched."""
+def require_checkpoint(parts: Parts, path: str, *, optimizer: bool) -> None:
+    """Raises ValueError on every rank when any rank finds no such checkpoint of this model there; nothing was touched."""
     if not _all(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -36,6 +38,8 @@ def require_checkpoint(parts: Parts, path: str) -> None:
     differing += [f"{name} is unknown here" for name in there if name.startswith("model.") and name not in here]
     if not _all(not differing):
         raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
+    if not _all(not optimizer or any(name.startswith("optimizer.") for name in saved)):
+        raise ValueError(f"{path} holds no optimizer state; optimizer=False loads its weights alone")
 
 
 def require_replaceable(path: str | Path) -> None:
@@ -46,31 +50,89 @@ def require_replaceable(path: str | Path) -> None:
         raise ValueError(f"{path} exists and is not a checkpoint: it holds no {METADATA}, so it is not replaced")
 
 
-def save(parts: Parts, path: str, policy_version: int) -> None:
-    """Write under a temporary name and rename: a directory is a whole checkpoint or is not there."""
-    target, partial = Path(path), Path(f"{path}.partial")
+class CheckpointWriter:
+    """Writes one checkpoint at a time while training goes on, over a process group of its own.
 
-    def clear() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(parents=True, exist_ok=True)
+    Its collectives run in another thread than training's, so in one group the two would meet in an order of their own on each rank.
+    """
 
-    def commit() -> None:
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+    def __init__(self) -> None:
+        self._written: Future[None] | None = None
 
-    _on_first_rank(clear)
-    with _plain_errors(f"saving {path}"):
-        dcp.save(_state(parts, policy_version), checkpoint_id=str(partial))
-    _on_first_rank(commit)
+    @cached_property
+    def _group(self) -> dist.ProcessGroup:
+        return dist.new_group(backend="gloo")  # at the first save, which all ranks reach together
+
+    def start(self, parts: Parts, path: str, policy_version: int, *, optimizer: bool) -> "Future[None]":
+        """Copy the state to the CPU and return; the answer comes when the directory is whole on disk.
+
+        It raises RuntimeError with path and rank when a rank could not write; then `path` is what it was before.
+        """
+        self.wait()
+        upload = dcp.async_save(
+            _state(parts, policy_version, optimizer=optimizer),
+            storage_writer=_WholeDirectoryWriter(path),
+            process_group=self._group,
+        )
+        written: Future[None] = Future()
+        written.set_running_or_notify_cancel()  # a waiter that goes away does not cancel it
+        upload.add_done_callback(lambda done: _settle(written, done, f"saving {path}"))
+        self._written = written
+        return written
+
+    def wait(self) -> None:
+        """Until nothing is being written any more. A failure belongs to whoever holds the answer of `start`."""
+        if self._written is not None:
+            self._written.exception()
 
 
-def load(parts: Parts, path: str) -> int:
-    """Load in place, resharding to this layout, and return the policy_version."""
-    state = _state(parts, 0)
+class _WholeDirectoryWriter(FileSystemWriter):
+    """Writes beside the path and renames once all ranks have written: a directory is a whole checkpoint or is not there.
+
+    DCP runs prepare_global_plan and finish on its first rank alone, between its own collectives, and spreads their errors.
+    """
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"{path}.partial")
+        self.target = Path(path)
+
+    def prepare_global_plan(self, plans):
+        shutil.rmtree(self.path)  # what a killed save left may hold files of more ranks than there are now
+        self.path.mkdir()
+        return super().prepare_global_plan(plans)
+
+    def finish(self, metadata, results) -> None:
+        super().finish(metadata, results)
+        former = Path(f"{self.target}.former")
+        shutil.rmtree(former, ignore_errors=True)
+        if self.target.exists():
+            # Removing it in place would leave half a checkpoint under its name; a kill between the two renames leaves both beside it.
+            self.target.rename(former)
+        self.path.rename(self.target)
+        shutil.rmtree(former, ignore_errors=True)
+
+
+def _settle(written: "Future[None]", upload: "Future[Any]", what: str) -> None:
+    try:
+        with _plain_errors(what):
+            upload.result()
+    except BaseException as error:
+        written.set_exception(error)
+    else:
+        written.set_result(None)
+
+
+def load(parts: Parts, path: str, *, optimizer: bool) -> int:
+    """Load in place, resharding to this layout, and return the policy_version; without its state the optimizer starts anew."""
+    state = _state(parts, 0, optimizer=optimizer)
     with _plain_errors(f"loading {path}"):
         dcp.load(state, checkpoint_id=str(path))
     parts.model.load_state_dict(state["model"])
-    parts.optimizers.load_state_dict(state["optimizer"])
+    if optimizer:
+        parts.optimizers.load_state_dict(state["optimizer"])
+    else:
+        for part in parts.optimizers.optimizers:
+            part.state.clear()
     return int(state["policy_version"])
 
 
@@ -94,18 +156,19 @@ def require_same_model(config: ModelConfig, path: str) -> None:
         raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
 
 
-def _state(parts: Parts, policy_version: int) -> dict[str, Any]:
+def _state(parts: Parts, policy_version: int, *, optimizer: bool) -> dict[str, Any]:
+    state = {"model": parts.model.state_dict(), "policy_version": torch.tensor(policy_version)}
+    return state | {"optimizer": _optimizer_state(parts)} if optimizer else state
+
+
+def _optimizer_state(parts: Parts) -> dict[str, Any]:
     # torchtitan makes missing optimizer state by a step of zeros, which Adam would count in its bias correction.
     fresh = [optimizer for optimizer in parts.optimizers.optimizers if not optimizer.state]
     optimizer_state = parts.optimizers.state_dict()
     for optimizer in fresh:
         for state in optimizer.state.values():
             state["step"].zero_()
-    return {
-        "model": parts.model.state_dict(),
-        "optimizer": optimizer_state,
-        "policy_version": torch.tensor(policy_version),
-    }
+    return optimizer_state
 
 
 @contextmanager
@@ -116,18 +179,6 @@ def _plain_errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise RuntimeError(f"{what} failed on {len(error.failures)} ranks; on rank {rank}: {cause!r}") from error
-
-
-def _on_first_rank(work: Callable[[], None]) -> None:
-    """Do the file work that one rank does for all. Its error is raised on every rank, so that none goes on alone."""
-    failure: Exception | None = None
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as error:
-            failure = error
-    if not _all(failure is None):
-        raise failure or RuntimeError("rank 0 could not write the checkpoint")
 
 
 def _all(holds: bool) -> bool:

@@ -5,6 +5,7 @@ B rows, L row length, D hidden size, V vocabulary.
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,6 +53,7 @@ class TrainEngine:
         self.parts: Parts = build(config)
         self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
         self.step = OpenStep()
+        self.writer = checkpoint.CheckpointWriter()
         self.policy_version = 0
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
         self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
@@ -133,21 +135,28 @@ class TrainEngine:
         self.parts.optimizers.zero_grad()
         self.step.close()
 
-    def save_checkpoint(self, path: str) -> None:
-        """Write model, optimizer and version as a DCP directory; it is whole or it is not there. Refused in an open step."""
-        self.step.require("save_checkpoint")
-        checkpoint.require_replaceable(path)
-        checkpoint.save(self.parts, path, self.policy_version)
+    def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
+        """Copy model, optimizer and version, and write them as a DCP directory while training goes on. Refused in an open step.
 
-    def load_checkpoint(self, path: str) -> int:
+        The answer is there when the directory is whole on disk; a second save waits for the first. Raises ValueError when path
+        holds something else, and RuntimeError with path and rank, from the answer, when it could not be written.
+        """
+        self.step.require("save_checkpoint")
+        self.writer.wait()
+        checkpoint.require_replaceable(path)
+        return self.writer.start(self.parts, path, self.policy_version, optimizer=optimizer)
+
+    def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
         """Read what save_checkpoint wrote, under any layout, and return its policy_version. Refused in an open step.
 
-        Raises ValueError, which changes nothing, when path is not a checkpoint of this model.
+        optimizer=False: the weights alone; the optimizer then starts as that of a new trainer.
+        Raises ValueError, which changes nothing, when path is not a checkpoint of this model or holds no optimizer state.
         """
         self.step.require("load_checkpoint")
-        checkpoint.require_checkpoint(self.parts, path)
+        self.writer.wait()
+        checkpoint.require_checkpoint(self.parts, path, optimizer=optimizer)
         with self._breaking(weights=True):
-            self.policy_version = checkpoint.load(self.parts, path)
+            self.policy_version = checkpoint.load(self.parts, path, optimizer=optimizer)
         self.step.close()
         return self.policy_version
 

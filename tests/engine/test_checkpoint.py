@@ -1,11 +1,14 @@
 """What a checkpoint brings back, and what is refused in its place."""
 
+import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from references import ppo_samples
 
+from rl_actors.engine.checkpoint import _WholeDirectoryWriter, is_checkpoint
 from rl_actors.losses import PPO
 from rl_actors.types import OptimParams
 
@@ -52,7 +55,7 @@ def test_a_saved_checkpoint_replaces_the_one_before_and_leaves_nothing_else(make
     engine = make_engine()
     engine.save_checkpoint(str(tmp_path / "checkpoint"))
     train(engine, [1])
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
     assert make_engine().load_checkpoint(str(tmp_path / "checkpoint")) == 1
 
@@ -80,7 +83,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs_and_nothing_
     path = str(tmp_path / "checkpoint")
     engine = make_engine()
     other = replace(engine.config.model, intermediate_size=32, tie_word_embeddings=False)
-    make_engine("", model=other).save_checkpoint(path)
+    make_engine("", model=other).save_checkpoint(path).result()
     before = state(engine)
     with pytest.raises(ValueError, match=r"holds another model: .*w1.weight is \(32, 64\) and \(96, 64\) here"):
         engine.load_checkpoint(path)
@@ -92,7 +95,7 @@ def test_a_damaged_checkpoint_leaves_weights_that_only_a_whole_one_mends(make_en
     path, whole = tmp_path / "checkpoint", tmp_path / "whole"
     engine = make_engine()
     engine.save_checkpoint(str(path))
-    engine.save_checkpoint(str(whole))
+    engine.save_checkpoint(str(whole)).result()
     for file in path.glob("*.distcp"):
         file.unlink()
     with pytest.raises(RuntimeError, match="loading .* failed on 1 ranks; on rank 0: FileNotFoundError"):
@@ -102,6 +105,119 @@ def test_a_damaged_checkpoint_leaves_weights_that_only_a_whole_one_mends(make_en
         engine.discard_gradients()
     engine.load_checkpoint(str(whole))
     assert engine.info().state == "idle"
+
+
+@pytest.fixture
+def held(monkeypatch) -> threading.Event:
+    """Every save stops half way, with its tensors on disk, until this is set."""
+    event, finish = threading.Event(), _WholeDirectoryWriter.finish
+
+    def wait_and_finish(*args, **kwargs):
+        assert event.wait(60)
+        finish(*args, **kwargs)
+
+    monkeypatch.setattr(_WholeDirectoryWriter, "finish", wait_and_finish)
+    yield event
+    event.set()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(make_engine, tmp_path, held):
+    path = tmp_path / "checkpoint"
+    engine, uninterrupted = make_engine(), make_engine()
+    train(engine, range(3))
+    train(uninterrupted, range(3))
+    saved = engine.save_checkpoint(str(path))
+    on = train(engine, (5, 6, 7))
+    assert not saved.done() and not path.exists()
+    held.set()
+    saved.result(60)
+    assert [found.name for found in tmp_path.iterdir()] == ["checkpoint"]
+    # Writing is reading: neither the run nor what is written knows of the other.
+    assert train(uninterrupted, (5, 6, 7)) == on
+    loaded = make_engine()
+    assert loaded.load_checkpoint(str(path)) == 3
+    assert train(loaded, (5, 6, 7)) == on
+    assert_bit_equal(state(loaded), state(engine))
+
+
+def test_a_second_save_and_a_load_wait_for_the_one_that_is_being_written(make_engine, tmp_path, held):
+    engine = make_engine()
+    train(engine, [1])
+    first = engine.save_checkpoint(str(tmp_path / "first"))
+    threading.Timer(0.3, held.set).start()
+    second = engine.save_checkpoint(str(tmp_path / "second"))
+    assert first.done()
+    assert engine.load_checkpoint(str(tmp_path / "second")) == 1
+    assert second.done()
+
+
+@pytest.mark.parametrize("step", ["write_data", "finish"])
+def test_a_write_that_fails_half_way_leaves_the_former_checkpoint_and_says_so(make_engine, tmp_path, monkeypatch, step):
+    path = tmp_path / "checkpoint"
+    engine = make_engine()
+    train(engine, range(3))
+    engine.save_checkpoint(str(path)).result()
+    expected = train(engine, (5, 6))
+
+    def fail(self, *_, **__):
+        Path(self.path, "__0_0.distcp").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(_WholeDirectoryWriter, step, fail)
+        failed = engine.save_checkpoint(str(path))
+        other = engine.save_checkpoint(str(tmp_path / "other"))
+        for answer, name in ((failed, "checkpoint"), (other, "other")):
+            message = rf"saving {tmp_path}/{name} failed on 1 ranks; on rank 0: OSError\('no space left on device'\)"
+            with pytest.raises(RuntimeError, match=message):
+                answer.result()
+    assert engine.info().state == "idle" and not is_checkpoint(tmp_path / "other")
+    assert engine.load_checkpoint(str(path)) == 3
+    assert train(engine, (5, 6)) == expected
+    # The next save finds the remains and is not harmed by them.
+    engine.save_checkpoint(str(tmp_path / "other")).result()
+    assert engine.load_checkpoint(str(tmp_path / "other")) == 5
+    assert not (tmp_path / "other.partial").exists()
+
+
+@pytest.mark.parametrize("saved_with_optimizer", [True, False])
+def test_weights_alone_load_into_an_optimizer_that_starts_anew(make_engine, tmp_path, saved_with_optimizer):
+    path = str(tmp_path / "checkpoint")
+    engine = make_engine()
+    train(engine, range(3))
+    engine.save_checkpoint(path, optimizer=saved_with_optimizer).result()
+    weights = state(engine)
+    new, used = make_engine(), make_engine()
+    train(used, [8, 9])
+    for other in (new, used):
+        assert other.load_checkpoint(path, optimizer=False) == other.policy_version == 3
+        assert_bit_equal(state(other), weights)
+    assert train(new, (5, 6)) == train(used, (5, 6)) != train(engine, (5, 6))
+    assert_bit_equal(state(new), state(used))
+
+
+def test_loading_an_optimizer_that_was_not_saved_is_refused_and_nothing_changed(make_engine, tmp_path):
+    path = str(tmp_path / "checkpoint")
+    engine, untouched = make_engine(), make_engine()
+    engine.save_checkpoint(path, optimizer=False).result()
+    for other in (engine, untouched):
+        train(other, [1])
+    with pytest.raises(ValueError) as caught:
+        engine.load_checkpoint(path)
+    assert str(caught.value) == f"{path} holds no optimizer state; optimizer=False loads its weights alone"
+    assert engine.info().state == "idle" and engine.policy_version == 1
+    assert train(engine, (5, 6)) == train(untouched, (5, 6))
+
+
+def test_a_checkpoint_without_optimizer_is_a_third_of_one_with_adam(make_engine, tmp_path):
+    engine = make_engine()
+    train(engine, [1])
+    sizes = []
+    for optimizer in (True, False):
+        path = tmp_path / f"checkpoint-{optimizer}"
+        engine.save_checkpoint(str(path), optimizer=optimizer).result()
+        sizes.append(sum(file.stat().st_size for file in path.glob("*.distcp")))
+    assert sizes[1] < 0.4 * sizes[0]
 
 
 @pytest.mark.parametrize("kind", ["folder", "file"])

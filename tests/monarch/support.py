@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
+from rl_actors.engine import checkpoint
 from rl_actors.generator import Generator
 from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.transports.base import Manifest, Transport, find, publish
@@ -184,6 +185,31 @@ class TestTrainer(PolicyTrainer):
             for parameter, weight in zip(parameters, weights, strict=True):
                 parameter.copy_(weight)
         return whole
+
+    @endpoint
+    async def hold_saves(self, folder: Path, error: str = "") -> None:
+        """A save stops before its last file until `open` is in the folder, and then fails with `error` if there is one."""
+        finish = checkpoint._WholeDirectoryWriter.finish
+
+        def wait_and_finish(*args, **kwargs):
+            checkpoint._WholeDirectoryWriter.finish = finish
+            wait_until((folder / "open").exists, 60)
+            if error:
+                raise OSError(error)
+            finish(*args, **kwargs)
+
+        checkpoint._WholeDirectoryWriter.finish = wait_and_finish
+
+    @endpoint
+    async def fail_next_write(self, rank: int, error: str) -> None:
+        """The next save fails on this rank before its tensors are on disk."""
+
+        def fail(*_, **__):
+            del checkpoint._WholeDirectoryWriter.write_data
+            raise OSError(error)
+
+        if self.rank == rank:
+            checkpoint._WholeDirectoryWriter.write_data = fail
 
 
 class TestGenerator(Generator):

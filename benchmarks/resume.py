@@ -1,0 +1,205 @@
+"""Whether a run that is killed at a random moment and resumed says what the uninterrupted run says: rounds, none of which may be lost.
+
+A round kills -9 the controller or the trainer of a short GRPO run with its own vLLM, between checkpoints or while one is being
+written, resumes the run and compares metrics.jsonl line by line, all but times and rates. It measures no speed.
+"""
+
+import argparse
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from controllers import checkpoints
+from controllers.metrics import RunFolder, read_jsonl
+
+ROOT = Path(__file__).parents[1]
+MARKER = "RL_ACTORS_RESUME_MARKER"
+TOLERANCE = 1e-5  # relative and absolute: fresh generation, whose sums of floats may come in another order
+RUN_TIMEOUT = 300.0
+END_TIMEOUT = 60.0  # until a killed run's processes are gone
+VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
+WARMUP_STEPS, GRPO_STEPS = 3, 12
+FLAGS = {
+    "--steps": GRPO_STEPS,
+    "--max-warmup-steps": WARMUP_STEPS,
+    "--checkpoint-every": 2,
+    "--validate-every": 3,
+    "--rollouts.groups-per-step": 8,
+    # A reward that random weights earn half of the time, so that every step has a signal.
+    "--environment.task": "tests.fakes:parity_reward",
+    "--environment.options": "{}",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """What dies, and when: `delay` seconds after the line of `step`, or once the first checkpoint from there on is being written."""
+
+    victim: str
+    moment: str
+    step: int
+    delay: float
+
+
+class Controller:
+    """python -m controllers.grpo in a process group of its own; all that it starts carries a mark in its environment."""
+
+    def __init__(self, *arguments: object, log: Path) -> None:
+        self.mark, self.log = uuid.uuid4().hex, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "controllers.grpo", *map(str, arguments)],
+                cwd=ROOT,
+                env={**os.environ, MARKER: self.mark, "PYTHONPATH": str(ROOT)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARKER) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def trainer(self) -> psutil.Process:
+        return next(p for p in self.processes() if p.environ().get("RL_ACTORS_PROCESS") == "trainer-0")
+
+    def finish(self) -> None:
+        """Wait for the end. Raises RuntimeError unless the run reached its last step."""
+        status = self.process.wait(RUN_TIMEOUT)
+        if status:
+            raise RuntimeError(f"exit status {status}; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
+
+    def wait_until_gone(self) -> None:
+        """Raises RuntimeError when a process outlives the one that was killed by more than END_TIMEOUT."""
+        deadline = time.monotonic() + END_TIMEOUT
+        while left := [process.pid for process in self.processes()]:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes {left} still run {END_TIMEOUT:g} s after the kill; see {self.log}")
+            time.sleep(0.2)
+
+    def __enter__(self) -> "Controller":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for process in self.processes():
+            process.kill()
+        self.process.wait()
+
+
+def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
+    step = draw.randrange(WARMUP_STEPS + GRPO_STEPS - 5)  # the run must not be over before the moment comes
+    chosen = {"victim": draw.choice(VICTIMS), "moment": draw.choice(MOMENTS), "step": step, "delay": draw.random() / 2}
+    return Kill(**(chosen | {key: value for key, value in (("victim", victim), ("moment", moment)) if value}))
+
+
+def carry_out(kill: Kill, run: Controller, folder: RunFolder) -> None:
+    """Wait for the moment and kill. Raises RuntimeError when the moment does not come."""
+    deadline = time.monotonic() + RUN_TIMEOUT
+
+    def until(holds: Callable[[], bool], pause: float) -> None:
+        while not holds():
+            if run.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"the run ended or hung before {kill}; see {run.log}")
+            time.sleep(pause)
+
+    until(lambda: any(record["step"] >= kill.step for record in read_jsonl(folder.metrics)), 0.02)
+    victim = run.trainer() if kill.victim == "trainer" else run.process
+    if kill.moment == "writing":
+        until(lambda: any(folder.checkpoints.glob("step-*/trainer.partial")), 0.0005)
+    else:
+        time.sleep(kill.delay)
+    victim.kill()
+    run.process.wait(END_TIMEOUT)
+
+
+def play(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], seed: int) -> str:
+    """One round; returns what happened. Raises RuntimeError when the run is lost."""
+    log = folder.path.with_suffix(".log")
+    with Controller(*flags(folder, seed), log=log) as run:
+        carry_out(kill, run, folder)
+        run.wait_until_gone()
+    num_lines = len(read_jsonl(folder.metrics))
+    partial = any(folder.checkpoints.glob("step-*/trainer.partial"))
+    newest = checkpoints.newest(folder.checkpoints)
+    with Controller("--resume", folder.path, log=log) as resumed:
+        resumed.finish()
+    if differing := differences(expected, read_jsonl(folder.metrics)):
+        raise RuntimeError(f"{len(differing)} values differ: {'; '.join(differing[:5])}")
+    state = "with a checkpoint half written, " if partial else ""
+    return f"killed after {num_lines} lines, {state}resumed from {newest.name if newest else 'the first step'}"
+
+
+def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> list[str]:
+    """What differs between two metrics.jsonl, but for times and rates."""
+    steps = [[record["step"] for record in records] for records in (expected, actual)]
+    if steps[0] != steps[1]:
+        return [f"steps {steps[1]} instead of {steps[0]}"]
+    found = []
+    for one, other in zip(expected, actual, strict=True):
+        for key in sorted(one.keys() | other.keys()):
+            if key.startswith("time/") or "per_second" in key:
+                continue
+            if not close(one.get(key), other.get(key)):
+                found.append(f"step {one['step']}: {key}={other.get(key)!r} instead of {one.get(key)!r}")
+    return found
+
+
+def close(one: Any, other: Any) -> bool:
+    if type(one) is float and type(other) in (int, float):
+        return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    return one == other
+
+
+def flags(folder: RunFolder, seed: int) -> list[object]:
+    every = [item for flag in FLAGS.items() for item in flag]
+    return ["--config", "tiny", "--output-dir", folder.path, "--seed", seed, *every]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20, help="runs that are killed and resumed")
+    parser.add_argument("--seed", type=int, default=0, help="of what is killed and when; round i has seed + i")
+    parser.add_argument("--victim", choices=VICTIMS, help="kill only this one")
+    parser.add_argument("--moment", choices=MOMENTS, help="kill only then")
+    parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary folder")
+    args = parser.parse_args()
+    base = args.folder or Path(tempfile.mkdtemp(prefix="rl_actors_resume_"))
+    print(f"seed {args.seed}, runs in {base}", flush=True)
+    whole = RunFolder(base / "uninterrupted")
+    with Controller(*flags(whole, args.seed), log=base / "uninterrupted.log") as run:
+        run.finish()
+    expected, lost = read_jsonl(whole.metrics), 0
+    for index in range(args.rounds):
+        kill = draw_kill(random.Random(args.seed + index), args.victim, args.moment)
+        start = time.monotonic()
+        try:
+            outcome = "ok: " + play(kill, RunFolder(base / f"round-{index}"), expected, args.seed)
+        except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
+            outcome, lost = f"LOST: {error!r}", lost + 1
+        print(
+            f"round {index} (seed {args.seed + index}) {kill}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True
+        )
+    print(f"{args.rounds - lost} of {args.rounds} rounds went on as the uninterrupted run, {lost} lost")
+    sys.exit(1 if lost else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""A run's checkpoints: written beside training, committed last, and which of them stay."""
+
+import asyncio
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from configs.tiny import tiny
+from controllers import checkpoints
+from controllers.checkpoints import Checkpoints, removable
+
+
+@dataclass
+class FakeTrainer:
+    """Copies at once; what it writes is on disk when `durable` is set, or fails with `error`."""
+
+    durable: asyncio.Event = field(default_factory=asyncio.Event)
+    error: Exception | None = None
+
+    async def save_checkpoint(self, path: str):
+        async def wait() -> None:
+            await self.durable.wait()
+            if self.error:
+                raise self.error
+            Path(path).mkdir(parents=True)
+
+        return SimpleNamespace(wait=wait)
+
+
+def names(folder: Path) -> list[str]:
+    return [path.name for path in checkpoints.complete(folder)]
+
+
+def test_the_commit_comes_when_the_trainers_part_is_on_disk_and_holds_the_state_of_its_step(tmp_path):
+    async def run():
+        trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
+        state = {"step": 3, "cursor": 12, "config": {"path": Path("x")}}
+        await saver.save(trainer, state)
+        state["cursor"] = 16  # training goes on
+        await asyncio.sleep(0.05)
+        assert names(tmp_path) == []
+        trainer.durable.set()
+        await saver.finish()
+        assert names(tmp_path) == ["step-3"]
+
+    asyncio.run(run())
+    state = checkpoints.read(tmp_path / "step-3")
+    assert (state["step"], state["cursor"], state["config"]) == (3, 12, {"path": "x"})
+
+
+def test_a_second_save_waits_for_the_first(tmp_path):
+    async def run():
+        trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
+        await saver.save(trainer, {"step": 1})
+        second = asyncio.create_task(saver.save(trainer, {"step": 2}))
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        trainer.durable.set()
+        await second
+        assert "step-1" in names(tmp_path)
+        await saver.finish()
+        assert names(tmp_path) == ["step-1", "step-2"]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("next_call", ["save", "finish"])
+def test_a_failed_write_is_raised_by_the_next_call_and_is_no_checkpoint(tmp_path, next_call):
+    async def run():
+        trainer, saver = FakeTrainer(error=RuntimeError("saving x failed on rank 0")), Checkpoints(tmp_path, keep=2)
+        trainer.durable.set()
+        await saver.save(trainer, {"step": 1})
+        with pytest.raises(RuntimeError, match="saving x failed on rank 0"):
+            await (saver.save(trainer, {"step": 2}) if next_call == "save" else saver.finish())
+
+    asyncio.run(run())
+    assert names(tmp_path) == []
+
+
+def test_who_gives_up_waiting_does_not_take_the_commit(tmp_path):
+    async def run():
+        trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
+        await saver.save(trainer, {"step": 1})
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(saver.finish(), 0.05)
+        trainer.durable.set()
+        await saver.finish()
+
+    asyncio.run(run())
+    assert names(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize(
+    ("keep", "keep_every", "left"),
+    [
+        (1, 0, [7]),
+        (2, 0, [6, 7]),
+        (9, 0, [1, 2, 3, 4, 5, 6, 7]),
+        (1, 3, [3, 6, 7]),
+        (2, 5, [5, 6, 7]),
+    ],
+)
+def test_the_newest_and_one_in_every_so_many_steps_are_kept(tmp_path, keep, keep_every, left):
+    async def run():
+        trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=keep, keep_every=keep_every)
+        trainer.durable.set()
+        for step in range(1, 8):
+            await saver.save(trainer, {"step": step})
+        await saver.finish()
+
+    asyncio.run(run())
+    assert names(tmp_path) == [f"step-{step}" for step in left]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names(tmp_path)
+
+
+def test_what_is_kept_for_good_does_not_depend_on_when_the_others_were_removed():
+    steps, there = range(7, 300, 25), []
+    for step in steps:
+        there.append(step)
+        for gone in removable(there, keep=2, keep_every=100):
+            there.remove(gone)
+    assert there == [107, 207, 257, 282]
+    assert [step for step in steps if step not in removable(list(steps), keep=2, keep_every=100)] == there
+
+
+def test_a_negative_distance_between_checkpoints_is_refused():
+    config = tiny()
+    config.keep_checkpoint_every = -1
+    with pytest.raises(ValueError, match="keep_checkpoint_every=-1; it must be at least 0"):
+        config.validate()
+
+
+def test_what_a_killed_run_left_half_is_removed_and_the_rest_is_not(tmp_path):
+    for name in ("step-1", "step-2", "step-3"):
+        (tmp_path / name / "trainer.partial").mkdir(parents=True)
+    (tmp_path / "step-2/state.json").write_text(json.dumps({"step": 2}))
+    (tmp_path / "step-3/state.json.tmp").write_text('{"st')
+    checkpoints.remove_incomplete(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_random_states_survive_their_json():
+    def draw():
+        return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), torch.rand(()).item()]
+
+    checkpoints.seed_random(3)
+    first = draw()  # leaves half a Gaussian pair in two of the three
+    text = json.dumps(checkpoints.random_states())
+    after = draw()
+    checkpoints.restore_random_states(json.loads(text))
+    assert draw() == after != first
+    checkpoints.seed_random(3)
+    assert draw() == first

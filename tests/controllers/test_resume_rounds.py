@@ -1,0 +1,33 @@
+"""One round of benchmarks/resume.py for each process that can die: real trainer, real vLLM, kill -9, resume."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.resume import differences
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "moment"), [("controller", "between"), ("trainer", "writing")])
+def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, victim, moment):
+    arguments = ["--rounds", "1", "--victim", victim, "--moment", moment, "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.resume", *arguments]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "1 of 1 rounds went on as the uninterrupted run, 0 lost" in finished.stdout
+
+
+def test_what_differs_between_two_runs_is_named_but_for_times_and_rates():
+    one = [{"step": 0, "loss": 0.5, "time/step": 1.0}, {"step": 1, "loss": 0.25, "tokens": 12, "nothing": None}]
+    near = [{"step": 0, "loss": 0.5 + 4e-6, "time/step": 9.0}, {"step": 1, "loss": 0.25, "tokens": 12}]
+    assert differences(one, near) == []
+    far = [near[0], near[1] | {"loss": 0.2501, "tokens": 13}]
+    assert differences(one, far) == [
+        "step 1: loss=0.2501 instead of 0.25",
+        "step 1: tokens=13 instead of 12",
+    ]
+    assert differences(one, near[:1]) == ["steps [0] instead of [0, 1]"]

@@ -1,0 +1,95 @@
+"""save_checkpoint through a client: it returns when the state is copied, and the caller learns how the writing went."""
+
+import asyncio
+
+import pytest
+import support
+
+from rl_actors import OptimParams, TrainerClient
+from rl_actors.meshes import spawn_processes
+
+STEP = OptimParams(learning_rate=0.01)
+
+
+@pytest.fixture
+def hold(trainer_mesh, tmp_path):
+    """hold(error) stops the next save half way, hold.open() lets it go on; it then fails with `error`, if any."""
+
+    def hold(error: str = "") -> None:
+        trainer_mesh.hold_saves.call(tmp_path, error).get()
+
+    hold.open = (tmp_path / "open").touch
+    yield hold
+    hold.open()
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(trainer, hold, tmp_path):
+    hold()
+    version = support.step(trainer)
+    saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    assert (saved.path, saved.policy_version) == (str(tmp_path / "checkpoint"), version)
+    durable = saved.wait()
+    assert [support.step(trainer, seed=seed) for seed in (1, 2)] == [version + 1, version + 2]
+    assert not durable.done() and not (tmp_path / "checkpoint").exists()
+    hold.open()
+    durable.result(60)
+    assert (tmp_path / "checkpoint/.metadata").exists()
+    assert trainer.load_checkpoint(saved.path).result() == version
+
+
+def test_a_second_save_waits_for_the_first(trainer, hold, tmp_path):
+    hold()
+    first = trainer.save_checkpoint(str(tmp_path / "first")).result()
+    second = trainer.save_checkpoint(str(tmp_path / "second"), optimizer=False)
+    with pytest.raises(TimeoutError):
+        second.result(0.3)
+    hold.open()
+    second.result().wait().result()
+    assert first.wait().done()
+    assert trainer.load_checkpoint(str(tmp_path / "second"), optimizer=False).result() == second.result().policy_version
+    with pytest.raises(ValueError, match="second holds no optimizer state"):
+        trainer.load_checkpoint(str(tmp_path / "second")).result()
+
+
+@pytest.mark.parametrize("call", ["wait", "save_checkpoint", "optim_step"])
+def test_a_failed_write_is_raised_once_with_path_and_rank(trainer, hold, tmp_path, call):
+    hold("no space left on device")
+    saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    trainer.forward_backward(support.random_samples(), loss="cross_entropy").result()
+    hold.open()
+    support.wait_until(trainer._writing.done)
+    if call == "save_checkpoint":
+        trainer.discard_gradients().result()
+    report = {
+        "wait": saved.wait,
+        "save_checkpoint": lambda: trainer.save_checkpoint(str(tmp_path / "other")),
+        "optim_step": lambda: trainer.optim_step(STEP),
+    }[call]
+    with pytest.raises(RuntimeError, match=r"saving .*/checkpoint failed on 1 ranks; on rank 0: OSError\('no space"):
+        report().result()
+    assert not (tmp_path / "other").exists()
+    # It was said; nothing is lost but the checkpoint.
+    if call == "save_checkpoint":
+        trainer.forward_backward(support.random_samples(), loss="cross_entropy").result()
+    assert trainer.optim_step(STEP).result().policy_version == saved.policy_version + 1
+    trainer.save_checkpoint(str(tmp_path / "other")).result().wait().result()
+
+
+def test_a_rank_of_two_that_cannot_write_is_named_and_both_go_on(tmp_path):
+    processes = asyncio.run(spawn_processes("trainer", 2))
+    mesh = processes.mesh.spawn("trainer", support.TestTrainer, support.trainer_config(shard=2), None)
+    try:
+        trainer = TrainerClient(mesh)
+        version = support.step(trainer)
+        mesh.fail_next_write.call(1, "no space left on device").get()
+        failed = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+        with pytest.raises(RuntimeError, match=r"checkpoint failed on 1 ranks; on rank 1: OSError\('no space"):
+            failed.wait().result()
+        assert not (tmp_path / "checkpoint").exists()
+        saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+        assert support.step(trainer) == version + 1  # its collectives and those of the writing do not meet
+        saved.wait().result()
+        assert trainer.load_checkpoint(saved.path).result() == version
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    finally:
+        asyncio.run(processes.stop())
