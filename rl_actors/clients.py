@@ -8,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import torch
@@ -230,6 +230,11 @@ class TrainerClient(_Client):
         """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version."""
         absolute = os.path.abspath(path)
         return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", absolute))
+
+    def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
+        """Write a new directory that transformers and vLLM load: config.json, safetensors and the tokenizer of hf_path, when it has one."""
+        absolute = os.path.abspath(path)
+        return self._in_turn("export_hf", lambda: self._first("export_hf", absolute, dtype))
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""

@@ -4,18 +4,18 @@ Nothing here trains.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, register_moe_load_balancing_hook
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
     _EMBEDDING_SKIP_INIT,
@@ -23,6 +23,7 @@ from torchtitan.models.qwen3 import (
     Qwen3Model,
     Qwen3StateDictAdapter,
     _build_qwen3_layers,
+    _build_qwen3_moe_layers,
     _qwen3_norm,
     parallelize_qwen3,
 )
@@ -30,6 +31,7 @@ from torchtitan.models.qwen3 import (
 import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
 from rl_actors.config import ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.engine.moe import Experts, RouterCounters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +43,11 @@ class Parts:
     attention_masks: Callable[[Tensor], Any]  # positions_BL -> what the attention layers take
     context: Callable[[], Any]  # torchtitan's context around forward and backward
     adapter: Qwen3StateDictAdapter
+    routers: RouterCounters
 
 
-def qwen3_config(model: ModelConfig) -> Qwen3Model.Config:
-    """torchtitan's config of a dense Qwen3 with these dimensions, from the builders that its own flavors use."""
+def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0) -> Qwen3Model.Config:
+    """torchtitan's config of a Qwen3 with these dimensions, from the builders that its own flavors use."""
     rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=model.max_position_embeddings, theta=model.rope_theta)
     return Qwen3Model.Config(
         vocab_size=model.vocab_size,
@@ -57,17 +60,38 @@ def qwen3_config(model: ModelConfig) -> Qwen3Model.Config:
             param_init=_EMBEDDING_SKIP_INIT if model.tie_word_embeddings else _EMBEDDING_INIT,
         ),
         lm_head=Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT),
-        layers=_build_qwen3_layers(
-            n_layers=model.num_hidden_layers,
-            dim=model.hidden_size,
-            n_heads=model.num_attention_heads,
-            n_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            hidden_dim=model.intermediate_size,
-            attn_backend="flex",
-            rope=rope,
-        ),
+        layers=_layers(model, rope, load_balance_coeff),
     )
+
+
+def _layers(model: ModelConfig, rope: CosSinRoPE.Config, load_balance_coeff: float) -> list[TransformerBlock.Config]:
+    same = {
+        "n_layers": model.num_hidden_layers,
+        "dim": model.hidden_size,
+        "n_heads": model.num_attention_heads,
+        "n_kv_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "attn_backend": "flex",
+        "rope": rope,
+    }
+    layers = _build_qwen3_layers(**same, hidden_dim=model.intermediate_size)
+    if not model.num_experts:
+        return layers
+    sparse = _build_qwen3_moe_layers(
+        **same,
+        moe_hidden_dim=model.moe_intermediate_size,
+        num_experts=model.num_experts,
+        top_k=model.num_experts_per_tok,
+        moe_comm_backend="standard",
+    )
+    for layer in sparse:
+        layer.moe.router.route_norm = model.norm_topk_prob
+        layer.moe.load_balance_coeff = load_balance_coeff or None
+        experts = layer.moe.routed_experts.inner_experts
+        layer.moe.routed_experts.inner_experts = Experts.Config(
+            **{field.name: getattr(experts, field.name) for field in fields(experts) if field.init}
+        )
+    return [sparse[i] if model.has_experts(i) else layers[i] for i in range(model.num_hidden_layers)]
 
 
 def platform() -> ModuleType:
@@ -92,7 +116,7 @@ def build(config: TrainerConfig) -> Parts:
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
     training = TrainingConfig(seq_len=config.tokens_per_row, mixed_precision_param=config.compute_dtype)
 
-    model_config = qwen3_config(config.model)
+    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff)
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention()
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
@@ -116,14 +140,17 @@ def build(config: TrainerConfig) -> Parts:
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()
+    optimizers = _optimizers(config.optimizer, model)
+    register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
     return Parts(
         model=model,
-        optimizers=_optimizers(config.optimizer, model),
+        optimizers=optimizers,
         parallel_dims=parallel_dims,
         device=device,
         attention_masks=machine.attention_masks(model),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
-        adapter=Qwen3StateDictAdapter(model_config, config.hf_path or None),
+        adapter=Qwen3StateDictAdapter(model_config, None),
+        routers=RouterCounters(model),
     )
 
 

@@ -1,4 +1,4 @@
-"""Read and write weights: DCP directories of the whole trainer, Hugging Face directories of the model. Collective over all ranks."""
+"""Read and write DCP directories of the whole trainer. Collective over all ranks; hf.py knows Hugging Face directories."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
-from rl_actors.config import ModelConfig
 from rl_actors.engine.build import Parts
 
 METADATA = ".metadata"
@@ -72,26 +71,6 @@ def load(parts: Parts, path: str) -> int:
     parts.model.load_state_dict(state["model"])
     parts.optimizers.load_state_dict(state["optimizer"])
     return int(state["policy_version"])
-
-
-def load_hf(parts: Parts, path: str) -> None:
-    """Load a directory of safetensors into the sharded model; each rank reads its part."""
-    state = parts.adapter.to_hf(parts.model.state_dict())
-    with _plain_errors(f"loading {path}"):
-        dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
-    parts.model.load_state_dict(parts.adapter.from_hf(state))
-
-
-def require_same_model(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing every dimension in which config.json differs from the config."""
-    found = ModelConfig.from_hf(path)
-    differing = [
-        f"{name}={getattr(config, name)} but {getattr(found, name)} there"
-        for name in config.__dataclass_fields__
-        if getattr(config, name) != getattr(found, name)
-    ]
-    if differing:
-        raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
 
 
 def _state(parts: Parts, policy_version: int) -> dict[str, Any]:
