@@ -1,9 +1,11 @@
 """The configs of the trainer and the generator: plain dataclasses, importable without Monarch, vLLM or a GPU."""
 
 import json
+import pkgutil
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
@@ -145,14 +147,59 @@ MOE_FIELDS = frozenset(
 HF_MODEL_TYPES = ("qwen3", "qwen3_moe")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters whose name holds a match of `pattern`, and what their learning rate and weight decay are multiplied by.
+
+    Names are torchtitan's: ParameterGroup(pattern="norm", weight_decay_multiplier=0.0).
+    """
+
+    pattern: str
+    """Regular expression, searched in the name; of several groups the first that matches holds the parameter."""
+    learning_rate_multiplier: float = 1.0
+    """Times OptimParams.learning_rate."""
+    weight_decay_multiplier: float = 1.0
+    """Times OptimParams.weight_decay."""
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Which optimizer; its learning rate, betas, eps and weight decay come with each optim_step."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer of every parameter."""
+    name: str = "AdamW"
+    """AdamW, Adam, or the import path of a torch.optim.Optimizer: "torch.optim:SGD"."""
+    arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    """Of its constructor, but for those that come with each optim_step: {"momentum": 0.9}."""
+    groups: Annotated[tuple[ParameterGroup, ...], tyro.conf.Suppress] = ()
+    """Parameters with a learning rate or weight decay of their own; the rest has multipliers of 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of it."""
+    """torch's implementation of AdamW and Adam; an import path takes its own from `arguments`."""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit for an optimizer that cannot be made."""
+        if self.name not in ("AdamW", "Adam"):
+            try:
+                found = pkgutil.resolve_name(self.name) if ":" in self.name else None
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"optimizer.name={self.name!r} cannot be imported: {error}") from None
+            if not callable(found):
+                raise ValueError(
+                    f"optimizer.name={self.name!r}; it must be AdamW, Adam or an import path such as 'torch.optim:SGD'"
+                )
+        if taken := sorted({"lr", "betas", "eps", "weight_decay"} & set(self.arguments)):
+            raise ValueError(f"optimizer.arguments has {taken[0]!r}, which comes with each optim_step")
+        for index, group in enumerate(self.groups):
+            try:
+                re.compile(group.pattern)
+            except re.error as error:
+                raise ValueError(f"optimizer.groups[{index}].pattern={group.pattern!r}: {error}") from None
+            if not group.pattern:
+                raise ValueError(f"optimizer.groups[{index}].pattern is empty; the rest is a group of its own")
+            for name in ("learning_rate_multiplier", "weight_decay_multiplier"):
+                if not 0 <= getattr(group, name) < float("inf"):
+                    raise ValueError(
+                        f"optimizer.groups[{index}].{name}={getattr(group, name)}; it must be a number of at least 0, finite"
+                    )
 
 
 def _parallelism() -> ParallelismConfig:
@@ -221,6 +268,7 @@ class TrainerConfig:
         """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
         model, parallel = self.model, self.parallelism
         model.validate()
+        self.optimizer.validate()
         self.num_processes()
         unsupported = {
             "context_parallel": parallel.context_parallel_degree,

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig, register_moe_load_balancing_hook
+from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -30,14 +30,16 @@ from torchtitan.models.qwen3 import (
 
 import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
-from rl_actors.config import ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine.moe import Experts, RouterCounters
+from rl_actors.engine.optimizer import Hyperparameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     model: nn.Module
     optimizers: OptimizersContainer
+    hyperparameters: Hyperparameters
     parallel_dims: ParallelDims
     device: torch.device
     attention_masks: Callable[[Tensor], Any]  # positions_BL -> what the attention layers take
@@ -140,25 +142,16 @@ def build(config: TrainerConfig) -> Parts:
     with torch.no_grad():
         model.init_weights(buffer_device=None)
     model.train()
-    optimizers = _optimizers(config.optimizer, model)
-    register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
+    hyperparameters = Hyperparameters(config.optimizer, model)
+    register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)
     return Parts(
         model=model,
-        optimizers=optimizers,
+        optimizers=hyperparameters.optimizers,
+        hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,
         attention_masks=machine.attention_masks(model),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         adapter=Qwen3StateDictAdapter(model_config, None),
         routers=RouterCounters(model),
-    )
-
-
-def _optimizers(config: OptimizerConfig, model: nn.Module) -> OptimizersContainer:
-    # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
-    group = ParamGroupConfig(
-        pattern=".*", optimizer_name=config.name, optimizer_kwargs={"lr": 0.0, "weight_decay": 0.0}
-    )
-    return OptimizersContainer.Config(param_groups=[group], implementation=config.implementation).build(
-        model_parts=[model]
     )

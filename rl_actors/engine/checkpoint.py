@@ -79,7 +79,8 @@ def _state(parts: Parts, policy_version: int) -> dict[str, Any]:
     optimizer_state = parts.optimizers.state_dict()
     for optimizer in fresh:
         for state in optimizer.state.values():
-            state["step"].zero_()
+            if "step" in state:
+                state["step"].zero_()
     return {
         "model": parts.model.state_dict(),
         "optimizer": optimizer_state,

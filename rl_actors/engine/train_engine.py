@@ -53,6 +53,7 @@ class TrainEngine:
         self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
         self.step = OpenStep()
         self.policy_version = 0
+        self.steps_skipped = 0
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
         self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
         self.num_data_ranks: int = mesh.size() if mesh is not None else 1
@@ -100,6 +101,7 @@ class TrainEngine:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
         self.step.require("optim_step")
         validate_optim_params(params)
+        self.parts.hyperparameters.validate(params)
         with self._breaking():
             named = [(n, p) for n, p in self.parts.model.named_parameters() if p.grad is not None]
             # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
@@ -113,6 +115,8 @@ class TrainEngine:
             with self._breaking(weights=True):
                 self._apply(params)
             self.policy_version += 1
+        else:
+            self.steps_skipped += 1
         self._clear()
         self.step.close()
         return OptimResult(
@@ -163,6 +167,7 @@ class TrainEngine:
         config = self.config
         return TrainerInfo(
             policy_version=self.policy_version,
+            steps_skipped=self.steps_skipped,
             state=self.step.state,
             num_parameters=sum(p.numel() for p in self.parts.model.parameters()),
             vocab_size=config.model.vocab_size,
@@ -220,12 +225,7 @@ class TrainEngine:
         )
 
     def _apply(self, params: OptimParams) -> None:
-        for optimizer in self.parts.optimizers.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = params.learning_rate
-                group["betas"] = (params.beta1, params.beta2)
-                group["eps"] = params.eps
-                group["weight_decay"] = params.weight_decay
+        self.parts.hyperparameters.set(params)
         self.parts.optimizers.step()
 
     def _clear(self) -> None:
