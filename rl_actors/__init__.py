@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_actors.config import GeneratorConfig, ModelConfig, OptimizerConfig, ParameterGroup, TrainerConfig
+from rl_actors.config import GeneratorConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rl_actors.losses import PPO, CrossEntropy, ImportanceSampling
 from rl_actors.types import (
     Completion,
@@ -51,7 +51,6 @@ __all__ = [
     "OptimParams",
     "OptimResult",
     "OptimizerConfig",
-    "ParameterGroup",
     "PolicyTrainer",
     "Sample",
     "SamplingParams",

@@ -5,7 +5,7 @@ import pkgutil
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
@@ -147,31 +147,17 @@ MOE_FIELDS = frozenset(
 HF_MODEL_TYPES = ("qwen3", "qwen3_moe")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParameterGroup:
-    """Parameters whose name holds a match of `pattern`, and what their learning rate and weight decay are multiplied by.
-
-    Names are torchtitan's: ParameterGroup(pattern="norm", weight_decay_multiplier=0.0).
-    """
-
-    pattern: str
-    """Regular expression, searched in the name; of several groups the first that matches holds the parameter."""
-    learning_rate_multiplier: float = 1.0
-    """Times OptimParams.learning_rate."""
-    weight_decay_multiplier: float = 1.0
-    """Times OptimParams.weight_decay."""
-
-
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Which optimizer; its learning rate, betas, eps and weight decay come with each optim_step."""
 
     name: str = "AdamW"
     """AdamW, Adam, or the import path of a torch.optim.Optimizer: "torch.optim:SGD"."""
-    arguments: Annotated[dict[str, Any], tyro.conf.Suppress] = field(default_factory=dict)
+    arguments: dict[str, float | bool] = field(default_factory=dict)
     """Of its constructor, but for those that come with each optim_step: {"momentum": 0.9}."""
-    groups: Annotated[tuple[ParameterGroup, ...], tyro.conf.Suppress] = ()
-    """Parameters with a learning rate or weight decay of their own; the rest has multipliers of 1."""
+    groups: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Regular expression, searched in torchtitan's parameter names -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}.
+    The first that matches holds the parameter; the rest has multipliers of 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
     """torch's implementation of AdamW and Adam; an import path takes its own from `arguments`."""
 
@@ -188,18 +174,18 @@ class OptimizerConfig:
                 )
         if taken := sorted({"lr", "betas", "eps", "weight_decay"} & set(self.arguments)):
             raise ValueError(f"optimizer.arguments has {taken[0]!r}, which comes with each optim_step")
-        for index, group in enumerate(self.groups):
+        for pattern, multipliers in self.groups.items():
             try:
-                re.compile(group.pattern)
+                re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"optimizer.groups[{index}].pattern={group.pattern!r}: {error}") from None
-            if not group.pattern:
-                raise ValueError(f"optimizer.groups[{index}].pattern is empty; the rest is a group of its own")
-            for name in ("learning_rate_multiplier", "weight_decay_multiplier"):
-                if not 0 <= getattr(group, name) < float("inf"):
-                    raise ValueError(
-                        f"optimizer.groups[{index}].{name}={getattr(group, name)}; it must be a number of at least 0, finite"
-                    )
+                raise ValueError(f"optimizer.groups has the pattern {pattern!r}: {error}") from None
+            if not pattern:
+                raise ValueError("optimizer.groups has an empty pattern; the rest is a group of its own")
+            if len(multipliers) != 2 or not all(0 <= multiplier < float("inf") for multiplier in multipliers):
+                raise ValueError(
+                    f"optimizer.groups[{pattern!r}]={multipliers}; it must be two numbers of at least 0, finite: "
+                    "multipliers of learning rate and weight decay"
+                )
 
 
 def _parallelism() -> ParallelismConfig:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
-from rl_actors.config import OptimizerConfig, ParameterGroup
+from rl_actors.config import OptimizerConfig
 from rl_actors.types import OptimParams
 
 
@@ -40,17 +40,18 @@ class Hyperparameters:
     def __init__(self, config: OptimizerConfig, model: nn.Module) -> None:
         """Raises ValueError for a pattern that is found in no trained parameter that is left."""
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.groups: list[ParameterGroup] = []
-        for group in [*config.groups, ParameterGroup(pattern="")]:
-            left = [name for name in names if not re.search(group.pattern, name)]
+        groups: dict[str, tuple[float, float]] = {}
+        for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
+            left = [name for name in names if not re.search(pattern, name)]
             if len(left) < len(names):
-                self.groups.append(group)
-            elif group.pattern:
-                raise ValueError(f"optimizer.groups: the pattern {group.pattern!r} is found in none of {names}")
+                groups[pattern] = multipliers
+            elif pattern:
+                raise ValueError(f"optimizer.groups: the pattern {pattern!r} is found in none of {names}")
             names = left
+        self.multipliers = list(groups.values())
         # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
         self.optimizers = Optimizers.Config(
-            param_groups=[ParamGroupConfig(pattern=group.pattern, optimizer_name=config.name) for group in self.groups],
+            param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,
             optimizer_factory_kwargs_by_name={config.name: {"lr": 0.0, **config.arguments}},
         ).build(model_parts=[model])
@@ -71,11 +72,11 @@ class Hyperparameters:
 
     def set(self, params: OptimParams) -> None:
         """The next step uses these."""
-        for group, multipliers in zip(self.optimizer.param_groups, self.groups, strict=True):
+        for group, (rate, decay) in zip(self.optimizer.param_groups, self.multipliers, strict=True):
             values = {
-                "lr": params.learning_rate * multipliers.learning_rate_multiplier,
+                "lr": params.learning_rate * rate,
                 "betas": (params.beta1, params.beta2),
                 "eps": params.eps,
-                "weight_decay": params.weight_decay * multipliers.weight_decay_multiplier,
+                "weight_decay": params.weight_decay * decay,
             }
             group.update({key: value for key, value in values.items() if key in group})

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references import random_samples
 
-from rl_actors.config import OptimizerConfig, ParameterGroup, TrainerConfig
+from rl_actors.config import OptimizerConfig, TrainerConfig
 from rl_actors.types import OptimParams
 
 SAMPLES = random_samples([31, 7, 13], seed=1)
@@ -107,10 +107,7 @@ def test_a_field_that_the_optimizer_does_not_have_is_refused_and_nothing_changed
 
 
 def test_parameter_groups_multiply_what_comes_with_each_call(make_engine):
-    groups = (
-        ParameterGroup(pattern="norm", weight_decay_multiplier=0.0),
-        ParameterGroup(pattern="attention|tok_embeddings", learning_rate_multiplier=0.1, weight_decay_multiplier=2.0),
-    )
+    groups = {"norm": (1.0, 0.0), "attention|tok_embeddings": (0.1, 2.0)}
     engine = make_engine(optimizer=OptimizerConfig(groups=groups))
 
     def make(mirror):
@@ -130,14 +127,14 @@ def test_parameter_groups_multiply_what_comes_with_each_call(make_engine):
 
 
 def test_groups_may_hold_every_parameter(make_engine):
-    groups = (ParameterGroup(pattern=".", learning_rate_multiplier=0.5),)
+    groups = {".": (0.5, 1.0)}
     engine = make_engine(optimizer=OptimizerConfig(groups=groups))
     half = lambda mirror: torch.optim.AdamW([{"params": list(mirror.values()), "factors": (0.5, 1.0)}])  # noqa: E731
     step_by_step(engine, half, [PARAMS])
 
 
 def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
-    groups = (ParameterGroup(pattern="norm"), ParameterGroup(pattern="attention_norm"))
+    groups = {"norm": (1.0, 0.0), "attention_norm": (2.0, 0.0)}
     with pytest.raises(ValueError, match="the pattern 'attention_norm' is found in none of"):
         make_engine(optimizer=OptimizerConfig(groups=groups))
 
@@ -150,11 +147,11 @@ def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
         ({"name": "no_such_module:SGD"}, "optimizer.name='no_such_module:SGD' cannot be imported"),
         ({"name": "math:pi"}, "optimizer.name='math:pi'; it must be"),
         ({"arguments": {"lr": 1.0}}, "optimizer.arguments has 'lr', which comes with each optim_step"),
-        ({"groups": (ParameterGroup(pattern="("),)}, r"optimizer.groups\[0\].pattern='\('"),
-        ({"groups": (ParameterGroup(pattern=""),)}, r"optimizer.groups\[0\].pattern is empty"),
+        ({"groups": {"(": (1.0, 1.0)}}, r"optimizer.groups has the pattern '\('"),
+        ({"groups": {"": (1.0, 1.0)}}, "optimizer.groups has an empty pattern"),
         (
-            {"groups": (ParameterGroup(pattern="a", learning_rate_multiplier=-1.0),)},
-            r"optimizer.groups\[0\].learning_rate_multiplier=-1.0; it must be a number of at least 0",
+            {"groups": {"a": (-1.0, 1.0)}},
+            r"optimizer.groups\['a'\]=\(-1.0, 1.0\); it must be two numbers of at least 0",
         ),
     ],
     ids=str,
