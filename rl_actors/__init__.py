@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_actors.config import GeneratorConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rl_actors.losses import PPO, CrossEntropy, ImportanceSampling
 from rl_actors.types import (
     Completion,
@@ -46,6 +46,7 @@ __all__ = [
     "GeneratorConfig",
     "GeneratorInfo",
     "ImportanceSampling",
+    "LoRAConfig",
     "MemoryTransport",
     "ModelConfig",
     "OptimParams",

@@ -236,6 +236,11 @@ class TrainerClient(_Client):
         absolute = os.path.abspath(path)
         return self._in_turn("export_hf", lambda: self._first("export_hf", absolute, dtype))
 
+    def export_lora(self, path: str) -> Call[None]:
+        """Write the adapters to a new directory that peft and vLLM load over the weights of hf_path."""
+        absolute = os.path.abspath(path)
+        return self._in_turn("export_lora", lambda: self._first("export_lora", absolute))
+
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""
         return self._in_turn("push_model_state_dict", lambda: self._first("push_model_state_dict"))

@@ -188,6 +188,43 @@ class OptimizerConfig:
                 )
 
 
+@dataclass(kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters on frozen weights (arXiv 2106.09685), in Tinker's terms."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, every weight is trained."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by alpha / rank."""
+    train_attn: bool = True
+    """Adapters on the attention's four projections."""
+    train_mlp: bool = True
+    """Adapters on the MLP's three projections."""
+    train_unembed: bool = False
+    """An adapter on the output projection."""
+    seed: int = 0
+    """Of the adapters' first values, which are the same in every layout."""
+
+    def validate(self, model: ModelConfig, hf_path: str) -> None:
+        """Raises ValueError naming the value and the limit for adapters that this model cannot have."""
+        if self.rank < 0 or not 0 < self.alpha < float("inf"):
+            raise ValueError(f"lora.rank={self.rank}, lora.alpha={self.alpha}; rank must be at least 0, alpha positive")
+        if not self.rank:
+            return
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise ValueError(f"lora.rank={self.rank}, but train_attn, train_mlp and train_unembed are all False")
+        if not hf_path:
+            raise ValueError(f"lora.rank={self.rank} with an empty hf_path: a checkpoint holds the adapters alone")
+        if self.train_unembed and model.tie_word_embeddings:
+            raise ValueError(
+                "lora.train_unembed=True with model.tie_word_embeddings=True: the merged head would not be tied"
+            )
+        if self.train_mlp and model.num_experts:
+            raise ValueError(
+                f"lora.train_mlp=True with model.num_experts={model.num_experts}: torchtitan has no adapters for experts"
+            )
+
+
 def _parallelism() -> ParallelismConfig:
     # "spmd_types", torchtitan's default, fails on torch 2.13 in every world larger than one process.
     return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
@@ -216,6 +253,7 @@ class TrainerConfig:
     max_call_bytes: int = 1 << 30
     """Samples of one call may hold this many bytes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
     """Step of the routers' expert bias at every optim_step (arXiv 2408.15664); 0: no bias, which is how transformers and vLLM route."""
     seed: int = 0
@@ -255,6 +293,7 @@ class TrainerConfig:
         model, parallel = self.model, self.parallelism
         model.validate()
         self.optimizer.validate()
+        self.lora.validate(model, self.hf_path)
         self.num_processes()
         unsupported = {
             "context_parallel": parallel.context_parallel_degree,

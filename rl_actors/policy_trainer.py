@@ -105,6 +105,11 @@ class PolicyTrainer(Actor):
         return await self.in_order(order, lambda: self.engine.export_hf(path, dtype))
 
     @endpoint
+    async def export_lora(self, path: str, order: Order | None = None) -> None:
+        """Write the adapters as peft reads them."""
+        return await self.in_order(order, lambda: self.engine.export_lora(path))
+
+    @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
         """Publish the weights under policy_version, sharded as they lie; a no-op when they are published."""
         return await self.in_order(order, self.publish_weights)

@@ -31,6 +31,7 @@ from torchtitan.models.qwen3 import (
 import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
 from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.engine import lora
 from rl_actors.engine.moe import Experts, RouterCounters
 from rl_actors.engine.optimizer import Hyperparameters
 
@@ -48,7 +49,7 @@ class Parts:
     routers: RouterCounters
 
 
-def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0) -> Qwen3Model.Config:
+def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True) -> Qwen3Model.Config:
     """torchtitan's config of a Qwen3 with these dimensions, from the builders that its own flavors use."""
     rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=model.max_position_embeddings, theta=model.rope_theta)
     return Qwen3Model.Config(
@@ -62,17 +63,20 @@ def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0) -> Qwen
             param_init=_EMBEDDING_SKIP_INIT if model.tie_word_embeddings else _EMBEDDING_INIT,
         ),
         lm_head=Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT),
-        layers=_layers(model, rope, load_balance_coeff),
+        layers=_layers(model, rope, load_balance_coeff, fuse_qkv),
     )
 
 
-def _layers(model: ModelConfig, rope: CosSinRoPE.Config, load_balance_coeff: float) -> list[TransformerBlock.Config]:
+def _layers(
+    model: ModelConfig, rope: CosSinRoPE.Config, load_balance_coeff: float, fuse_qkv: bool
+) -> list[TransformerBlock.Config]:
     same = {
         "n_layers": model.num_hidden_layers,
         "dim": model.hidden_size,
         "n_heads": model.num_attention_heads,
         "n_kv_heads": model.num_key_value_heads,
         "head_dim": model.head_dim,
+        "fuse_qkv": fuse_qkv,
         "attn_backend": "flex",
         "rope": rope,
     }
@@ -118,9 +122,12 @@ def build(config: TrainerConfig) -> Parts:
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
     training = TrainingConfig(seq_len=config.tokens_per_row, mixed_precision_param=config.compute_dtype)
 
-    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff)
+    # An adapter belongs to one projection.
+    fuse_qkv = not config.lora.rank
+    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention()
+    model_config = lora.convert(model_config, config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
     model_config.update_from_config(config=run)
     with torch.device("meta"):
@@ -141,6 +148,7 @@ def build(config: TrainerConfig) -> Parts:
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
+        lora.initialise(model, config.lora.seed)
     model.train()
     hyperparameters = Hyperparameters(config.optimizer, model)
     register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from rl_actors.engine.build import Parts
+from rl_actors.engine.lora import checkpointed
 
 METADATA = ".metadata"
 MAX_NAMES_REPORTED = 5
@@ -28,7 +29,7 @@ def require_checkpoint(parts: Parts, path: str) -> None:
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if hasattr(entry, "size")}
-    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in parts.model.state_dict().items()}
+    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(parts.model).items()}
     differing = [
         f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape
     ]
@@ -68,7 +69,7 @@ def load(parts: Parts, path: str) -> int:
     state = _state(parts, 0)
     with _plain_errors(f"loading {path}"):
         dcp.load(state, checkpoint_id=str(path))
-    parts.model.load_state_dict(state["model"])
+    parts.model.load_state_dict(parts.model.state_dict() | state["model"])
     parts.optimizers.load_state_dict(state["optimizer"])
     return int(state["policy_version"])
 
@@ -82,7 +83,7 @@ def _state(parts: Parts, policy_version: int) -> dict[str, Any]:
             if "step" in state:
                 state["step"].zero_()
     return {
-        "model": parts.model.state_dict(),
+        "model": checkpointed(parts.model),
         "optimizer": optimizer_state,
         "policy_version": torch.tensor(policy_version),
     }

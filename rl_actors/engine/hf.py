@@ -16,7 +16,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
-from rl_actors.config import ModelConfig
+from rl_actors.config import LoRAConfig, ModelConfig
+from rl_actors.engine import lora
 from rl_actors.engine.build import Parts, qwen3_config
 from rl_actors.engine.checkpoint import _all, _on_first_rank, _plain_errors
 
@@ -87,8 +88,10 @@ def load(parts: Parts, path: str) -> None:
 
 
 def state_dict(parts: Parts) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded as they lie, every name on every rank; tied heads appear once."""
-    return parts.adapter.to_hf({name: _every_expert(name, x) for name, x in parts.model.state_dict().items()})
+    """The weights under their Hugging Face names, sharded as they lie, every name on every rank; tied heads appear once, adapters merged."""
+    return parts.adapter.to_hf(
+        {name: _every_expert(name, x) for name, x in lora.merged_state_dict(parts.model).items()}
+    )
 
 
 def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
@@ -111,7 +114,7 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
     files = _Files(partial)
     adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in parts.adapter
     failure: OSError | None = None
-    for name, tensor in parts.model.state_dict().items():
+    for name, tensor in lora.merged_state_dict(parts.model).items():
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if dist.get_rank() == 0 and failure is None:
             try:
@@ -126,6 +129,11 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
         partial.rename(target)
 
     _on_first_rank(commit)
+
+
+def export_lora(parts: Parts, config: LoRAConfig, path: str, *, base: str) -> None:
+    """Write the adapters as peft and vLLM load them over the weights of `base`; whole or not there."""
+    _on_first_rank(lora.export(parts.model, config, path, to_hf=parts.adapter.to_hf, base=base))
 
 
 def require_exportable(path: str, dtype: str) -> None:

@@ -12,8 +12,17 @@ LEGAL = {
         "load_checkpoint",
         "push_model_state_dict",
         "export_hf",
+        "export_lora",
     },
-    OPEN: {"forward", "forward_backward", "optim_step", "discard_gradients", "push_model_state_dict", "export_hf"},
+    OPEN: {
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "discard_gradients",
+        "push_model_state_dict",
+        "export_hf",
+        "export_lora",
+    },
     BROKEN: {"discard_gradients"},
     MIXED: {"load_checkpoint"},
 }

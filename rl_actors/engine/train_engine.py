@@ -163,6 +163,14 @@ class TrainEngine:
         hf.require_exportable(path, dtype)
         hf.export(self.parts, self.config.model, path, source=self.config.hf_path, dtype=dtype)
 
+    def export_lora(self, path: str) -> None:
+        """Write the adapters as peft reads them: whole or not there. Raises ValueError when there are none or path is taken."""
+        self.step.require("export_lora")
+        if not self.config.lora.rank:
+            raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
+        hf.require_exportable(path, "float32")
+        hf.export_lora(self.parts, self.config.lora, path, base=self.config.hf_path)
+
     def info(self) -> TrainerInfo:
         config = self.config
         return TrainerInfo(
