@@ -240,8 +240,11 @@ class TrainerConfig:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing."""
     compile: CompileConfig = field(default_factory=CompileConfig)
+    """torch.compile of the blocks, when it is enabled and "model" is among its components."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass; parameters, gradients and optimizer state stay float32."""
+    float8: bool = False
+    """Linear layers of the blocks in float8 (torchao, rowwise); emulated, for tests, on a machine without such hardware."""
     max_sequence_length: int = 4096
     """Longest sample in positions; longer ones are refused."""
     tokens_per_row: int = 4096
@@ -294,6 +297,10 @@ class TrainerConfig:
         model.validate()
         self.optimizer.validate()
         self.lora.validate(model, self.hf_path)
+        if self.float8 and self.lora.rank:
+            raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
+        if self.float8 and model.num_experts:
+            raise ValueError(f"float8=True with model.num_experts={model.num_experts}; only dense models are supported")
         self.num_processes()
         unsupported = {
             "context_parallel": parallel.context_parallel_degree,

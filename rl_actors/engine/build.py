@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
+from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -100,6 +101,21 @@ def _layers(
     return [sparse[i] if model.has_experts(i) else layers[i] for i in range(model.num_hidden_layers)]
 
 
+def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: ModuleType) -> Qwen3Model.Config:
+    if not config.float8:
+        return model_config
+    emulate = not machine.has_float8()
+    if emulate and config.compile.enable:
+        raise ValueError(
+            "float8=True with compile.enable=True: this machine has no float8, and its emulation does not compile"
+        )
+    # The head's products feed the logprobs, so it stays as it is.
+    converter = Float8LinearConverter.Config(
+        emulate=emulate, model_compile_enabled=config.compile.enable, filter_fqns=["lm_head"]
+    )
+    return converter.build().convert(model_config)
+
+
 def platform() -> ModuleType:
     """The module that knows this machine: cpu.py or gpu.py."""
     return gpu if torch.cuda.is_available() else cpu
@@ -127,7 +143,7 @@ def build(config: TrainerConfig) -> Parts:
     model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention()
-    model_config = lora.convert(model_config, config.lora)
+    model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
     model_config.update_from_config(config=run)
     with torch.device("meta"):
