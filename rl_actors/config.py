@@ -321,11 +321,13 @@ class TrainerConfig:
                 )
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
-        if model.num_experts and model.moe_intermediate_size % parallel.tensor_parallel_degree:
-            raise ValueError(
-                f"model.moe_intermediate_size={model.moe_intermediate_size} is not divisible by "
-                f"parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}"
-            )
+        # Neither has been seen to give the numbers of one process.
+        for name, value in (("model.num_experts", model.num_experts), ("lora.rank", self.lora.rank)):
+            if value and parallel.tensor_parallel_degree > 1:
+                degree = parallel.tensor_parallel_degree
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree={degree} with {name}={value}; not supported so far"
+                )
         if self.max_sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"
