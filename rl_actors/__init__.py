@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_actors.config import GeneratorConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
 from rl_actors.losses import (
     CISPO,
     DRO,
@@ -62,6 +62,7 @@ __all__ = [
     "GeneratorInfo",
     "IcePop",
     "ImportanceSampling",
+    "LoRAConfig",
     "MemoryTransport",
     "ModelConfig",
     "OptimParams",

@@ -8,7 +8,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import torch
@@ -319,6 +319,16 @@ class TrainerClient(_Client):
         """
         absolute = os.path.abspath(path)
         return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", absolute, optimizer))
+
+    def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
+        """Write a new directory that transformers and vLLM load: config.json, safetensors and the tokenizer of hf_path, when it has one."""
+        absolute = os.path.abspath(path)
+        return self._in_turn("export_hf", lambda: self._first("export_hf", absolute, dtype))
+
+    def export_lora(self, path: str) -> Call[None]:
+        """Write the adapters to a new directory that peft and vLLM load over the weights of hf_path."""
+        absolute = os.path.abspath(path)
+        return self._in_turn("export_lora", lambda: self._first("export_lora", absolute))
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""

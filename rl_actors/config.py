@@ -1,6 +1,8 @@
 """The configs of the trainer and the generator: plain dataclasses, importable without Monarch, vLLM or a GPU."""
 
 import json
+import pkgutil
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +13,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """A Qwen3 in the terms of its Hugging Face config.json."""
+    """A Qwen3, dense or mixture of experts, in the terms of its Hugging Face config.json."""
 
     vocab_size: int = 151_936
     """Rows of the embedding."""
@@ -33,30 +35,67 @@ class ModelConfig:
     """Base of the rotary embedding."""
     tie_word_embeddings: bool = True
     """Whether the output projection is the embedding matrix."""
+    num_experts: int = 0
+    """Experts of a mixture-of-experts block; 0: every block has one MLP."""
+    num_experts_per_tok: int = 8
+    """Experts that a token is routed to."""
+    moe_intermediate_size: int = 768
+    """Width of one expert."""
+    norm_topk_prob: bool = True
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    decoder_sparse_step: int = 1
+    """Every how many-th block has experts."""
+    mlp_only_layers: tuple[int, ...] = ()
+    """Blocks that have one MLP all the same, counted from 0."""
 
     @classmethod
     def from_hf(cls, path: str | Path) -> "ModelConfig":
-        """Read config.json of a Hugging Face directory. Raises ValueError when it is not a dense Qwen3."""
+        """Read config.json of a Hugging Face directory. Raises ValueError naming the entry when it is not a supported Qwen3."""
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
         values = json.loads(file.read_text())
-        if values.get("model_type") != "qwen3":
-            raise ValueError(f"{file} has model_type {values.get('model_type')!r}; supported is 'qwen3'")
-        fixed = {"rms_norm_eps": 1e-6, "attention_bias": False, "hidden_act": "silu", "rope_scaling": None}
+        if values.get("model_type") not in HF_MODEL_TYPES:
+            raise ValueError(f"{file} has model_type {values.get('model_type')!r}; supported is {HF_MODEL_TYPES}")
+        # transformers 5 moved the rotary embedding into rope_parameters.
+        rope = values.get("rope_parameters") or {}
+        values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
+        values["rope_type"] = rope.get("rope_type", "default")
+        fixed = {
+            "rms_norm_eps": 1e-6,
+            "attention_bias": False,
+            "hidden_act": "silu",
+            "rope_scaling": None,
+            "rope_type": "default",
+            "use_sliding_window": False,
+        }
         for name, value in fixed.items():
             if values.get(name, value) != value:
                 raise ValueError(f"{file} has {name}={values[name]!r}; supported is {value!r}")
-        # transformers 5 moved the base of the rotary embedding into rope_parameters
-        rope = values.get("rope_parameters") or {}
-        values.setdefault("rope_theta", rope.get("rope_theta", cls.rope_theta))
+        if values["model_type"] == "qwen3_moe":
+            experts = {"norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": ()}
+            values = {**experts, "num_experts": values.get("num_local_experts", 128), **values}
+            values["mlp_only_layers"] = tuple(values["mlp_only_layers"] or ())
+            values.setdefault("head_dim", values["hidden_size"] // values["num_attention_heads"])
+        else:
+            values = {name: value for name, value in values.items() if name not in MOE_FIELDS}
+        values.setdefault("tie_word_embeddings", False)
+        missing = [
+            name
+            for name in cls.__dataclass_fields__
+            if name not in values and (name not in MOE_FIELDS or values["model_type"] == "qwen3_moe")
+        ]
+        if missing:
+            raise ValueError(f"{file} lacks {', '.join(missing)}")
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
     def to_hf(self) -> dict:
         """The content of config.json for transformers and vLLM."""
+        kind = ("Qwen3MoeForCausalLM", "qwen3_moe") if self.num_experts else ("Qwen3ForCausalLM", "qwen3")
+        names = [name for name in self.__dataclass_fields__ if self.num_experts or name not in MOE_FIELDS]
         return {
-            "architectures": ["Qwen3ForCausalLM"],
-            "model_type": "qwen3",
+            "architectures": [kind[0]],
+            "model_type": kind[1],
             "attention_bias": False,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
@@ -66,7 +105,7 @@ class ModelConfig:
             "use_sliding_window": False,
             "bos_token_id": None,
             "eos_token_id": None,
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
+            **{name: list(value) if isinstance(value := getattr(self, name), tuple) else value for name in names},
         }
 
     def save(self, directory: str | Path) -> None:
@@ -74,15 +113,116 @@ class ModelConfig:
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether block `layer`, counted from 0, routes to experts: the rule of transformers' Qwen3Moe."""
+        sparse = self.num_experts > 0 and (layer + 1) % self.decoder_sparse_step == 0
+        return sparse and layer not in self.mlp_only_layers
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit for dimensions that make no model."""
+        for name in self.__dataclass_fields__:
+            value = getattr(self, name)
+            if isinstance(value, int | float) and name != "num_experts" and not isinstance(value, bool) and value <= 0:
+                raise ValueError(f"model.{name}={value}; it must be positive")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"model.num_attention_heads={self.num_attention_heads} is not divisible by model.num_key_value_heads={self.num_key_value_heads}"
+            )
+        if self.num_experts < 0 or (self.num_experts and self.num_experts_per_tok > self.num_experts):
+            raise ValueError(
+                f"model.num_experts={self.num_experts}; it must be 0 or at least model.num_experts_per_tok={self.num_experts_per_tok}"
+            )
+
+
+MOE_FIELDS = frozenset(
+    {
+        "num_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
+        "norm_topk_prob",
+        "decoder_sparse_step",
+        "mlp_only_layers",
+    }
+)
+HF_MODEL_TYPES = ("qwen3", "qwen3_moe")
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
     """Which optimizer; its learning rate, betas, eps and weight decay come with each optim_step."""
 
-    name: Literal["AdamW", "Adam"] = "AdamW"
-    """Optimizer of every parameter."""
+    name: str = "AdamW"
+    """AdamW, Adam, or the import path of a torch.optim.Optimizer: "torch.optim:SGD"."""
+    arguments: dict[str, float | bool] = field(default_factory=dict)
+    """Of its constructor, but for those that come with each optim_step: {"momentum": 0.9}."""
+    groups: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Regular expression, searched in torchtitan's parameter names -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}.
+    The first that matches holds the parameter; the rest has multipliers of 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of it."""
+    """torch's implementation of AdamW and Adam; an import path takes its own from `arguments`."""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit for an optimizer that cannot be made."""
+        if self.name not in ("AdamW", "Adam"):
+            try:
+                found = pkgutil.resolve_name(self.name) if ":" in self.name else None
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"optimizer.name={self.name!r} cannot be imported: {error}") from None
+            if not callable(found):
+                raise ValueError(
+                    f"optimizer.name={self.name!r}; it must be AdamW, Adam or an import path such as 'torch.optim:SGD'"
+                )
+        if taken := sorted({"lr", "betas", "eps", "weight_decay"} & set(self.arguments)):
+            raise ValueError(f"optimizer.arguments has {taken[0]!r}, which comes with each optim_step")
+        for pattern, multipliers in self.groups.items():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"optimizer.groups has the pattern {pattern!r}: {error}") from None
+            if not pattern:
+                raise ValueError("optimizer.groups has an empty pattern; the rest is a group of its own")
+            if len(multipliers) != 2 or not all(0 <= multiplier < float("inf") for multiplier in multipliers):
+                raise ValueError(
+                    f"optimizer.groups[{pattern!r}]={multipliers}; it must be two numbers of at least 0, finite: "
+                    "multipliers of learning rate and weight decay"
+                )
+
+
+@dataclass(kw_only=True)
+class LoRAConfig:
+    """Low-rank adapters on frozen weights (arXiv 2106.09685), in Tinker's terms."""
+
+    rank: int = 0
+    """Rank of the adapters; 0: none, every weight is trained."""
+    alpha: float = 32.0
+    """The adapters' output is scaled by alpha / rank."""
+    train_attn: bool = True
+    """Adapters on the attention's four projections."""
+    train_mlp: bool = True
+    """Adapters on the MLP's three projections."""
+    train_unembed: bool = False
+    """An adapter on the output projection."""
+    seed: int = 0
+    """Of the adapters' first values, which are the same in every layout."""
+
+    def validate(self, model: ModelConfig, hf_path: str) -> None:
+        """Raises ValueError naming the value and the limit for adapters that this model cannot have."""
+        if self.rank < 0 or not 0 < self.alpha < float("inf"):
+            raise ValueError(f"lora.rank={self.rank}, lora.alpha={self.alpha}; rank must be at least 0, alpha positive")
+        if not self.rank:
+            return
+        if not (self.train_attn or self.train_mlp or self.train_unembed):
+            raise ValueError(f"lora.rank={self.rank}, but train_attn, train_mlp and train_unembed are all False")
+        if not hf_path:
+            raise ValueError(f"lora.rank={self.rank} with an empty hf_path: a checkpoint holds the adapters alone")
+        if self.train_unembed and model.tie_word_embeddings:
+            raise ValueError(
+                "lora.train_unembed=True with model.tie_word_embeddings=True: the merged head would not be tied"
+            )
+        if self.train_mlp and model.num_experts:
+            raise ValueError(
+                f"lora.train_mlp=True with model.num_experts={model.num_experts}: torchtitan has no adapters for experts"
+            )
 
 
 def _parallelism() -> ParallelismConfig:
@@ -93,14 +233,18 @@ def _parallelism() -> ParallelismConfig:
 @dataclass(kw_only=True)
 class TrainerConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Not given, it is read from hf_path."""
     hf_path: str = ""
     """Hugging Face directory to load weights from; empty: random weights from `seed`."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing."""
     compile: CompileConfig = field(default_factory=CompileConfig)
+    """torch.compile of the blocks, when it is enabled and "model" is among its components."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass; parameters, gradients and optimizer state stay float32."""
+    float8: bool = False
+    """Linear layers of the blocks in float8 (torchao, rowwise); emulated, for tests, on a machine without such hardware."""
     max_sequence_length: int = 4096
     """Longest sample in positions; longer ones are refused."""
     tokens_per_row: int = 4096
@@ -112,6 +256,9 @@ class TrainerConfig:
     max_call_bytes: int = 1 << 30
     """Samples of one call may hold this many bytes."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    load_balance_coeff: float = 0.0
+    """Step of the routers' expert bias at every optim_step (arXiv 2408.15664); 0: no bias, which is how transformers and vLLM route."""
     seed: int = 0
     """Of the random weights."""
     deterministic: bool = False
@@ -120,6 +267,10 @@ class TrainerConfig:
     """Seconds until the model must be built and loaded."""
     call_timeout: float = 600.0
     """Seconds until any other call must answer."""
+
+    def __post_init__(self) -> None:
+        if self.hf_path and self.model == ModelConfig():
+            self.model = ModelConfig.from_hf(self.hf_path)
 
     def num_processes(self) -> int:
         """One per device of the layout. Raises ValueError for a degree below 1."""
@@ -143,6 +294,13 @@ class TrainerConfig:
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
         model, parallel = self.model, self.parallelism
+        model.validate()
+        self.optimizer.validate()
+        self.lora.validate(model, self.hf_path)
+        if self.float8 and self.lora.rank:
+            raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
+        if self.float8 and model.num_experts:
+            raise ValueError(f"float8=True with model.num_experts={model.num_experts}; only dense models are supported")
         self.num_processes()
         unsupported = {
             "context_parallel": parallel.context_parallel_degree,
@@ -161,10 +319,15 @@ class TrainerConfig:
                 raise ValueError(
                     f"model.{name}={getattr(model, name)} is not divisible by parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}"
                 )
-        if model.num_attention_heads % model.num_key_value_heads:
-            raise ValueError(
-                f"model.num_attention_heads={model.num_attention_heads} is not divisible by model.num_key_value_heads={model.num_key_value_heads}"
-            )
+        if not 0 <= self.load_balance_coeff < float("inf"):
+            raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
+        # Neither has been seen to give the numbers of one process.
+        for name, value in (("model.num_experts", model.num_experts), ("lora.rank", self.lora.rank)):
+            if value and parallel.tensor_parallel_degree > 1:
+                degree = parallel.tensor_parallel_degree
+                raise ValueError(
+                    f"parallelism.tensor_parallel_degree={degree} with {name}={value}; not supported so far"
+                )
         if self.max_sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"

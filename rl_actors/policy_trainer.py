@@ -117,6 +117,16 @@ class PolicyTrainer(Actor):
         return await self.in_order(order, load)
 
     @endpoint
+    async def export_hf(self, path: str, dtype: str = "float32", order: Order | None = None) -> None:
+        """Write a Hugging Face directory of the weights."""
+        return await self.in_order(order, lambda: self.engine.export_hf(path, dtype))
+
+    @endpoint
+    async def export_lora(self, path: str, order: Order | None = None) -> None:
+        """Write the adapters as peft reads them."""
+        return await self.in_order(order, lambda: self.engine.export_lora(path))
+
+    @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
         """Publish the weights under policy_version, sharded as they lie; a no-op when they are published."""
         return await self.in_order(order, self.publish_weights)

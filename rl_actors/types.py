@@ -174,6 +174,7 @@ class TrainerInfo:
     """What a trainer says about itself; the same on every rank but for `rank`, `pid` and memory."""
 
     policy_version: int
+    steps_skipped: int  # optim_steps whose gradient was not finite, since the trainer was built
     state: str  # "idle", "open" or "broken"
     num_parameters: int
     vocab_size: int

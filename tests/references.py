@@ -14,8 +14,6 @@ VOCAB_SIZE = 64
 
 def save_qwen3(directory: Path, *, tied: bool) -> str:
     """Save a random Qwen3 that is sure of itself: at the usual 0.02 all logprobs are near -log V, and errors hide."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
     model_config = ModelConfig(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
@@ -28,8 +26,15 @@ def save_qwen3(directory: Path, *, tied: bool) -> str:
         rope_theta=10_000.0,
         tie_word_embeddings=tied,
     )
-    model = Qwen3ForCausalLM(Qwen3Config(**model_config.to_hf()))
-    generator = torch.Generator().manual_seed(int(tied))
+    return save_random(directory, model_config, seed=int(tied))
+
+
+def save_random(directory: Path, model_config: ModelConfig, *, seed: int = 0) -> str:
+    """The same for any dimensions, and for experts."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config.to_hf()))
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

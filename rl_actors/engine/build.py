@@ -4,18 +4,19 @@ Nothing here trains.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
+from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
     _EMBEDDING_SKIP_INIT,
@@ -23,28 +24,34 @@ from torchtitan.models.qwen3 import (
     Qwen3Model,
     Qwen3StateDictAdapter,
     _build_qwen3_layers,
+    _build_qwen3_moe_layers,
     _qwen3_norm,
     parallelize_qwen3,
 )
 
 import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
-from rl_actors.config import ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.engine import lora
+from rl_actors.engine.moe import Experts, RouterCounters
+from rl_actors.engine.optimizer import Hyperparameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     model: nn.Module
     optimizers: OptimizersContainer
+    hyperparameters: Hyperparameters
     parallel_dims: ParallelDims
     device: torch.device
     attention_masks: Callable[[Tensor], Any]  # positions_BL -> what the attention layers take
     context: Callable[[], Any]  # torchtitan's context around forward and backward
     adapter: Qwen3StateDictAdapter
+    routers: RouterCounters
 
 
-def qwen3_config(model: ModelConfig) -> Qwen3Model.Config:
-    """torchtitan's config of a dense Qwen3 with these dimensions, from the builders that its own flavors use."""
+def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True) -> Qwen3Model.Config:
+    """torchtitan's config of a Qwen3 with these dimensions, from the builders that its own flavors use."""
     rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=model.max_position_embeddings, theta=model.rope_theta)
     return Qwen3Model.Config(
         vocab_size=model.vocab_size,
@@ -57,17 +64,56 @@ def qwen3_config(model: ModelConfig) -> Qwen3Model.Config:
             param_init=_EMBEDDING_SKIP_INIT if model.tie_word_embeddings else _EMBEDDING_INIT,
         ),
         lm_head=Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT),
-        layers=_build_qwen3_layers(
-            n_layers=model.num_hidden_layers,
-            dim=model.hidden_size,
-            n_heads=model.num_attention_heads,
-            n_kv_heads=model.num_key_value_heads,
-            head_dim=model.head_dim,
-            hidden_dim=model.intermediate_size,
-            attn_backend="flex",
-            rope=rope,
-        ),
+        layers=_layers(model, rope, load_balance_coeff, fuse_qkv),
     )
+
+
+def _layers(
+    model: ModelConfig, rope: CosSinRoPE.Config, load_balance_coeff: float, fuse_qkv: bool
+) -> list[TransformerBlock.Config]:
+    same = {
+        "n_layers": model.num_hidden_layers,
+        "dim": model.hidden_size,
+        "n_heads": model.num_attention_heads,
+        "n_kv_heads": model.num_key_value_heads,
+        "head_dim": model.head_dim,
+        "fuse_qkv": fuse_qkv,
+        "attn_backend": "flex",
+        "rope": rope,
+    }
+    layers = _build_qwen3_layers(**same, hidden_dim=model.intermediate_size)
+    if not model.num_experts:
+        return layers
+    sparse = _build_qwen3_moe_layers(
+        **same,
+        moe_hidden_dim=model.moe_intermediate_size,
+        num_experts=model.num_experts,
+        top_k=model.num_experts_per_tok,
+        moe_comm_backend="standard",
+    )
+    for layer in sparse:
+        layer.moe.router.route_norm = model.norm_topk_prob
+        layer.moe.load_balance_coeff = load_balance_coeff or None
+        experts = layer.moe.routed_experts.inner_experts
+        layer.moe.routed_experts.inner_experts = Experts.Config(
+            **{field.name: getattr(experts, field.name) for field in fields(experts) if field.init}
+        )
+    return [sparse[i] if model.has_experts(i) else layers[i] for i in range(model.num_hidden_layers)]
+
+
+def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: ModuleType) -> Qwen3Model.Config:
+    if not config.float8:
+        return model_config
+    emulate = not machine.has_float8()
+    if emulate and config.compile.enable:
+        raise ValueError(
+            "float8=True with compile.enable=True: this machine has no float8, and its emulation does not compile"
+        )
+    # The head's products feed the logprobs, so it stays as it is.
+    converter = Float8LinearConverter.Config(
+        emulate=emulate, model_compile_enabled=config.compile.enable, filter_fqns=["lm_head"]
+    )
+    return converter.build().convert(model_config)
 
 
 def platform() -> ModuleType:
@@ -92,9 +138,12 @@ def build(config: TrainerConfig) -> Parts:
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
     training = TrainingConfig(seq_len=config.tokens_per_row, mixed_precision_param=config.compute_dtype)
 
-    model_config = qwen3_config(config.model)
+    # An adapter belongs to one projection.
+    fuse_qkv = not config.lora.rank
+    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention()
+    model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
     model_config.update_from_config(config=run)
     with torch.device("meta"):
@@ -115,23 +164,18 @@ def build(config: TrainerConfig) -> Parts:
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights(buffer_device=None)
+        lora.initialise(model, config.lora.seed)
     model.train()
+    hyperparameters = Hyperparameters(config.optimizer, model)
+    register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)
     return Parts(
         model=model,
-        optimizers=_optimizers(config.optimizer, model),
+        optimizers=hyperparameters.optimizers,
+        hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,
         attention_masks=machine.attention_masks(model),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
-        adapter=Qwen3StateDictAdapter(model_config, config.hf_path or None),
-    )
-
-
-def _optimizers(config: OptimizerConfig, model: nn.Module) -> OptimizersContainer:
-    # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
-    group = ParamGroupConfig(
-        pattern=".*", optimizer_name=config.name, optimizer_kwargs={"lr": 0.0, "weight_decay": 0.0}
-    )
-    return OptimizersContainer.Config(param_groups=[group], implementation=config.implementation).build(
-        model_parts=[model]
+        adapter=Qwen3StateDictAdapter(model_config, None),
+        routers=RouterCounters(model),
     )

@@ -1,4 +1,4 @@
-"""Read and write weights: DCP directories of the whole trainer, Hugging Face directories of the model. Collective over all ranks."""
+"""Read and write DCP directories of the whole trainer. Collective over all ranks; hf.py knows Hugging Face directories."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
-from rl_actors.config import ModelConfig
 from rl_actors.engine.build import Parts
+from rl_actors.engine.lora import checkpointed
 
 METADATA = ".metadata"
 MAX_NAMES_REPORTED = 5
@@ -31,7 +31,7 @@ def require_checkpoint(parts: Parts, path: str, *, optimizer: bool) -> None:
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if hasattr(entry, "size")}
-    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in parts.model.state_dict().items()}
+    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(parts.model).items()}
     differing = [
         f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape
     ]
@@ -127,7 +127,7 @@ def load(parts: Parts, path: str, *, optimizer: bool) -> int:
     state = _state(parts, 0, optimizer=optimizer)
     with _plain_errors(f"loading {path}"):
         dcp.load(state, checkpoint_id=str(path))
-    parts.model.load_state_dict(state["model"])
+    parts.model.load_state_dict(parts.model.state_dict() | state["model"])
     if optimizer:
         parts.optimizers.load_state_dict(state["optimizer"])
     else:
@@ -136,28 +136,8 @@ def load(parts: Parts, path: str, *, optimizer: bool) -> int:
     return int(state["policy_version"])
 
 
-def load_hf(parts: Parts, path: str) -> None:
-    """Load a directory of safetensors into the sharded model; each rank reads its part."""
-    state = parts.adapter.to_hf(parts.model.state_dict())
-    with _plain_errors(f"loading {path}"):
-        dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
-    parts.model.load_state_dict(parts.adapter.from_hf(state))
-
-
-def require_same_model(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing every dimension in which config.json differs from the config."""
-    found = ModelConfig.from_hf(path)
-    differing = [
-        f"{name}={getattr(config, name)} but {getattr(found, name)} there"
-        for name in config.__dataclass_fields__
-        if getattr(config, name) != getattr(found, name)
-    ]
-    if differing:
-        raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
-
-
 def _state(parts: Parts, policy_version: int, *, optimizer: bool) -> dict[str, Any]:
-    state = {"model": parts.model.state_dict(), "policy_version": torch.tensor(policy_version)}
+    state = {"model": checkpointed(parts.model), "policy_version": torch.tensor(policy_version)}
     return state | {"optimizer": _optimizer_state(parts)} if optimizer else state
 
 
@@ -167,7 +147,8 @@ def _optimizer_state(parts: Parts) -> dict[str, Any]:
     optimizer_state = parts.optimizers.state_dict()
     for optimizer in fresh:
         for state in optimizer.state.values():
-            state["step"].zero_()
+            if "step" in state:
+                state["step"].zero_()
     return optimizer_state
 
 

@@ -71,6 +71,10 @@ def after_parallelize(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def has_float8() -> bool:
+    return False
+
+
 def memory_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm") as statm:

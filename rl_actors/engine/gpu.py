@@ -36,5 +36,10 @@ def after_parallelize(model: nn.Module) -> None:
     """NCCL takes every reduction that FSDP picks."""
 
 
+def has_float8() -> bool:
+    """Compute capability 8.9 (Ada, Hopper) or later."""
+    return torch.cuda.get_device_capability() >= (8, 9)
+
+
 def memory_bytes() -> int:
     return torch.cuda.memory_allocated()

@@ -2,7 +2,7 @@
 
 IDLE, OPEN, BROKEN, MIXED = "idle", "open", "broken", "mixed"
 
-# state -> calls that may begin there. Reading calls (forward, push, info) leave the state as it is.
+# state -> calls that may begin there. Reading calls (forward, push, export, info) leave the state as it is.
 LEGAL = {
     IDLE: {
         "forward",
@@ -11,8 +11,18 @@ LEGAL = {
         "save_checkpoint",
         "load_checkpoint",
         "push_model_state_dict",
+        "export_hf",
+        "export_lora",
     },
-    OPEN: {"forward", "forward_backward", "optim_step", "discard_gradients", "push_model_state_dict"},
+    OPEN: {
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "discard_gradients",
+        "push_model_state_dict",
+        "export_hf",
+        "export_lora",
+    },
     BROKEN: {"discard_gradients"},
     MIXED: {"load_checkpoint"},
 }

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine import checkpoint
+from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
 from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs, Values
@@ -48,20 +48,22 @@ class TrainEngine:
         """Build, shard and initialise the model. Raises ValueError for a config or a Hugging Face directory that does not fit."""
         config.validate()
         if config.hf_path:
-            checkpoint.require_same_model(config.model, config.hf_path)
+            hf.require_same_model(config.model, config.hf_path)
+            hf.require_same_tensors(config.model, config.hf_path)
         self.config = config
         self.parts: Parts = build(config)
         self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
         self.step = OpenStep()
         self.writer = checkpoint.CheckpointWriter()
         self.policy_version = 0
+        self.steps_skipped = 0
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
         self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
         self.num_data_ranks: int = mesh.size() if mesh is not None else 1
         tensor_mesh = self.parts.parallel_dims.get_optional_mesh("tp")
         self.reports = tensor_mesh is None or tensor_mesh.get_local_rank() == 0
         if config.hf_path:
-            checkpoint.load_hf(self.parts, config.hf_path)
+            hf.load(self.parts, config.hf_path)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises ValueError, on every rank alike, before any of them works."""
@@ -110,6 +112,7 @@ class TrainEngine:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
         self.step.require("optim_step")
         validate_optim_params(params)
+        self.parts.hyperparameters.validate(params)
         with self._breaking():
             named = [(n, p) for n, p in self.parts.model.named_parameters() if p.grad is not None]
             # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
@@ -123,7 +126,9 @@ class TrainEngine:
             with self._breaking(weights=True):
                 self._apply(params)
             self.policy_version += 1
-        self.parts.optimizers.zero_grad()
+        else:
+            self.steps_skipped += 1
+        self._clear()
         self.step.close()
         return OptimResult(
             policy_version=self.policy_version, grad_norm=grad_norm, skipped=not finite, nonfinite_parameters=broken
@@ -132,7 +137,7 @@ class TrainEngine:
     def discard_gradients(self) -> None:
         """Drop what was accumulated and close the step; does nothing when there is nothing. Mends a broken step."""
         self.step.require("discard_gradients")
-        self.parts.optimizers.zero_grad()
+        self._clear()
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
@@ -161,14 +166,34 @@ class TrainEngine:
         return self.policy_version
 
     def hf_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The weights under their Hugging Face names, sharded as they lie, cast to dtype; tied heads appear once."""
-        state = self.parts.adapter.to_hf(self.parts.model.state_dict())
+        """The weights under their Hugging Face names, sharded, cast to dtype; tied heads appear once."""
+        self._require_hf("push_model_state_dict")
+        state = hf.state_dict(self.parts)
         return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
+
+    def export_hf(self, path: str, dtype: str = "float32") -> None:
+        """Write config.json, safetensors and, when hf_path has them, tokenizer files: whole or not there. Changes nothing here.
+
+        Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
+        """
+        self.step.require("export_hf")
+        self._require_hf("export_hf")
+        hf.require_exportable(path, dtype)
+        hf.export(self.parts, self.config.model, path, source=self.config.hf_path, dtype=dtype)
+
+    def export_lora(self, path: str) -> None:
+        """Write the adapters as peft reads them: whole or not there. Raises ValueError when there are none or path is taken."""
+        self.step.require("export_lora")
+        if not self.config.lora.rank:
+            raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
+        hf.require_exportable(path, "float32")
+        hf.export_lora(self.parts, self.config.lora, path, base=self.config.hf_path)
 
     def info(self) -> TrainerInfo:
         config = self.config
         return TrainerInfo(
             policy_version=self.policy_version,
+            steps_skipped=self.steps_skipped,
             state=self.step.state,
             num_parameters=sum(p.numel() for p in self.parts.model.parameters()),
             vocab_size=config.model.vocab_size,
@@ -184,6 +209,14 @@ class TrainEngine:
             memory_bytes=platform().memory_bytes(),
         )
 
+    def _require_hf(self, call: str) -> None:
+        coefficient = self.config.load_balance_coeff
+        if self.config.model.num_experts and coefficient:
+            raise ValueError(
+                f"{call} is not possible with load_balance_coeff={coefficient:g}: Hugging Face's Qwen3 has no place for the expert bias, "
+                "so the weights would route otherwise there"
+            )
+
     def _batches(self, samples: Sequence[Sample], columns) -> Iterator[Batch]:
         config = self.config
         ranks = plan(
@@ -196,6 +229,7 @@ class TrainEngine:
             yield make_batch(samples, microbatch, columns, self.parts.device)
 
     def _hidden(self, batch: Batch) -> Tensor:
+        self.parts.routers.begin(batch)
         with self.parts.context():
             return self.parts.model(
                 batch.tokens_BL,
@@ -219,13 +253,12 @@ class TrainEngine:
         )
 
     def _apply(self, params: OptimParams) -> None:
-        for optimizer in self.parts.optimizers.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = params.learning_rate
-                group["betas"] = (params.beta1, params.beta2)
-                group["eps"] = params.eps
-                group["weight_decay"] = params.weight_decay
+        self.parts.hyperparameters.set(params)
         self.parts.optimizers.step()
+
+    def _clear(self) -> None:
+        self.parts.optimizers.zero_grad()
+        self.parts.routers.clear()
 
     def _nonfinite(self, names: list[str], norms: Sequence[Tensor]) -> tuple[str, ...]:
         # A shard may be finite where its neighbour is not: the sum over all ranks decides, so that all ranks agree.

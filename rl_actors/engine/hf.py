@@ -1,0 +1,213 @@
+"""Read and write Hugging Face directories of the model: config.json and safetensors. Collective over all ranks; knows no optimizer.
+
+checkpoint.py knows the trainer's own directories.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.models.qwen3 import Qwen3StateDictAdapter
+
+from rl_actors.config import LoRAConfig, ModelConfig
+from rl_actors.engine import lora
+from rl_actors.engine.build import Parts, qwen3_config
+from rl_actors.engine.checkpoint import _all, _plain_errors
+
+MAX_NAMES_REPORTED = 5
+MAX_FILE_BYTES = 4 << 30
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def require_same_model(config: ModelConfig, path: str) -> None:
+    """Raises ValueError listing every dimension in which config.json differs from the config."""
+    found = ModelConfig.from_hf(path)
+    differing = [
+        f"{name}={getattr(config, name)} but {getattr(found, name)} there"
+        for name in config.__dataclass_fields__
+        if getattr(config, name) != getattr(found, name)
+    ]
+    if differing:
+        raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
+
+
+def require_same_tensors(config: ModelConfig, path: str) -> None:
+    """Raises ValueError listing missing and unexpected tensors and differing shapes; reads the headers of the files alone."""
+    if not any(Path(path).glob("*.safetensors")):
+        raise ValueError(f"{path} holds no *.safetensors")
+    metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
+    there = {name: tuple(entry.size) for name, entry in metadata.items()}
+    here = tensor_shapes(config)
+    # Published directories of tied models may hold the head all the same, and old ones the rotary embedding's table.
+    known = here | ({"lm_head.weight": here["model.embed_tokens.weight"]} if config.tie_word_embeddings else {})
+    findings = {
+        "missing": [name for name in here if name not in there],
+        "unexpected": [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")],
+        "of another shape": [
+            f"{name} ({list(there[name])} there, {list(shape)} here)"
+            for name, shape in known.items()
+            if there.get(name, shape) != shape
+        ],
+    }
+    if texts := [f"{len(names)} {kind}: {_first(names)}" for kind, names in findings.items() if names]:
+        raise ValueError(f"the tensors of {path} do not fit its config.json: {'; '.join(texts)}")
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor of this model in a Hugging Face directory, whatever the layout."""
+    model_config = qwen3_config(config)
+    with torch.device("meta"):
+        state = model_config.build().state_dict()
+    return {name: tuple(tensor.shape) for name, tensor in _adapter(model_config).to_hf(state).items()}
+
+
+def load(parts: Parts, path: str) -> None:
+    """Load a directory of safetensors into the sharded model; each rank reads its part."""
+    state = parts.adapter.to_hf(parts.model.state_dict())
+    with _plain_errors(f"loading {path}"):
+        dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
+    # What has no name there (an expert bias) keeps its value.
+    parts.model.load_state_dict(parts.model.state_dict() | parts.adapter.from_hf(state))
+
+
+def state_dict(parts: Parts) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names, sharded as they lie, every name on every rank; tied heads appear once, adapters merged."""
+    return parts.adapter.to_hf(
+        {name: _every_expert(name, x) for name, x in lora.merged_state_dict(parts.model).items()}
+    )
+
+
+def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
+    """Write a directory that transformers and vLLM load: under a temporary name and renamed, so it is whole or is not there.
+
+    Tensors are gathered one at a time; rank 0 holds at most MAX_FILE_BYTES and one tensor. source: where tokenizer files are copied from.
+    """
+    target, partial = Path(path), Path(f"{path}.partial")
+
+    def begin() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        values = config.to_hf() | {"torch_dtype": dtype}
+        (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        for name in TOKENIZER_FILES:
+            if source and (Path(source) / name).is_file():
+                shutil.copyfile(Path(source) / name, partial / name)
+
+    _on_first_rank(begin)
+    files = _Files(partial)
+    adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in parts.adapter
+    failure: OSError | None = None
+    for name, tensor in lora.merged_state_dict(parts.model).items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if dist.get_rank() == 0 and failure is None:
+            try:
+                files.add(adapter.to_hf({name: whole.detach().to("cpu", DTYPES[dtype])}))
+            except OSError as error:  # raised below, on all ranks: the others are in the next gather
+                failure = error
+
+    def commit() -> None:
+        if failure is not None:
+            raise failure
+        files.finish()
+        partial.rename(target)
+
+    _on_first_rank(commit)
+
+
+def export_lora(parts: Parts, config: LoRAConfig, path: str, *, base: str) -> None:
+    """Write the adapters as peft and vLLM load them over the weights of `base`; whole or not there."""
+    _on_first_rank(lora.export(parts.model, config, path, to_hf=parts.adapter.to_hf, base=base))
+
+
+def require_exportable(path: str, dtype: str) -> None:
+    """Raises ValueError on every rank when path is taken, or the dtype unknown: an export never deletes anything."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
+    target = Path(path)
+    if not _all(not target.exists() or (target.is_dir() and not any(target.iterdir()))):
+        raise ValueError(f"{path} exists and is not an empty directory; export_hf replaces nothing")
+
+
+class _Files:
+    """model.safetensors, or model-00001-of-0000N.safetensors with their index, when there is more than one file's worth."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.pending: dict[str, Tensor] = {}
+        self.pending_bytes = self.total_bytes = 0
+        self.written: list[list[str]] = []
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
+                self._write()
+            self.pending[name] = tensor.contiguous()
+            self.pending_bytes += num_bytes
+            self.total_bytes += num_bytes
+
+    def finish(self) -> None:
+        self._write()
+        count = len(self.written)
+        if count == 1:
+            (self.directory / "1.safetensors").rename(self.directory / "model.safetensors")
+            return
+        weight_map = {}
+        for number, names in enumerate(self.written, start=1):
+            file = f"model-{number:05d}-of-{count:05d}.safetensors"
+            (self.directory / f"{number}.safetensors").rename(self.directory / file)
+            weight_map.update(dict.fromkeys(names, file))
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+    def _write(self) -> None:
+        number = len(self.written) + 1
+        save_file(self.pending, self.directory / f"{number}.safetensors", metadata={"format": "pt"})
+        self.written.append(list(self.pending))
+        self.pending, self.pending_bytes = {}, 0
+
+
+def _every_expert(name: str, tensor: Tensor) -> Tensor:
+    """FSDP lays whole experts on ranks; a name that one rank alone has cannot be published. Cut every expert instead: same memory."""
+    if "inner_experts" not in name or not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
+        return tensor
+    free = next(dim for dim in (1, 2) if Shard(dim) not in tensor.placements)
+    return tensor.redistribute(placements=[Shard(free) if p == Shard(0) else p for p in tensor.placements])
+
+
+def _adapter(model_config) -> Qwen3StateDictAdapter:
+    return Qwen3StateDictAdapter(model_config, None)
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:MAX_NAMES_REPORTED]) + (", …" if len(names) > MAX_NAMES_REPORTED else "")
+
+
+def _on_first_rank(work: Callable[[], None]) -> None:
+    """Do the file work that one rank does for all. Its error is raised on every rank, so that none goes on alone."""
+    failure: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            work()
+        except Exception as error:
+            failure = error
+    if not _all(failure is None):
+        raise failure or RuntimeError("rank 0 could not write the files")

@@ -1,0 +1,66 @@
+"""What torchtitan's mixture of experts lacks here: experts in the dtype of their input, and counters without padding.
+
+R routed tokens, D hidden size, F width of an expert, E experts, K experts a token.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.moe import GroupedExperts
+
+from rl_actors.engine.inputs import Batch
+
+
+class Experts(GroupedExperts):
+    """torchtitan casts to bfloat16 whatever the compute dtype; a float32 run then agrees with nothing to better than 1e-2."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: Tensor, num_tokens_per_expert_E: Tensor) -> Tensor:
+        w1_EFD, w2_EDF, w3_EFD = (_local(w).to(x_RD.dtype) for w in (self.w1_EFD, self.w2_EDF, self.w3_EFD))
+        ends_E = num_tokens_per_expert_E.cumsum(0, dtype=torch.int32)
+        gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.transpose(-2, -1), offs=ends_E)
+        up_RF = self._grouped_mm(A=x_RD, B_t=w3_EFD.transpose(-2, -1), offs=ends_E)
+        return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.transpose(-2, -1), offs=ends_E)
+
+
+class RouterCounters:
+    """Keeps torchtitan's counters of tokens per expert to those of the samples, from the first forward_backward of a step to its end.
+
+    The routers count in training mode alone, so a forward adds nothing. Padding is routed, too, but how much there is of it depends
+    on the packing: it is taken off, so that the load-balancing bias is the same for any split. A dense model has no counters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.moes = [block.moe for block in model.layers.values() if block.moe_enabled]
+        self.is_padding_BL: Tensor | None = None
+        for moe in self.moes:
+            moe.router.register_forward_hook(lambda _, __, output, moe=moe: self._take_padding_off(moe, output[1]))
+
+    def begin(self, batch: Batch) -> None:
+        """Called before each forward pass."""
+        if self.moes:
+            is_padding_BL = torch.ones(batch.tokens_BL.shape, dtype=torch.bool)
+            for _, row, start, end in batch.spans:
+                is_padding_BL[row, start:end] = False
+            self.is_padding_BL = is_padding_BL.to(batch.tokens_BL.device)
+
+    def clear(self) -> None:
+        """The step is over, done or not."""
+        for moe in self.moes:
+            moe.tokens_per_expert_E.zero_()
+
+    def _take_padding_off(self, moe: nn.Module, expert_ids_BLK: Tensor) -> None:
+        if moe.training:
+            ids_BLK = expert_ids_BLK.full_tensor() if isinstance(expert_ids_BLK, DTensor) else expert_ids_BLK
+            counts_E = _local(moe.tokens_per_expert_E)
+            counts_E.sub_(ids_BLK[self.is_padding_BL].flatten().bincount(minlength=len(counts_E)))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,82 @@
+"""torchtitan's optimizer container with optimizers by import path, and the hyperparameters that come with each call. Knows no gradients."""
+
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+from rl_actors.config import OptimizerConfig
+from rl_actors.types import OptimParams
+
+
+class Optimizers(OptimizersContainer):
+    """Adam and AdamW as torchtitan makes them; "module:Class" as that class makes itself."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        return pkgutil.resolve_name(name) if ":" in name else OptimizersContainer._resolve_optimizer_factory(name)
+
+    @staticmethod
+    def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
+        is_path = ":" in config.param_groups[0].optimizer_name
+        return {} if is_path else OptimizersContainer._build_impl_kwargs(config)
+
+
+class Hyperparameters:
+    """Writes an OptimParams into the parameter groups, each with its multipliers.
+
+    A group of the config holds the parameters whose name its pattern is found in and no earlier one's; the rest is a last group.
+    """
+
+    def __init__(self, config: OptimizerConfig, model: nn.Module) -> None:
+        """Raises ValueError for a pattern that is found in no trained parameter that is left."""
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        groups: dict[str, tuple[float, float]] = {}
+        for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
+            left = [name for name in names if not re.search(pattern, name)]
+            if len(left) < len(names):
+                groups[pattern] = multipliers
+            elif pattern:
+                raise ValueError(f"optimizer.groups: the pattern {pattern!r} is found in none of {names}")
+            names = left
+        self.multipliers = list(groups.values())
+        # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
+        self.optimizers = Optimizers.Config(
+            param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
+            implementation=config.implementation,
+            optimizer_factory_kwargs_by_name={config.name: {"lr": 0.0, **config.arguments}},
+        ).build(model_parts=[model])
+        (self.optimizer,) = self.optimizers.optimizers
+        for group in self.optimizer.param_groups:
+            if "weight_decay" in group:
+                group["weight_decay"] = 0.0
+
+    def validate(self, params: OptimParams) -> None:
+        """Raises ValueError for a field that the optimizer cannot honour."""
+        defaults, has = OptimParams(learning_rate=0.0), self.optimizer.param_groups[0]
+        for name, key in (("beta1", "betas"), ("beta2", "betas"), ("eps", "eps"), ("weight_decay", "weight_decay")):
+            if key not in has and getattr(params, name) != getattr(defaults, name):
+                raise ValueError(
+                    f"{name}={getattr(params, name)}, but {type(self.optimizer).__name__} has no {key}; "
+                    f"leave it at {getattr(defaults, name)}"
+                )
+
+    def set(self, params: OptimParams) -> None:
+        """The next step uses these."""
+        for group, (rate, decay) in zip(self.optimizer.param_groups, self.multipliers, strict=True):
+            values = {
+                "lr": params.learning_rate * rate,
+                "betas": (params.beta1, params.beta2),
+                "eps": params.eps,
+                "weight_decay": params.weight_decay * decay,
+            }
+            group.update({key: value for key, value in values.items() if key in group})

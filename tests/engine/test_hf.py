@@ -1,0 +1,234 @@
+"""Hugging Face directories: what transformers wrote loads here, what is written here loads in transformers, with equal logits."""
+
+import json
+from dataclasses import replace
+from shutil import copyfile
+
+import pytest
+import torch
+from references import random_samples, reference_logprobs, save_random
+from safetensors.torch import load_file, save_file
+
+from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.engine import hf
+from rl_actors.types import OptimParams, Sample
+
+BASE = ModelConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    rope_theta=10_000.0,
+    tie_word_embeddings=False,
+)
+MOE = replace(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+SHAPES = {
+    "4 query heads a key head": replace(BASE, num_key_value_heads=1),
+    "2 query heads a key head, tied": replace(BASE, tie_word_embeddings=True),
+    "1 query head a key head": replace(BASE, num_key_value_heads=4),
+    "odd vocabulary": replace(BASE, vocab_size=67),
+    "experts": MOE,
+    "experts in every second block, unscaled, tied": replace(
+        MOE, num_hidden_layers=4, decoder_sparse_step=2, norm_topk_prob=False, tie_word_embeddings=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    made: dict[str, str] = {}
+
+    def make(shape: str) -> str:
+        if shape not in made:
+            made[shape] = save_random(tmp_path_factory.mktemp("hf"), SHAPES[shape])
+        return made[shape]
+
+    return make
+
+
+def all_targets(vocab_size: int) -> list[Sample]:
+    """One sequence, once for every token of the vocabulary as the target of every position: the forward gives all log probabilities."""
+    tokens = random_samples([13], seed=3)[0].tokens
+    return [Sample(tokens=tokens, targets=torch.full_like(tokens, target)) for target in range(vocab_size)]
+
+
+def log_probabilities(engine) -> torch.Tensor:
+    output = engine.forward(all_targets(engine.config.model.vocab_size))
+    pieces = dict(zip(output.indices, output.logprobs.split(output.lengths), strict=True))
+    return torch.stack([pieces[index] for index in range(len(pieces))])
+
+
+def transformers_log_probabilities(path: str) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    tokens = random_samples([13], seed=3)[0].tokens
+    with torch.no_grad():
+        return model(input_ids=tokens[None]).logits[0].log_softmax(-1).T
+
+
+def worst(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_directory_of_transformers_gives_its_logits_here_and_back(make_engine, directory, tmp_path, shape):
+    engine = make_engine(directory(shape))
+    expected = transformers_log_probabilities(directory(shape))
+    assert expected.std() > 1.0  # a model that guesses uniformly would show little
+    assert worst(log_probabilities(engine), expected) < 1e-4
+
+    # Away from what was loaded, so that copying the source would be seen.
+    engine.forward_backward(random_samples([31, 7], seed=1), "cross_entropy")
+    engine.optim_step(OptimParams(learning_rate=1e-2))
+    engine.export_hf(str(tmp_path / "export"))
+    trained = log_probabilities(engine)
+    assert worst(trained, expected) > 0.1
+    assert worst(transformers_log_probabilities(str(tmp_path / "export")), trained) < 1e-4
+    assert worst(log_probabilities(make_engine(str(tmp_path / "export"))), trained) < 1e-5
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_model_is_read_from_the_path_when_it_is_not_given(directory, shape):
+    assert TrainerConfig(hf_path=directory(shape)).model == SHAPES[shape]
+
+
+@pytest.mark.parametrize("shape", ["2 query heads a key head, tied", "experts"])
+def test_an_export_in_several_files_has_an_index_that_transformers_reads(
+    make_engine, directory, tmp_path, monkeypatch, shape
+):
+    monkeypatch.setattr(hf, "MAX_FILE_BYTES", 50_000)
+    engine, path = make_engine(directory(shape)), tmp_path / "export"
+    engine.export_hf(str(path))
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    files = sorted(file.name for file in path.glob("*.safetensors"))
+    assert len(files) > 2 and files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert set(index["weight_map"].values()) == set(files)
+    expected = transformers_log_probabilities(directory(shape))
+    assert worst(transformers_log_probabilities(str(path)), expected) < 1e-6
+    assert worst(log_probabilities(make_engine(str(path))), expected) < 1e-4
+
+
+def test_an_export_in_bfloat16_holds_rounded_weights_and_loads(make_engine, directory, tmp_path):
+    engine, path = make_engine(directory("experts")), tmp_path / "export"
+    engine.export_hf(str(path), dtype="bfloat16")
+    tensors = load_file(path / "model.safetensors")
+    expected = engine.hf_state_dict()
+    assert tensors.keys() == expected.keys()
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in expected.items()}
+    assert all(torch.equal(tensors[name], whole[name].bfloat16()) for name in tensors)
+    assert json.loads((path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert worst(log_probabilities(make_engine(str(path))), transformers_log_probabilities(str(path))) < 1e-4
+
+
+def test_an_export_has_the_tokenizer_files_of_its_source_and_leaves_nothing_beside(make_engine, directory, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    path = directory("1 query head a key head")
+    for name in ("config.json", "model.safetensors"):
+        copyfile(f"{path}/{name}", source / name)
+    (source / "tokenizer.json").write_text("{}")
+    (source / "notes.txt").write_text("private")
+    make_engine(str(source)).export_hf(str(tmp_path / "export"))
+    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["export", "source"]
+
+
+def test_an_export_that_fails_leaves_no_directory(make_engine, directory, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    engine = make_engine(directory("experts"))
+    monkeypatch.setattr(hf, "save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        engine.export_hf(str(tmp_path / "export"))
+    assert not (tmp_path / "export").exists() and engine.info().state == "idle"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_an_export_never_deletes_what_is_there(make_engine, directory, tmp_path, kind):
+    path = tmp_path / "precious"
+    precious = path if kind == "file" else path / "thesis.txt"
+    precious.parent.mkdir(exist_ok=True)
+    precious.write_text("thesis")
+    with pytest.raises(ValueError, match="precious exists and is not an empty directory"):
+        make_engine(directory("experts")).export_hf(str(path))
+    assert precious.read_text() == "thesis"
+
+
+def test_an_unknown_dtype_of_an_export_is_refused(make_engine, directory, tmp_path):
+    with pytest.raises(ValueError, match="dtype='float8'; it must be one of float32, bfloat16"):
+        make_engine(directory("experts")).export_hf(str(tmp_path / "export"), dtype="float8")
+
+
+def test_tensors_that_do_not_fit_are_refused_with_names_and_shapes(make_engine, directory, tmp_path):
+    path = directory("1 query head a key head")
+    tensors = load_file(f"{path}/model.safetensors")
+    del tensors["model.norm.weight"]
+    tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+    tensors["lm_head.weight"] = torch.zeros(64, 63)
+    save_file(tensors, tmp_path / "model.safetensors")
+    copyfile(f"{path}/config.json", tmp_path / "config.json")
+    with pytest.raises(ValueError) as caught:
+        make_engine(str(tmp_path))
+    assert str(caught.value) == (
+        f"the tensors of {tmp_path} do not fit its config.json: 1 missing: model.norm.weight; "
+        "1 unexpected: model.layers.7.mlp.up_proj.weight; "
+        "1 of another shape: lm_head.weight ([64, 63] there, [64, 64] here)"
+    )
+
+
+def test_a_tied_directory_may_hold_its_head_all_the_same(make_engine, directory, tmp_path):
+    path = directory("2 query heads a key head, tied")
+    tensors = load_file(f"{path}/model.safetensors")
+    save_file(
+        tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, tmp_path / "model.safetensors"
+    )
+    copyfile(f"{path}/config.json", tmp_path / "config.json")
+    engine = make_engine(str(tmp_path))
+    assert worst(log_probabilities(engine), transformers_log_probabilities(path)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "entry, message",
+    [
+        ({"model_type": "llama"}, "model_type 'llama'; supported is"),
+        ({"use_sliding_window": True}, "use_sliding_window=True; supported is False"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; supported is 'default'"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05; supported is 1e-06"),
+        ({"hidden_size": None}, "lacks hidden_size"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_config_that_is_not_supported_is_refused_with_the_entry(tmp_path, entry, message):
+    values = SHAPES["1 query head a key head"].to_hf() | entry
+    (tmp_path / "config.json").write_text(json.dumps({name: x for name, x in values.items() if x is not None}))
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_hf(tmp_path)
+
+
+def test_a_path_without_weights_is_refused(make_engine, tmp_path):
+    BASE.save(tmp_path)
+    with pytest.raises(ValueError, match=r"holds no \*.safetensors"):
+        make_engine(str(tmp_path))
+
+
+def test_logprobs_of_a_batch_through_experts_are_those_of_transformers(make_engine, directory):
+    from transformers import AutoModelForCausalLM
+
+    samples = random_samples([7, 31, 1, 64, 13], temperature=0.7)
+    path = directory("experts")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        expected = [reference_logprobs(model, sample) for sample in samples]
+    output = make_engine(path).forward(samples)
+    pieces = dict(zip(output.indices, output.logprobs.split(output.lengths), strict=True))
+    assert max(worst(pieces[i], expected[i]) for i in range(len(samples))) < 1e-4

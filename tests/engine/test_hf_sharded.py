@@ -1,0 +1,74 @@
+"""Hugging Face directories, experts and adapters over two processes: load, train, push and export as one process does."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from references import random_samples, save_random
+from safetensors.torch import load_file
+from test_hf import BASE, MOE
+
+from rl_actors.config import LoRAConfig, TrainerConfig
+from rl_actors.types import OptimParams
+
+SAMPLES = random_samples([31, 7, 13, 40], seed=1)
+LORA = LoRAConfig(rank=4, train_unembed=True)
+CASES = {
+    "experts": (MOE, LoRAConfig()),
+    "adapters": (BASE, LORA),
+}
+
+
+def numbers(engine, directory: Path) -> dict:
+    """Two steps, then what is pushed (names by rank, values gathered) and what is exported."""
+    history = []
+    for _ in range(2):
+        engine.forward_backward(SAMPLES, "cross_entropy")
+        history.append(engine.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=50.0)).grad_norm)
+    engine.export_hf(str(directory / "export"))
+    pushed = engine.hf_state_dict()
+    whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in pushed.items()}
+    return {"grad_norms": history, "pushed": {name: x.clone() for name, x in whole.items()}}
+
+
+def child(rank: int, directory: str, path: str, lora: LoRAConfig, layout: str) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"})
+    dist.init_process_group("gloo", store=dist.FileStore(f"{directory}/store", 2), rank=rank, world_size=2)
+    from rl_actors.engine.train_engine import TrainEngine
+
+    config = TrainerConfig(hf_path=path, lora=lora, max_sequence_length=64, tokens_per_row=64)
+    setattr(config.parallelism, f"{layout}_degree", 2)
+    torch.save(numbers(TrainEngine(config), Path(directory)), f"{directory}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data_parallel_shard"])
+@pytest.mark.parametrize("case", CASES)
+def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, case, layout):
+    model, lora = CASES[case]
+    path = save_random(tmp_path / "base", model)
+    expected = numbers(make_engine(path, lora=lora), tmp_path)
+    (tmp_path / "export").rename(tmp_path / "expected")
+    mp.spawn(child, args=(str(tmp_path), path, lora, layout), nprocs=2)
+    exported, reference = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "expected"))
+    assert exported.keys() == reference.keys()
+    for rank in (0, 1):
+        actual = torch.load(tmp_path / f"{rank}.pt")
+        assert actual["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+        assert actual["pushed"].keys() == reference.keys()  # every name on every rank
+        assert all(torch.equal(actual["pushed"][name], exported[name]) for name in exported)
+    assert all(torch.allclose(exported[name], reference[name], rtol=1e-4, atol=1e-4) for name in reference)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_experts_and_adapters_are_refused_under_tensor_parallelism(case):
+    model, lora = CASES[case]
+    config = TrainerConfig(model=model, max_sequence_length=64, tokens_per_row=64)
+    config.lora, config.hf_path = lora, "base"
+    config.parallelism.tensor_parallel_degree = 2
+    with pytest.raises(ValueError, match="tensor_parallel_degree=2 with .*; not supported so far"):
+        config.validate()

@@ -1,0 +1,135 @@
+"""Adapters: what trains, what is saved, what is pushed and exported, against peft."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references import random_samples, reference_logprobs, save_random
+from safetensors.torch import load_file
+from test_hf import BASE, MOE
+
+from rl_actors.config import LoRAConfig, TrainerConfig
+from rl_actors.types import OptimParams
+
+SAMPLES = random_samples([31, 7, 13, 40], seed=1)
+STEP = OptimParams(learning_rate=3e-2, grad_divisor=20.0)
+ALL = LoRAConfig(rank=4, alpha=16.0, train_unembed=True, seed=3)
+ATTENTION = LoRAConfig(rank=2, train_mlp=False)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    return save_random(tmp_path_factory.mktemp("base"), BASE)
+
+
+def train(engine, steps: int = 2) -> None:
+    for _ in range(steps):
+        engine.forward_backward(SAMPLES, "cross_entropy")
+        engine.optim_step(STEP)
+
+
+def logprobs(engine) -> list[torch.Tensor]:
+    output = engine.forward(SAMPLES)
+    pieces = dict(zip(output.indices, output.logprobs.split(output.lengths), strict=True))
+    return [pieces[index] for index in range(len(pieces))]
+
+
+def worst(a, b) -> float:
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
+
+
+def parameters(engine) -> dict[str, torch.Tensor]:
+    return {name: x.detach().full_tensor().clone() for name, x in engine.parts.model.named_parameters()}
+
+
+def test_a_fresh_adapter_changes_no_logprob(make_engine, base):
+    assert worst(logprobs(make_engine(base, lora=ALL)), logprobs(make_engine(base))) < 1e-5
+
+
+@pytest.mark.parametrize("config", [ALL, ATTENTION], ids=["all", "attention"])
+def test_only_adapters_train(make_engine, base, config):
+    engine = make_engine(base, lora=config)
+    before = parameters(engine)
+    train(engine)
+    changed = {name for name, x in parameters(engine).items() if not torch.equal(x, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    layers = {name.split(".")[-3] for name in changed}
+    expected = {"wq", "wk", "wv", "wo"} | ({"w1", "w2", "w3", "lm_head"} if config is ALL else set())
+    assert layers == expected
+
+
+@pytest.mark.parametrize("config", [ALL, ATTENTION], ids=["all", "attention"])
+def test_peft_loads_the_exported_adapter_with_equal_logprobs(make_engine, base, tmp_path, config):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine(base, lora=config)
+    untrained = logprobs(engine)
+    train(engine)
+    engine.export_lora(str(tmp_path / "adapter"))
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = PeftModel.from_pretrained(model, str(tmp_path / "adapter")).eval()
+    with torch.no_grad():
+        expected = [reference_logprobs(model, sample) for sample in SAMPLES]
+    assert worst(logprobs(engine), expected) < 1e-4
+    assert worst(untrained, expected) > 0.1
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_pushed_and_exported_weights_are_merged(make_engine, base, tmp_path):
+    engine = make_engine(base, lora=ALL)
+    train(engine)
+    engine.export_hf(str(tmp_path / "merged"))
+    assert worst(logprobs(make_engine(str(tmp_path / "merged"))), logprobs(engine)) < 1e-4
+    exported = load_file(tmp_path / "merged" / "model.safetensors")
+    pushed = {name: x.full_tensor() for name, x in engine.hf_state_dict().items()}
+    assert exported.keys() == pushed.keys() == load_file(f"{base}/model.safetensors").keys()
+    assert all(torch.equal(exported[name], pushed[name]) for name in exported)
+
+
+def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_bit_for_bit(make_engine, base, tmp_path):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    engine = make_engine(base, lora=ALL)
+    train(engine)
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    names = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
+    model_names = [name for name in names if name.startswith("model.")]
+    assert model_names and all("lora_" in name for name in model_names)
+    other = make_engine(base, lora=ALL)
+    assert other.load_checkpoint(str(tmp_path / "checkpoint")) == 2
+    train(engine)
+    train(other)
+    assert all(torch.equal(x, y) for x, y in zip(parameters(engine).values(), parameters(other).values(), strict=True))
+
+
+def test_the_seed_gives_the_first_values(make_engine, base):
+    one, same, other = (parameters(make_engine(base, lora=replace(ALL, seed=seed))) for seed in (1, 1, 2))
+    a = [name for name in one if "lora_a" in name]
+    assert all(torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name]) for name in a)
+
+
+def test_without_adapters_there_is_nothing_to_export(make_engine, base, tmp_path):
+    with pytest.raises(ValueError, match="export_lora is not possible with lora.rank=0"):
+        make_engine(base).export_lora(str(tmp_path / "adapter"))
+
+
+@pytest.mark.parametrize(
+    "model, fields, message",
+    [
+        (BASE, {"rank": -1}, "lora.rank=-1"),
+        (BASE, {"alpha": 0.0}, "lora.alpha=0.0"),
+        (BASE, {"train_attn": False, "train_mlp": False}, "are all False"),
+        (replace(BASE, tie_word_embeddings=True), {"train_unembed": True}, "the merged head would not be tied"),
+        (MOE, {}, "model.num_experts=4: torchtitan has no adapters for experts"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_adapters_that_the_model_cannot_have_are_refused(model, fields, message):
+    with pytest.raises(ValueError, match=message):
+        LoRAConfig(**{"rank": 4, **fields}).validate(model, "somewhere")
+
+
+def test_adapters_on_random_weights_are_refused():
+    with pytest.raises(ValueError, match="lora.rank=4 with an empty hf_path"):
+        TrainerConfig(lora=LoRAConfig(rank=4)).validate()

@@ -1,0 +1,176 @@
+"""The optimizer against plain PyTorch, field by field: which optimizer, its parameter groups, what comes with each call."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references import random_samples
+
+from rl_actors.config import OptimizerConfig, TrainerConfig
+from rl_actors.types import OptimParams
+
+SAMPLES = random_samples([31, 7, 13], seed=1)
+PARAMS = OptimParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0, grad_divisor=20.0)
+VARIED = {
+    "learning_rate": 3e-3,
+    "beta1": 0.5,
+    "beta2": 0.7,
+    "eps": 1e-2,
+    "weight_decay": 0.5,
+    "grad_clip_norm": 0.1,
+    "grad_divisor": 80.0,
+}
+
+
+def weights(engine) -> dict[str, torch.Tensor]:
+    return {name: x.detach().full_tensor().clone() for name, x in engine.parts.model.named_parameters()}
+
+
+def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
+    """Give plain PyTorch the engine's gradient at every step: only what the optimizer does with it is compared."""
+    mirror = {name: x.requires_grad_() for name, x in weights(engine).items()}
+    optimizer = make_optimizer(mirror)
+    for params in steps:
+        engine.forward_backward(SAMPLES, "cross_entropy")
+        for name, parameter in engine.parts.model.named_parameters():
+            mirror[name].grad = parameter.grad.full_tensor().clone() / params.grad_divisor
+        norm = torch.linalg.vector_norm(torch.stack([x.grad.norm() for x in mirror.values()]))
+        result = engine.optim_step(params)
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)  # before clipping, whatever is clipped
+        if params.grad_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(mirror.values(), params.grad_clip_norm)
+        for group in optimizer.param_groups:
+            factors = group.get("factors", (1.0, 1.0))
+            group["lr"] = params.learning_rate * factors[0]
+            group["weight_decay"] = params.weight_decay * factors[1]
+            if "betas" in group:
+                group["betas"], group["eps"] = (params.beta1, params.beta2), params.eps
+        optimizer.step()
+        for name, actual in weights(engine).items():
+            assert torch.allclose(actual, mirror[name], rtol=1e-5, atol=1e-6), name
+
+
+@pytest.mark.parametrize("field", VARIED)
+def test_every_field_of_every_call_is_honoured(make_engine, field):
+    varied = replace(PARAMS, **{field: VARIED[field]})
+    step_by_step(make_engine(), lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS, varied, PARAMS])
+    one, other = make_engine(), make_engine()
+    for params in (PARAMS, varied):  # the second step differs, so the field was at work
+        for engine, given in ((one, PARAMS), (other, params)):
+            engine.forward_backward(SAMPLES, "cross_entropy")
+            engine.optim_step(given)
+    assert any(not torch.equal(a, b) for a, b in zip(weights(one).values(), weights(other).values(), strict=True))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_implementations_of_adam_are_pytorchs(make_engine, name, implementation):
+    engine = make_engine(optimizer=OptimizerConfig(name=name, implementation=implementation))
+    step_by_step(engine, lambda mirror: getattr(torch.optim, name)(mirror.values()), [PARAMS] * 3)
+
+
+@pytest.mark.parametrize(
+    "name, arguments",
+    [
+        ("torch.optim:SGD", {}),
+        ("torch.optim:SGD", {"momentum": 0.9, "nesterov": True}),
+        ("torch.optim:Adamax", {}),
+        ("torch.optim:AdamW", {"amsgrad": True}),
+    ],
+    ids=str,
+)
+def test_an_optimizer_by_import_path_is_that_class_with_those_arguments(make_engine, tmp_path, name, arguments):
+    make = getattr(torch.optim, name.partition(":")[2])
+    config = OptimizerConfig(name=name, arguments=arguments)
+    engine = make_engine(optimizer=config)
+    assert type(engine.parts.hyperparameters.optimizer) is make
+    step_by_step(engine, lambda mirror: make(mirror.values(), **arguments), [PARAMS] * 3)
+
+    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    other = make_engine(optimizer=config)
+    other.load_checkpoint(str(tmp_path / "checkpoint"))
+    for trainer in (engine, other):
+        trainer.forward_backward(SAMPLES, "cross_entropy")
+        trainer.optim_step(PARAMS)
+    assert all(torch.equal(a, b) for a, b in zip(weights(engine).values(), weights(other).values(), strict=True))
+
+
+def test_a_field_that_the_optimizer_does_not_have_is_refused_and_nothing_changed(make_engine):
+    engine = make_engine(optimizer=OptimizerConfig(name="torch.optim:SGD"))
+    engine.forward_backward(SAMPLES, "cross_entropy")
+    before = weights(engine)
+    with pytest.raises(ValueError, match="beta1=0.5, but SGD has no betas; leave it at 0.9"):
+        engine.optim_step(replace(PARAMS, beta1=0.5))
+    assert engine.info().state == "open" and engine.policy_version == 0
+    assert all(torch.equal(x, before[name]) for name, x in weights(engine).items())
+    engine.optim_step(PARAMS)
+
+
+def test_parameter_groups_multiply_what_comes_with_each_call(make_engine):
+    groups = {"norm": (1.0, 0.0), "attention|tok_embeddings": (0.1, 2.0)}
+    engine = make_engine(optimizer=OptimizerConfig(groups=groups))
+
+    def make(mirror):
+        norms = [x for name, x in mirror.items() if "norm" in name]
+        attention = [x for n, x in mirror.items() if "norm" not in n and ("attention" in n or "tok_embeddings" in n)]
+        rest = [x for name, x in mirror.items() if all(x is not y for y in norms + attention)]
+        assert norms and attention and rest
+        return torch.optim.AdamW(
+            [
+                {"params": norms, "factors": (1.0, 0.0)},
+                {"params": attention, "factors": (0.1, 2.0)},
+                {"params": rest, "factors": (1.0, 1.0)},
+            ]
+        )
+
+    step_by_step(engine, make, [PARAMS, replace(PARAMS, learning_rate=3e-3, weight_decay=0.5)])
+
+
+def test_groups_may_hold_every_parameter(make_engine):
+    groups = {".": (0.5, 1.0)}
+    engine = make_engine(optimizer=OptimizerConfig(groups=groups))
+    half = lambda mirror: torch.optim.AdamW([{"params": list(mirror.values()), "factors": (0.5, 1.0)}])  # noqa: E731
+    step_by_step(engine, half, [PARAMS])
+
+
+def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
+    groups = {"norm": (1.0, 0.0), "attention_norm": (2.0, 0.0)}
+    with pytest.raises(ValueError, match="the pattern 'attention_norm' is found in none of"):
+        make_engine(optimizer=OptimizerConfig(groups=groups))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"name": "Muon"}, "optimizer.name='Muon'; it must be AdamW, Adam or an import path"),
+        ({"name": "torch.optim:Nothing"}, "optimizer.name='torch.optim:Nothing' cannot be imported"),
+        ({"name": "no_such_module:SGD"}, "optimizer.name='no_such_module:SGD' cannot be imported"),
+        ({"name": "math:pi"}, "optimizer.name='math:pi'; it must be"),
+        ({"arguments": {"lr": 1.0}}, "optimizer.arguments has 'lr', which comes with each optim_step"),
+        ({"groups": {"(": (1.0, 1.0)}}, r"optimizer.groups has the pattern '\('"),
+        ({"groups": {"": (1.0, 1.0)}}, "optimizer.groups has an empty pattern"),
+        (
+            {"groups": {"a": (-1.0, 1.0)}},
+            r"optimizer.groups\['a'\]=\(-1.0, 1.0\); it must be two numbers of at least 0",
+        ),
+    ],
+    ids=str,
+)
+def test_an_optimizer_that_cannot_be_made_is_refused_by_the_config(fields, message):
+    with pytest.raises(ValueError, match=message):
+        TrainerConfig(optimizer=OptimizerConfig(**fields)).validate()
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted_and_named(make_engine):
+    engine = make_engine()
+    for skipped in (1, 2):
+        engine.forward_backward(SAMPLES, "cross_entropy")
+        before = weights(engine)
+        name, parameter = next((n, p) for n, p in engine.parts.model.named_parameters() if "w1" in n)
+        parameter.grad.fill_(float("inf"))
+        result = engine.optim_step(PARAMS)
+        assert result.skipped and result.policy_version == 0 and result.nonfinite_parameters == (name,)
+        assert engine.info().steps_skipped == skipped and engine.info().state == "idle"
+        assert all(torch.equal(x, before[n]) for n, x in weights(engine).items())
+    step_by_step(engine, lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS])  # as if nothing had been
+    assert engine.policy_version == 1 and engine.info().steps_skipped == 2

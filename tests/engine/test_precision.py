@@ -1,0 +1,70 @@
+"""float8, compiled blocks and bfloat16 compute: near the plain float32 numbers, or refused with the reason."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from references import random_samples
+from test_hf import MOE
+from torchtitan.config import CompileConfig
+
+from rl_actors.config import LoRAConfig, TrainerConfig
+from rl_actors.types import OptimParams
+
+SAMPLES = random_samples([31, 7, 13, 40], seed=1)
+
+
+def two_steps(engine) -> list[float]:
+    numbers = []
+    for _ in range(2):
+        numbers.append(engine.forward_backward(SAMPLES, "cross_entropy").metrics["loss:sum"])
+        numbers.append(engine.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=50.0)).grad_norm)
+    return numbers
+
+
+def test_float8_trains_near_float32_and_its_masters_are_float32(make_engine):
+    expected = two_steps(make_engine())
+    engine = make_engine(float8=True)
+    kinds = [type(module).__name__ for module in engine.parts.model.modules()]
+    assert kinds.count("Float8Linear") == 3 * 5  # fused qkv, wo, w1, w2, w3 in 3 blocks
+    actual = two_steps(engine)
+    assert actual == pytest.approx(expected, rel=0.05)
+    assert actual != pytest.approx(expected, rel=1e-4)  # it was at work
+    assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
+
+
+def test_bfloat16_computes_near_float32_and_its_masters_are_float32(make_engine):
+    expected = two_steps(make_engine())
+    engine = make_engine(compute_dtype="bfloat16")
+    actual = two_steps(engine)
+    assert actual == pytest.approx(expected, rel=0.1)
+    assert actual != pytest.approx(expected, rel=1e-4)
+    assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.slow
+def test_compiled_blocks_give_the_same_numbers(make_engine):
+    assert two_steps(make_engine(compile=CompileConfig(enable=True, components=["model"]))) == pytest.approx(
+        two_steps(make_engine()), rel=1e-5
+    )
+
+
+def test_emulated_float8_is_not_compiled(make_engine):
+    with pytest.raises(ValueError, match="this machine has no float8, and its emulation does not compile"):
+        make_engine(float8=True, compile=CompileConfig(enable=True, components=["model"]))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"lora": LoRAConfig(rank=4), "hf_path": "tied"}, "float8=True with lora.rank=4; only one of them"),
+        ({"model": MOE}, "float8=True with model.num_experts=4; only dense models"),
+    ],
+    ids=["lora", "experts"],
+)
+def test_float8_is_refused_where_it_is_not_supported(tied_qwen3, fields, message):
+    fields = {"max_sequence_length": 64, "tokens_per_row": 64, **fields}
+    if "hf_path" in fields:
+        fields["hf_path"] = tied_qwen3
+    with pytest.raises(ValueError, match=message):
+        replace(TrainerConfig(**fields), float8=True).validate()
