@@ -11,7 +11,7 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 def tiny() -> GRPOConfig:
-    """Supervised steps until sampling is right about one time in five, then GRPO."""
+    """Supervised steps until sampling is right nearly one time in five, then GRPO."""
     return GRPOConfig(
         **_parts(),
         steps=120,

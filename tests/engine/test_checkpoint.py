@@ -53,7 +53,7 @@ def test_training_after_load_is_bit_equal_to_training_after_save(make_engine, tm
 
 def test_a_saved_checkpoint_replaces_the_one_before_and_leaves_nothing_else(make_engine, tmp_path):
     engine = make_engine()
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     train(engine, [1])
     engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -92,7 +92,7 @@ def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_bit_for_bit(
 
     engine = make_engine(base, lora=ALL)
     train(engine)
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     names = FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     model_names = [name for name in names if name.startswith("model.")]
     assert model_names and all("lora_" in name for name in model_names)

@@ -124,7 +124,7 @@ def test_a_checkpoint_brings_back_the_bias(make_engine, experts, tmp_path):
     engine = make_engine(experts, load_balance_coeff=0.01)
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     engine.optim_step(STEP)
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     other = make_engine(experts, load_balance_coeff=0.01)
     other.load_checkpoint(str(tmp_path / "checkpoint"))
     assert all(torch.equal(a, b) and a.any() for a, b in zip(biases(engine), biases(other), strict=True))

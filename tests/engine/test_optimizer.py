@@ -86,7 +86,7 @@ def test_an_optimizer_by_import_path_is_that_class_with_those_arguments(make_eng
     assert type(engine.parts.hyperparameters.optimizer) is make
     step_by_step(engine, lambda mirror: make(mirror.values(), **arguments), [PARAMS] * 3)
 
-    engine.save_checkpoint(str(tmp_path / "checkpoint"))
+    engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
     other = make_engine(optimizer=config)
     other.load_checkpoint(str(tmp_path / "checkpoint"))
     for trainer in (engine, other):
