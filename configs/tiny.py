@@ -14,10 +14,10 @@ def tiny() -> GRPOConfig:
     """Supervised steps until sampling is right nearly one time in five, then GRPO."""
     return GRPOConfig(
         **_parts(),
-        steps=120,
+        steps=80,
         updates_per_step=4,
         rollouts=RolloutConfig(groups_per_step=256, group_size=4, max_refills=1),
-        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=3e-4, warmup_steps=2, min_ratio=0.2),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=5e-4, warmup_steps=2, min_ratio=0.1),
         warmup=_supervised(stop_at=0.18),
         max_warmup_steps=600,
     )

@@ -6,13 +6,13 @@ import contextlib
 import os
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import torch
-from monarch.actor import ActorError
+from monarch.actor import Actor, ActorError, endpoint
 from torch import Tensor
 
 from rl_actors import metrics
@@ -40,6 +40,15 @@ from rl_actors.validation import validate_optim_params, validate_prompts, valida
 
 T = TypeVar("T")
 
+
+class Probe(Actor):
+    """Beside the real actor on each process, because that one does not answer while a call runs."""
+
+    @endpoint
+    async def pid(self) -> int:
+        return os.getpid()
+
+
 CLOSE_SAVE_TIMEOUT = 60.0
 """Seconds that close waits for a checkpoint that is being written."""
 
@@ -59,6 +68,7 @@ class _Client:
         self._mesh = mesh
         self._transport = transport
         self._processes: ProcessMesh | None = None
+        self._probe: Any = None
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
@@ -66,6 +76,19 @@ class _Client:
     def ready(self) -> Call[None]:
         """Done when the actor is up; raises what kept it from it."""
         return self._started
+
+    def is_alive(self, timeout: float = 5.0) -> Call[bool]:
+        """Whether every process that this client spawned answers within `timeout` seconds, also while a call runs in it."""
+        return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
+
+    async def _is_alive(self, timeout: float) -> bool:
+        if self._probe is None:
+            return False  # closed, not up yet, or not spawned by this client
+        try:
+            await asyncio.wait_for(_collected(self._probe.pid), timeout)
+        except Exception:
+            return False
+        return True
 
     def close(self) -> Call[None]:
         """End the processes that this client spawned, and nothing else. A second call does nothing."""
@@ -78,6 +101,7 @@ class _Client:
             if self._closed:
                 raise RuntimeError(f"{self.name}: closed before it was up")
             self._processes = await spawn_processes(self.name, num_processes, env=env, logs=logs)
+            self._probe = self._processes.mesh.spawn(f"{self.name}_probe", Probe)
             # The last handler that was registered runs first, and Monarch registers its own when it is first used.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
@@ -86,7 +110,7 @@ class _Client:
     async def _close(self) -> None:
         async with self._spawning:
             if self._processes is not None:
-                processes, self._processes = self._processes, None
+                processes, self._processes, self._probe = self._processes, None, None
                 await processes.stop()
 
     def __enter__(self):
@@ -330,6 +354,11 @@ class TrainerClient(_Client):
         absolute = os.path.abspath(path)
         return self._in_turn("export_lora", lambda: self._first("export_lora", absolute))
 
+    def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
+        """Trace the next `steps` steps with torch.profiler; <directory>/rank-N.json is there when the last optim_step answers."""
+        absolute = os.path.abspath(directory)
+        return self._in_turn("profile", lambda: self._first("profile", absolute, steps))
+
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""
         return self._in_turn("push_model_state_dict", lambda: self._first("push_model_state_dict"))
@@ -524,12 +553,22 @@ def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOu
 
 
 def _to_wire(sample: Sample) -> Sample:
-    """Lists become tensors here, so that actors see CPU tensors of int64 and float32 alone."""
-    if not isinstance(sample, Sample):
+    """Lists become tensors here, so that actors see CPU tensors of int64 and float32 alone; what cannot is left to be refused by name."""
+    if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
-    ids = {n: torch.as_tensor(getattr(sample, n), dtype=torch.int64, device="cpu") for n in ("tokens", "targets")}
-    columns = {n: torch.as_tensor(c, dtype=column_dtype(n), device="cpu") for n, c in sample.columns.items()}
+    ids = {name: _tensor(getattr(sample, name), torch.int64) for name in ("tokens", "targets")}
+    columns = {name: _tensor(column, column_dtype(name)) for name, column in sample.columns.items()}
     return replace(sample, **ids, columns=columns)
+
+
+def _tensor(values: Any, dtype: torch.dtype) -> Any:
+    try:
+        tensor = torch.as_tensor(values, device="cpu")
+    except (TypeError, ValueError, RuntimeError):
+        return values
+    # 2.7 is no token: it would become 2.
+    loses = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
+    return tensor if loses else tensor.to(dtype)
 
 
 async def _collected(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:

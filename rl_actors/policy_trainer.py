@@ -127,6 +127,11 @@ class PolicyTrainer(Actor):
         return await self.in_order(order, lambda: self.engine.export_lora(path))
 
     @endpoint
+    async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
+        """Trace the next steps."""
+        return await self.in_order(order, lambda: self.engine.profile(directory, steps))
+
+    @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
         """Publish the weights under policy_version, sharded as they lie; a no-op when they are published."""
         return await self.in_order(order, self.publish_weights)

@@ -10,6 +10,7 @@ LEGAL = {
         "discard_gradients",
         "save_checkpoint",
         "load_checkpoint",
+        "profile",
         "push_model_state_dict",
         "export_hf",
         "export_lora",

@@ -20,6 +20,7 @@ from rl_actors.engine.build import Parts, build, platform
 from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs, Values
 from rl_actors.engine.packing import plan
+from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.step import OpenStep
 from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import Partials, merge, to_numbers
@@ -55,6 +56,7 @@ class TrainEngine:
         self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
         self.step = OpenStep()
         self.writer = checkpoint.CheckpointWriter()
+        self.profiler = StepProfiler(torch.distributed.get_rank())
         self.policy_version = 0
         self.steps_skipped = 0
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
@@ -130,6 +132,7 @@ class TrainEngine:
             self.steps_skipped += 1
         self._clear()
         self.step.close()
+        self.profiler.step_done()
         return OptimResult(
             policy_version=self.policy_version, grad_norm=grad_norm, skipped=not finite, nonfinite_parameters=broken
         )
@@ -188,6 +191,11 @@ class TrainEngine:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
         hf.require_exportable(path, "float32")
         hf.export_lora(self.parts, self.config.lora, path, base=self.config.hf_path)
+
+    def profile(self, directory: str, steps: int) -> None:
+        """Trace the next `steps` steps into <directory>/rank-N.json. Refused in an open step: a trace holds whole ones."""
+        self.step.require("profile")
+        self.profiler.start(directory, steps)
 
     def info(self) -> TrainerInfo:
         config = self.config

@@ -1,5 +1,7 @@
 """The legal order of calls, and what each leaves behind."""
 
+import json
+
 import pytest
 import torch
 from references import ppo_samples, random_samples
@@ -51,7 +53,7 @@ def test_what_is_refused_in_each_state():
     refused = {state: sorted(set(CALLS) - LEGAL[state]) for state in LEGAL}
     assert refused == {
         IDLE: ["optim_step"],
-        OPEN: ["load_checkpoint", "save_checkpoint"],
+        OPEN: ["load_checkpoint", "profile", "save_checkpoint"],
         BROKEN: [call for call in CALLS if call != "discard_gradients"],
         MIXED: [call for call in CALLS if call != "load_checkpoint"],
     }
@@ -191,3 +193,27 @@ def test_a_step_with_refused_calls_in_between_is_bit_identical_to_one_without(ma
     assert_bit_equal(gradients(pestered), gradients(clean))
     assert clean.optim_step(PARAMS) == pestered.optim_step(PARAMS)
     assert_bit_equal(parameters(pestered), parameters(clean))
+
+
+def test_a_trace_holds_whole_steps_and_is_there_when_the_last_is_done(make_engine, tmp_path):
+    engine, file = make_engine(), tmp_path / "trace" / "rank-0.json"
+    engine.profile(str(file.parent), steps=2)
+    for steps_done in (1, 2):
+        engine.forward_backward(ppo_samples(LENGTHS), PPO())
+        with pytest.raises(RuntimeError, match="profile is not possible while the trainer is open"):
+            engine.profile(str(tmp_path), steps=1)
+        engine.optim_step(PARAMS)
+        assert file.exists() == (steps_done == 2)
+    names = {event.get("name") for event in json.loads(file.read_text())["traceEvents"]}
+    assert {"aten::mm", "aten::_fused_adamw_"} <= names
+
+
+def test_a_trace_of_no_steps_or_beside_another_is_refused(make_engine, tmp_path):
+    engine = make_engine()
+    with pytest.raises(ValueError, match="steps=0; it must be an integer of at least 1"):
+        engine.profile(str(tmp_path), steps=0)
+    engine.profile(str(tmp_path), steps=1)
+    with pytest.raises(RuntimeError, match="rank-0.json is being taken, with 1 steps to go"):
+        engine.profile(str(tmp_path), steps=1)
+    engine.forward_backward(ppo_samples(LENGTHS), PPO())
+    engine.optim_step(PARAMS)

@@ -210,6 +210,7 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
         weights = support.published_weights(transport, trainer.push_model_state_dict().result())
         ours = trainer.forward(random_samples()).result().logprobs
         assert [support.step(other) for _ in range(2)] == [1, 2]
+        assert other.is_alive().result() and not trainer.is_alive().result()  # the latter's processes are not its own
         assert other.push_model_state_dict().result() == 2
         theirs = support.published_weights(other._transport, 2)
         again = support.published_weights(transport, version)
@@ -251,11 +252,13 @@ def test_a_killed_process_of_one_rank_is_told_within_15_seconds(tmp_path):
     gate = Gate(folder=tmp_path)
     pending = trainer.forward_backward(random_samples(), loss=gate)
     gate.wait_begun()
+    assert trainer.is_alive().result()  # also while a call runs
     began = time.monotonic()
     os.kill(info.pid, signal.SIGKILL)
     for call in (pending, trainer.forward(random_samples())):
         with pytest.raises(Exception, match="single") as raised:
             call.result(timeout=15)
         assert any("single" in note and "forward" in note for note in raised.value.__notes__)
+    assert not trainer.is_alive().result()
     assert time.monotonic() - began < 15
     trainer.close().result(timeout=30)

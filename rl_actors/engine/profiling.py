@@ -1,0 +1,40 @@
+"""torch.profiler traces of whole training steps, one file a rank. Decides nothing about when a step ends."""
+
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+
+class StepProfiler:
+    """Traces from `start` until the given number of optimizer steps is done."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._trace: profile | None = None
+        self._file = Path()
+        self._steps_left = 0
+
+    def start(self, directory: str, steps: int) -> None:
+        """Write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open, when `steps` more steps are done.
+
+        Raises ValueError for steps below 1, RuntimeError while a trace is being taken; neither changes anything.
+        """
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"steps={steps}; it must be an integer of at least 1")
+        if self._trace is not None:
+            raise RuntimeError(f"profile: {self._file} is being taken, with {self._steps_left} steps to go")
+        self._file = Path(directory) / f"rank-{self.rank}.json"
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        self._trace, self._steps_left = profile(activities=activities), steps
+        self._trace.start()
+
+    def step_done(self) -> None:
+        if self._trace is None:
+            return
+        self._steps_left -= 1
+        if self._steps_left == 0:
+            trace, self._trace = self._trace, None
+            trace.stop()
+            trace.export_chrome_trace(str(self._file))

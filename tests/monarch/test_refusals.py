@@ -1,0 +1,107 @@
+"""Every bad input of the tables is refused by the client, and the step around it is bit-identical to one without it."""
+
+import asyncio
+
+import pytest
+import support
+from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_order
+
+from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
+from rl_actors.meshes import spawn_processes
+
+# What the ranks refuse and the client turns into what they take; where only the words differ, those of the client.
+TAKEN = {"a list as column"}
+WORDS = {
+    "a list of tokens": ["targets has 4 positions", "tokens has 2"],
+    "a list of targets": ["targets has 2 positions", "tokens has 4"],
+    "int32 tokens": ["targets has 4 positions", "tokens has 2"],
+    "float64 column": ["has the column 'values'", "CrossEntropy reads"],
+}
+SAMPLES = [
+    Sample.from_tokens([7, 3], [9, 4, 11, 30], old_logprobs=-3.0, advantages=1.5),
+    Sample.from_tokens([1], [2, 49, 0, 5], old_logprobs=-4.0, advantages=-0.5),
+]
+PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=8.0)
+
+
+def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
+    """What two steps from the first weights answer, with something bad before, inside and after the first."""
+    trainer.load_checkpoint(trainer.start).result()
+    answers = []
+    for _ in range(2):
+        bad()
+        output = trainer.forward_backward(SAMPLES, loss=PPO()).result()
+        bad()
+        result = trainer.optim_step(PARAMS).result()
+        answers += [output.metrics["loss:sum"], *(row.tolist() for row in output.logprobs), result]
+    return answers
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    """A client of a trainer with the limits of the tables; trainer.start is a checkpoint of its first weights."""
+    config = support.trainer_config(max_sequence_length=8, tokens_per_row=64, max_call_bytes=LIMITS["max_call_bytes"])
+    config.model.vocab_size = LIMITS["vocab_size"]
+    processes = asyncio.run(spawn_processes("refusals", 1))
+    client = TrainerClient(processes.mesh.spawn("refusals", support.TestTrainer, config, MemoryTransport()))
+    client.start = str(tmp_path_factory.mktemp("refusals") / "start")
+    client.save_checkpoint(client.start).result().wait().result()
+    yield client
+    client.close().result()
+    asyncio.run(processes.stop())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(trainer):
+    return two_steps(trainer)
+
+
+@pytest.mark.parametrize("what", [name for name in BAD_SAMPLES if name not in TAKEN])
+def test_bad_samples_change_nothing(trainer, undisturbed, what):
+    samples, loss, error, words = BAD_SAMPLES[what]
+    words = WORDS.get(what, words)
+    error = ValueError if what in WORDS else error
+
+    def bad() -> None:
+        with pytest.raises(error) as caught:
+            call = trainer.forward(samples) if loss is None else trainer.forward_backward(samples, loss=loss)
+            call.result()
+        assert_in_order(str(caught.value), words)
+
+    assert two_steps(trainer, bad) == undisturbed
+
+
+@pytest.mark.parametrize("field, value, limit", BAD_OPTIM_PARAMS)
+def test_bad_optim_params_change_nothing(trainer, undisturbed, field, value, limit):
+    def bad() -> None:
+        with pytest.raises(ValueError) as caught:
+            trainer.optim_step(OptimParams(**{"learning_rate": 1e-3, field: value})).result()
+        assert_in_order(str(caught.value), [f"{field}={value}", limit])
+
+    assert two_steps(trainer, bad) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "call, error, words",
+    [
+        (lambda t: t.forward_backward(SAMPLES, loss="pppo"), ValueError, ["pppo", "ppo"]),
+        (lambda t: t.forward_backward(SAMPLES, loss=None), ValueError, ["unknown loss None"]),
+        (lambda t: t.forward_backward(SAMPLES, loss="nowhere:loss"), ValueError, ["nowhere:loss"]),
+        (lambda t: t.load_checkpoint("nowhere"), (ValueError, RuntimeError), ["nowhere", "checkpoint"]),
+    ],
+)
+def test_bad_names_and_paths_change_nothing(trainer, undisturbed, call, error, words):
+    def bad() -> None:
+        if trainer.info().result()[0].state == "open" and words[0] == "nowhere":
+            return  # refused there for the open step, whatever the path
+        with pytest.raises(error) as caught:
+            call(trainer).result()
+        assert_in_order(str(caught.value), words)
+
+    assert two_steps(trainer, bad) == undisturbed
+
+
+def test_what_the_client_turns_into_tensors_is_taken(trainer):
+    (samples, loss, *_) = BAD_SAMPLES["a list as column"]
+    assert trainer.forward_backward(samples, loss=loss).result().metrics["loss:sum"] > 0
+    trainer.discard_gradients().result()
