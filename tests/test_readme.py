@@ -1,4 +1,4 @@
-"""What the README prints runs as it is printed, and what it names exists."""
+"""What the README and docs/trainer.md print runs as it is printed, and what the README names exists."""
 
 import os
 import re
@@ -15,13 +15,14 @@ README = (ROOT / "README.md").read_text()
 
 
 def block(name: str) -> str:
-    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", README, re.DOTALL)
-    assert found, f"the README has no block {name!r}"
+    pages = README + (ROOT / "docs" / "trainer.md").read_text()
+    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", pages, re.DOTALL)
+    assert found, f"no page has a block {name!r}"
     return found[1]
 
 
-@pytest.mark.parametrize("name", ["repl", "embedding"])
-def test_a_program_of_the_readme_runs_as_printed(name, tmp_path):
+@pytest.mark.parametrize("name", ["repl", "embedding", "trainer"])
+def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(block(name))
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "program.py"]
