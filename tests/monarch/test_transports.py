@@ -69,7 +69,7 @@ def weights_of(trainer, tmp_path) -> dict[str, torch.Tensor]:
 
     from rl_actors.engine.build import qwen3_config
 
-    trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    trainer.save_checkpoint(str(tmp_path / "checkpoint")).result().wait().result()
     stored = dcp.FileSystemReader(tmp_path / "checkpoint").read_metadata().state_dict_metadata
     model = {name: torch.empty(entry.size) for name, entry in stored.items() if name.startswith("model.")}
     dcp.load(model, checkpoint_id=str(tmp_path / "checkpoint"), no_dist=True)
