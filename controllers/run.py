@@ -24,7 +24,7 @@ from rl_actors import (
 from rl_actors.losses import Loss
 from rl_actors.validation import validate_optim_params
 
-CLOSE_TIMEOUT = 10.0
+CLOSE_TIMEOUT = 5.0
 
 
 @dataclass(kw_only=True)

@@ -113,8 +113,8 @@ def test_a_pull_while_requests_run_splits_them_into_old_and_new_policy(
             assert completion.policy_versions == [synced] * num_old + [new] * (400 - num_old)
             logprobs, of_new = torch.tensor(completion.logprobs), next(new_logprobs)
             of_old = reference_logprobs(policy, prompt, completion.tokens)
-            torch.testing.assert_close(logprobs[:num_old], of_old[:num_old], atol=1e-5, rtol=0)
-            torch.testing.assert_close(logprobs[num_old:], of_new[num_old:], atol=1e-5, rtol=0)
+            torch.testing.assert_close(logprobs[:num_old], of_old[:num_old], atol=3e-5, rtol=0)
+            torch.testing.assert_close(logprobs[num_old:], of_new[num_old:], atol=3e-5, rtol=0)
             assert (of_old - of_new).abs().max() > 0.1
 
 
