@@ -39,7 +39,7 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
         return [Sample.from_tokens(ids(1), ids(ROW), old_logprobs=-12.0, advantages=1.0) for _ in range(count)]
 
     # Gradients and the optimizer's state are there before the call that is measured.
-    engine.forward_backward(samples(1)[:1], PPO())
+    engine.forward_backward(samples(1), PPO())
     engine.optim_step(OptimParams(learning_rate=1e-4, grad_divisor=ROW))
     batch = samples(num_tokens // ROW)
     if torch.cuda.is_available():

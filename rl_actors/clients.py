@@ -207,9 +207,8 @@ class TrainerClient(_Client):
     config: TrainerConfig | None = None  # None: the caller spawned the mesh
     _turn: asyncio.Lock  # made on the background loop
     _writing: Call[None] | None = None  # of the last save_checkpoint
-    _unasked: Call[None] | None = (
-        None  # the same, until its wait() was called: its failure has no other way to the caller
-    )
+    # The same, until its wait() was called: its failure has no other way to the caller.
+    _unasked: Call[None] | None = None
     _info: TrainerInfo
 
     def _start(self, logs: LogRoute | None = None) -> None:

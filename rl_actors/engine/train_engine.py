@@ -101,9 +101,8 @@ class TrainEngine:
         self.validate(samples, loss)
         outputs: list[tuple[Batch, Values, Partials]] = []
         with self._breaking():
-            for batch in self._batches(
-                samples, samples[0].columns
-            ):  # validated: what the loss reads, alike in all samples
+            # Validated: the columns are what the loss reads, alike in all samples.
+            for batch in self._batches(samples, samples[0].columns):
                 hidden_BLD = self._hidden(batch)
                 run = self.logprobs.forward_backward(hidden_BLD, batch, loss, with_entropy=entropy)
                 outputs.append((batch, *run))
