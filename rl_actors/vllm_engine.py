@@ -233,6 +233,7 @@ def vllm_params(params: SamplingParams, prompt: int) -> list[Any]:
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # made for this request alone
         )
         for i in range(params.n)
     ]

@@ -4,6 +4,7 @@ gpu.py has the same names.
 B rows, L row length, N heads, H head width.
 """
 
+import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
 
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 class DenseAttention(FlexAttention):
@@ -54,6 +57,10 @@ def prepare(world_size: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    # glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
+    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def attention() -> DenseAttention.Config:
