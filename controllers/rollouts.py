@@ -13,8 +13,7 @@ import torch
 from controllers.advantages import ADVANTAGES
 from controllers.environments import Environment, Problem
 from controllers.tokenizer import encode
-from rl_actors import Completion, Sample, SamplingParams
-from rl_actors.clients import GeneratorClient
+from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 
 SEEDS_PER_CALL = 1 << 20
 

@@ -4,22 +4,26 @@ A process ends with the process that spawned it, within seconds, also after kill
 """
 
 import asyncio
+import contextlib
 import ctypes
 import functools
 import logging
 import os
+import select
 import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import monarch.actor
-from monarch.actor import ProcMesh, default_bootstrap_cmd, this_host
+from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this_host
 from torch.distributed import TCPStore
 
 from rl_actors.logs import route_process_output
 
+START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 logger = logging.getLogger(__name__)
 
@@ -39,18 +43,78 @@ class LogRoute:
     tee: bool = False
 
 
+class Probe(Actor):
+    """Beside the real actor on each process, because that one does not answer while a call runs."""
+
+    @endpoint
+    async def who(self) -> tuple[int, int]:
+        """Rank and pid."""
+        return int(os.environ["RANK"]), os.getpid()
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    rank: int
+    pid: int
+    handle: int = field(repr=False)  # of pidfd_open: unlike a pid it never comes to mean another process
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid})"
+
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self.handle, select.POLLIN)
+        return bool(poll.poll(0))
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.handle, signal.SIGKILL)
+
+
 @dataclass(slots=True, kw_only=True)
 class ProcessMesh:
     mesh: ProcMesh
+    probe: Any  # Probe actors, one a process
+    processes: list[Process]
     # The rendezvous of the ranks lives as long as they do.
     rendezvous: TCPStore = field(repr=False)
 
+    async def first_end(self) -> Process:
+        """Wait until one of the processes has ended, whatever ended it."""
+        loop = asyncio.get_running_loop()
+        first: asyncio.Future[Process] = loop.create_future()
+        handles = {os.dup(process.handle): process for process in self.processes}  # a loop takes one reader a handle
+
+        def tell(process: Process) -> None:
+            if not first.done():
+                first.set_result(process)
+
+        for handle, process in handles.items():
+            loop.add_reader(handle, tell, process)
+        try:
+            return await first
+        finally:
+            for handle in handles:
+                loop.remove_reader(handle)
+                os.close(handle)
+
     async def stop(self) -> None:
         """End the processes; a second call does nothing."""
+        processes, self.processes = self.processes, []
+        # Monarch would wait for the goodbye of one that ended before.
+        if any(process.has_ended() for process in processes) or not await self._stop_in_time():
+            for process in processes:
+                process.kill()
+        for process in processes:
+            os.close(process.handle)
+
+    async def _stop_in_time(self) -> bool:
         try:
             await asyncio.wait_for(_future(self.mesh.stop()), STOP_TIMEOUT)
-        except Exception as error:  # a mesh whose process died cannot be stopped twice
-            logger.info("stopping %s: %r", self.mesh, error)
+        except Exception as error:
+            logger.info("%s does not stop and is killed: %r", self.mesh, error)
+            return False
+        return True
 
 
 async def spawn_processes(
@@ -59,6 +123,7 @@ async def spawn_processes(
     """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
 
     The rendezvous store is bound here, on a port that the system chose, so that no rank can find it taken.
+    Raises TimeoutError when they are not up within START_TIMEOUT.
     """
     _prepare_this_process()
     rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -81,8 +146,18 @@ async def spawn_processes(
     mesh = this_host().spawn_procs(
         per_host={"gpus": num_processes}, name=name, bootstrap=bootstrap, bootstrap_command=command
     )
-    await mesh.initialized
-    return ProcessMesh(mesh=mesh, rendezvous=rendezvous)
+    probe = mesh.spawn(f"{name}_probe", Probe)
+    try:
+        answers = await asyncio.wait_for(collect(probe.who), START_TIMEOUT)
+    except TimeoutError:
+        raise TimeoutError(f"{name}: not all of {num_processes} processes started within {START_TIMEOUT:g} s") from None
+    processes = [Process(rank, pid, os.pidfd_open(pid)) for rank, pid in sorted(answers)]
+    return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
+
+
+async def collect(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """The answers as they come, and the first error at once: other ranks may wait in a collective for the one that failed."""
+    return [await answer for answer in endpoint.stream(*args, **kwargs)]
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:

@@ -237,16 +237,15 @@ def test_what_one_rank_raises_and_the_death_of_another_reach_the_caller_in_time(
     pending = trainer.discard_gradients()
     began = time.monotonic()
     os.kill(pids[1], signal.SIGKILL)
-    for call in (pending, trainer.forward(random_samples())):
-        with pytest.raises(Exception, match="pair") as raised:
+    for call, phase in ((pending, "discard_gradients"), (trainer.forward(random_samples()), "forward")):
+        with pytest.raises(RuntimeError, match=rf"pair: the process of rank 1 \(pid {pids[1]}\) ended during {phase}"):
             call.result(timeout=15)
-        assert type(raised.value).__name__ == "SupervisionError"
-    assert time.monotonic() - began < 15
     trainer.close().result(timeout=30)
+    assert time.monotonic() - began < 10
     support.wait_until(lambda: support.descendants(os.getpid()) <= before)
 
 
-def test_a_killed_process_of_one_rank_is_told_within_15_seconds(tmp_path):
+def test_a_killed_process_of_one_rank_is_told_while_a_call_runs(tmp_path):
     trainer = TrainerClient.spawn(support.trainer_config(), name="single")
     [info] = trainer.info().result()
     gate = Gate(folder=tmp_path)
@@ -256,9 +255,8 @@ def test_a_killed_process_of_one_rank_is_told_within_15_seconds(tmp_path):
     began = time.monotonic()
     os.kill(info.pid, signal.SIGKILL)
     for call in (pending, trainer.forward(random_samples())):
-        with pytest.raises(Exception, match="single") as raised:
+        with pytest.raises(RuntimeError, match=r"single: the process of rank 0 .* ended during forward"):
             call.result(timeout=15)
-        assert any("single" in note and "forward" in note for note in raised.value.__notes__)
     assert not trainer.is_alive().result()
-    assert time.monotonic() - began < 15
     trainer.close().result(timeout=30)
+    assert time.monotonic() - began < 10

@@ -1,152 +1,42 @@
-"""The callers' side: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor meshes; computes nothing."""
+"""The callers' side of a trainer: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor mesh."""
 
 import asyncio
-import atexit
 import contextlib
 import os
 import uuid
-import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import torch
-from monarch.actor import Actor, ActorError, endpoint
 from torch import Tensor
 
 from rl_actors import metrics
 from rl_actors.calls import Call, in_background
+from rl_actors.client import Client
 from rl_actors.config import GeneratorConfig, TrainerConfig
-from rl_actors.generator import Generator
+from rl_actors.generator_client import GeneratorClient
 from rl_actors.losses import LogprobGradient, Loss, resolve
 from rl_actors.losses.custom import CustomLoss, logprob_gradients
-from rl_actors.meshes import LogRoute, ProcessMesh, spawn_processes
+from rl_actors.meshes import LogRoute
 from rl_actors.policy_trainer import Order, PolicyTrainer
 from rl_actors.transports.base import Transport
 from rl_actors.types import (
-    Completion,
     ForwardBackwardOutput,
-    GeneratorInfo,
     OptimParams,
     OptimResult,
     Sample,
     SampleList,
-    SamplingParams,
     TrainerInfo,
     column_dtype,
 )
-from rl_actors.validation import validate_optim_params, validate_prompts, validate_samples
+from rl_actors.validation import validate_optim_params, validate_samples
 
 T = TypeVar("T")
 
-
-class Probe(Actor):
-    """Beside the real actor on each process, because that one does not answer while a call runs."""
-
-    @endpoint
-    async def pid(self) -> int:
-        return os.getpid()
-
-
 CLOSE_SAVE_TIMEOUT = 60.0
 """Seconds that close waits for a checkpoint that is being written."""
-
-
-_open_clients: "weakref.WeakSet[_Client]" = weakref.WeakSet()
-
-
-class _Client:
-    """What both clients share: starting once, closing once, errors that say where they come from."""
-
-    name: str
-    setup_timeout: float
-    call_timeout: float
-    _started: Call[None]
-
-    def __init__(self, mesh: Any = None, transport: Transport | None = None) -> None:
-        self._mesh = mesh
-        self._transport = transport
-        self._processes: ProcessMesh | None = None
-        self._probe: Any = None
-        self._spawning = asyncio.Lock()
-        self._closed = False
-        self._broken: str | None = None
-
-    def ready(self) -> Call[None]:
-        """Done when the actor is up; raises what kept it from it."""
-        return self._started
-
-    def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """Whether every process that this client spawned answers within `timeout` seconds, also while a call runs in it."""
-        return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
-
-    async def _is_alive(self, timeout: float) -> bool:
-        if self._probe is None:
-            return False  # closed, not up yet, or not spawned by this client
-        try:
-            await asyncio.wait_for(_collected(self._probe.pid), timeout)
-        except Exception:
-            return False
-        return True
-
-    def close(self) -> Call[None]:
-        """End the processes that this client spawned, and nothing else. A second call does nothing."""
-        self._closed = True
-        _open_clients.discard(self)
-        return in_background(self._close(), f"{self.name}: close")
-
-    async def _spawn(self, num_processes: int, logs: LogRoute | None, env: dict[str, str] | None = None) -> Any:
-        async with self._spawning:  # a close that comes meanwhile finds what it must stop
-            if self._closed:
-                raise RuntimeError(f"{self.name}: closed before it was up")
-            self._processes = await spawn_processes(self.name, num_processes, env=env, logs=logs)
-            self._probe = self._processes.mesh.spawn(f"{self.name}_probe", Probe)
-            # The last handler that was registered runs first, and Monarch registers its own when it is first used.
-            atexit.unregister(_close_all)
-            atexit.register(_close_all)
-        return self._processes.mesh
-
-    async def _close(self) -> None:
-        async with self._spawning:
-            if self._processes is not None:
-                processes, self._processes, self._probe = self._processes, None, None
-                await processes.stop()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close().result()
-
-    async def __aenter__(self):
-        return self
-
-    async def __aexit__(self, *_) -> None:
-        await self.close()
-
-    async def _ask(
-        self, endpoint: Any, phase: str, timeout: float, *args: Any, breaks: bool = True, **kwargs: Any
-    ) -> list[Any]:
-        """Call all ranks and collect their answers. What a rank raised is raised here, with a note of where it was.
-
-        breaks: a timeout leaves the ranks at it, so that none but a mending call may follow.
-        """
-        if self._closed:
-            raise RuntimeError(f"{self.name}: {phase} after close")
-        try:
-            return await asyncio.wait_for(_collected(endpoint, *args, **kwargs), timeout)
-        except TimeoutError:
-            late = f"{phase} did not answer within {timeout:g} s"
-            self._broken = late if breaks else self._broken
-            raise TimeoutError(f"{self.name}: {late}; its ranks may still be at it") from None
-        except ActorError as error:
-            cause = error.exception
-            cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
-            raise cause from None
-        except Exception as error:
-            error.add_note(f"raised by {self.name} in {phase}")
-            raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +49,7 @@ class SavedCheckpoint:
     """Done when the directory is whole on disk; raises RuntimeError with path and rank when it could not be written."""
 
 
-class TrainerClient(_Client):
+class TrainerClient(Client):
     """The one sender of a trainer mesh. Calls run in the order in which they were made, one at a time, on all ranks.
 
     >>> trainer = TrainerClient.spawn(config)                                  # doctest: +SKIP
@@ -197,11 +87,11 @@ class TrainerClient(_Client):
         """
         config.validate()
         client = cls.__new__(cls)
-        _Client.__init__(client, transport=transport)
+        Client.__init__(client, transport=transport)
         client.name, client.call_timeout, client.setup_timeout = name, config.call_timeout, config.setup_timeout
         client.config = config
         client._start(logs)
-        _open_clients.add(client)
+        client._remember()
         return client
 
     config: TrainerConfig | None = None  # None: the caller spawned the mesh
@@ -364,7 +254,7 @@ class TrainerClient(_Client):
 
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
-    ) -> "GeneratorClient":
+    ) -> GeneratorClient:
         """A generator of the trainer's model, with its current weights. Returns at once; the first answer waits for it."""
         if config is None:
             if self.config is None:
@@ -439,98 +329,6 @@ class TrainerClient(_Client):
         return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
 
 
-class GeneratorClient(_Client):
-    """Calls to one generator; they run at the same time, and each waits until the generator is up."""
-
-    def __init__(
-        self,
-        mesh: Any,
-        *,
-        name: str = "generator",
-        call_timeout: float = GeneratorConfig.call_timeout,
-        setup_timeout: float = GeneratorConfig.setup_timeout,
-    ) -> None:
-        """Call a Generator mesh of one process that the caller spawned and will stop."""
-        super().__init__(mesh)
-        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
-        self._started = in_background(self._set_up(None), f"{name}: setup")
-
-    @classmethod
-    def spawn(
-        cls, config: GeneratorConfig, *, transport: Any = None, name: str = "generator", logs: LogRoute | None = None
-    ) -> "GeneratorClient":
-        """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it."""
-        client = cls.__new__(cls)
-        _Client.__init__(client, transport=transport)
-        config.validate()
-        client.config, client.name = config, name
-        client.call_timeout, client.setup_timeout = config.call_timeout, config.setup_timeout
-        client._started = in_background(client._set_up(logs), f"{name}: setup")
-        _open_clients.add(client)
-        return client
-
-    config: GeneratorConfig | None = None  # None: the caller spawned the mesh
-    _info: GeneratorInfo
-
-    async def _set_up(self, logs: LogRoute | None) -> None:
-        if self._mesh is None:
-            assert self.config is not None
-            threads = str(self.config.num_threads)
-            processes = await self._spawn(1, logs, {"OMP_NUM_THREADS": threads})
-            transport = self._transport() if callable(self._transport) else self._transport
-            self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-        self._info = (await self._ask(self._mesh.setup, "setup", self.setup_timeout))[0]
-
-    def _pull_first(self, push: Call[int]) -> None:
-        set_up = self._started
-
-        async def pull() -> None:
-            version = await push
-            await set_up
-            await self._one("pull_model_state_dict", self.call_timeout, version)
-
-        self._started = in_background(pull(), f"{self.name}: first pull")
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
-    ) -> Call[list[list[Completion]]]:
-        """params.n completions of each prompt, in order. Raises ValueError for a prompt or parameter out of its limits."""
-        return self._call_on_prompts("generate", prompts, params or SamplingParams())
-
-    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
-        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence."""
-        return self._call_on_prompts("compute_logprobs", sequences)
-
-    def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> Call[int]:
-        """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them."""
-        return self._call("pull_model_state_dict", version, timeout)
-
-    def _call_on_prompts(self, endpoint: str, prompts: Any, *params: SamplingParams) -> Call[Any]:
-        if isinstance(prompts, Sequence):  # copied: the caller may change its list before the generator is up
-            prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
-
-        def validate() -> None:
-            given = params[0] if params else SamplingParams(max_tokens=1)
-            info = self._info
-            validate_prompts(prompts, given, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
-
-        return self._call(endpoint, prompts, *params, validate=validate)
-
-    def _call(self, endpoint: str, *args: Any, validate: Callable[[], None] = lambda: None) -> Call[Any]:
-        if self._closed:
-            raise RuntimeError(f"{self.name}: {endpoint} after close")
-
-        async def run() -> Any:
-            await self._started
-            validate()
-            return await self._one(endpoint, self.call_timeout, *args)
-
-        return in_background(run(), f"{self.name}: {endpoint}")
-
-    async def _one(self, endpoint: str, timeout: float, *args: Any) -> Any:
-        return (await self._ask(getattr(self._mesh, endpoint), endpoint, timeout, *args))[0]
-
-
 def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOutput:
     """Put what the ranks reported (RankOutput) back into the order of the samples, and merge their metrics."""
     values: dict[str, list[Tensor]] = {}
@@ -568,15 +366,3 @@ def _tensor(values: Any, dtype: torch.dtype) -> Any:
     # 2.7 is no token: it would become 2.
     loses = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
     return tensor if loses else tensor.to(dtype)
-
-
-async def _collected(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """The answers as they come, and the first error at once: other ranks may wait in a collective for the one that failed."""
-    return [await answer for answer in endpoint.stream(*args, **kwargs)]
-
-
-def _close_all() -> None:
-    """Leaving a REPL without close ends the processes, too."""
-    for closing in [client.close() for client in list(_open_clients)]:
-        with contextlib.suppress(Exception):
-            closing.result(timeout=10)
