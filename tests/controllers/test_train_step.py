@@ -1,0 +1,31 @@
+"""How a step's batch is divided among optimizer steps."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from configs.tiny import tiny
+from controllers.grpo import train_step
+
+
+@pytest.mark.parametrize(
+    ("updates", "expected"),
+    [
+        (1, ["abcde"]),
+        (2, ["abc", "de"]),
+        (9, ["a", "b", "c", "d", "e"]),  # never more steps than samples
+    ],
+)
+def test_all_samples_are_taken_in_up_to_so_many_parts(updates, expected):
+    config = tiny()
+    config.updates_per_step = updates
+    calls = []
+
+    async def update(part, loss, learning_rate):
+        calls.append((part, loss, learning_rate))
+        return len(calls)
+
+    run = SimpleNamespace(config=config, update=update)
+    assert asyncio.run(train_step(run, "abcde", 0.5)) == list(range(1, len(expected) + 1))
+    assert calls == [(part, config.loss(), 0.5) for part in expected]
