@@ -187,6 +187,19 @@ class TestTrainer(PolicyTrainer):
         return whole
 
     @endpoint
+    async def held_bytes(self) -> tuple[int, ...]:
+        """Of this rank's parameters, gradients, optimizer state and buffers."""
+
+        def size(tensors) -> int:
+            return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+        parameters = list(self.engine.parts.model.parameters())
+        states = self.engine.parts.hyperparameters.optimizer.state.values()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [tensor for state in states for tensor in state.values()]
+        return tuple(map(size, (parameters, grads, moments, self.engine.parts.model.buffers())))
+
+    @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:
         """A save stops before its last file until `open` is in the folder, and then fails with `error` if there is one."""
         finish = checkpoint._WholeDirectoryWriter.finish
