@@ -132,7 +132,11 @@ TREE = {
         ("controllers/grpo.py", "import configs.tiny", "configs.tiny"),
         ("rl_actors/trainer_client.py", "def f():\n    from controllers import rollouts", "controllers.rollouts"),
         ("rl_actors/types.py", "import configs", "configs"),
-        ("rl_actors/engine/packing.py", "from rl_actors.trainer_client import TrainerClient", "rl_actors.trainer_client"),
+        (
+            "rl_actors/engine/packing.py",
+            "from rl_actors.trainer_client import TrainerClient",
+            "rl_actors.trainer_client",
+        ),
         ("rl_actors/engine/packing.py", "from rl_actors import TrainerClient", "rl_actors"),
         ("rl_actors/engine/packing.py", "from .. import trainer_client", "rl_actors.trainer_client"),
         ("rl_actors/engine/packing.py", "from monarch.actor import Actor", "monarch.actor"),
