@@ -1,12 +1,15 @@
 """The memory arithmetic against an engine: parameters, gradients and optimizer to the byte, activations within a factor."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from references import ppo_samples
 from torch.distributed.tensor import DTensor
+from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-from rl_actors import PPO, LoRAConfig, ModelConfig, OptimParams
-from rl_actors.footprint import memory
+from rl_actors import PPO, LoRAConfig, ModelConfig, OptimParams, TrainerConfig
+from rl_actors.footprint import _stage, memory
 
 DENSE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -59,6 +62,20 @@ def test_adapters_alone_have_gradients_and_optimizer_state(make_engine, untied_q
     assert expected.gradients < 0.3 * expected.parameters
 
 
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
+def test_the_largest_stage_of_a_pipeline_is_one_that_torchtitan_makes(num_stages):
+    model = replace(MODELS["untied"], num_hidden_layers=11, vocab_size=151_936)
+    config = TrainerConfig(model=model)
+    config.parallelism.pipeline_parallel_degree = num_stages
+    stage = [layer for layer, _ in _stage(config)]
+    parts = _generate_llm_fqn_per_model_part(num_stages, 11)
+    # With so large a vocabulary the ends are the largest, and the first has a block more where any has.
+    assert [f"layers.{layer}" for layer in stage if layer is not None] in (
+        [n for n in part if "layers" in n] for part in parts
+    )
+    assert None in (stage[0], stage[-1])
+
+
 def peak_of(call) -> int:
     """Bytes by which the allocator's total rises above its value at the start of the call."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
@@ -74,7 +91,7 @@ def peak_of(call) -> int:
 @pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_activations_are_estimated_within_a_factor(make_engine, name, recomputed):
-    """Of 1.5 without recomputation; measured: see the printed line."""
+    """Of 1.5; estimated over measured was 1.01 without recomputation, 1.02 and 1.06 with selective, 0.75 and 0.81 with full."""
     engine = make_engine("", model=MODELS[name], rows_per_microbatch=32, activation_checkpointing=recomputed)
     samples = ppo_samples([64] * 32)
     train(engine, [64] * 32)  # gradients are there before the call that is measured
