@@ -46,10 +46,10 @@ class Memory:
 def memory(config: TrainerConfig) -> Memory:
     """What a rank holds at the peak of a forward_backward, by the formulas of docs/layouts.md.
 
-    All but the activations is exact; of a pipeline it is the stage with the most parameters.
+    All but the activations is exact; of a pipeline it is the rank with the most parameters.
     An optimizer by import path is counted as Adam.
     """
-    parts = _stage(config)
+    parts = _held_parts(config)
     weights = [weight for _, part in parts for weight in part]
     local = [(weight, weight.count * math.prod(_local_shape(weight, config))) for weight in weights]
     trained = sum(elements for weight, elements in local if weight.trained)
@@ -110,18 +110,27 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
     return 2 * model.head_dim * config.max_sequence_length + counters
 
 
-def _stage(config: TrainerConfig) -> list[tuple[int | None, list[Weight]]]:
-    """(block, its parameters) of the pipeline's largest stage; the embedding and the head are no blocks.
+def _held_parts(config: TrainerConfig) -> list[tuple[int | None, list[Weight]]]:
+    """(block, its parameters) of the pipeline rank with the most parameters; the embedding and the head are no blocks.
 
-    torchtitan deals them out as if they were, and the first stages get what is left over.
+    torchtitan counts those as some blocks each, gives the first stages what is left over, and deals stages around the ranks.
     """
+    parallel, num_layers = config.parallelism, config.model.num_hidden_layers
     before, behind = outer_weights(config)
-    layers = range(config.model.num_hidden_layers)
-    parts = [(None, before), *((layer, block_weights(config, layer)) for layer in layers), (None, behind)]
-    num_stages = config.parallelism.pipeline_parallel_degree
-    size, longer = divmod(len(parts), num_stages)
-    ends = [stage * size + min(stage, longer) for stage in range(num_stages + 1)]
-    return max((parts[i:j] for i, j in pairwise(ends)), key=lambda stage: sum(_elements(part) for _, part in stage))
+    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
+    units = num_layers + first + last
+    parts = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
+    num_ranks, given = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
+    if num_ranks == 1:
+        return [(None, before), *parts, (None, behind)]
+    stages_of_rank = 2 if "Interleaved" in parallel.pipeline_parallel_schedule else 1
+    num_stages = -(-units // given) if given else num_ranks * stages_of_rank
+    size, longer = divmod(units, num_stages)
+    ends = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(num_stages)]
+    stages = [parts[i:j] for i, j in pairwise([*ends, num_layers])]
+    stages[0], stages[-1] = [(None, before), *stages[0]], [*stages[-1], (None, behind)]
+    ranks = [[part for stage in stages[rank::num_ranks] for part in stage] for rank in range(num_ranks)]
+    return max(ranks, key=lambda held: sum(_elements(part) for _, part in held))
 
 
 def _elements(weights: list[Weight]) -> int:

@@ -21,9 +21,14 @@ NUM_SUGGESTIONS = 3
 
 
 def row_multiple(config: TrainerConfig) -> int:
-    """Row lengths are multiples of it: context parallelism cuts a row into two blocks of 64 for each of its ranks."""
-    degree = config.parallelism.context_parallel_degree
-    return ROW_MULTIPLE if degree == 1 else 128 * degree
+    """What the length of every row is a multiple of."""
+    context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
+    # Masks come in blocks of 128 positions, of which every context-parallel rank gets whole ones.
+    parts = 128 * context if context > 1 else 1
+    # Under expert parallelism each tensor-parallel rank routes an equal part of what its context-parallel rank holds.
+    if config.parallelism.expert_parallel_degree > 1:
+        parts = math.lcm(parts, context * tensor)
+    return math.lcm(ROW_MULTIPLE, parts)
 
 
 def described(layout: dict[str, int]) -> str:
@@ -34,34 +39,45 @@ def described(layout: dict[str, int]) -> str:
 def validate(config: TrainerConfig) -> None:
     """Raises ValueError with the numbers, and the nearest layouts of as many processes that can be."""
     size = config.num_processes()
-    if reason := reason_against(config):
+    try:
+        require_possible(config)
+    except ValueError as error:
         found = ", or ".join(map(described, nearest(config)))
-        raise ValueError(f"{reason}; nearest on {size} processes: {found}" if found else reason)
+        raise ValueError(f"{error}; nearest on {size} processes: {found}" if found else str(error)) from None
 
 
-def reason_against(config: TrainerConfig) -> str | None:
-    """Why no trainer can have this layout; None when one can."""
+def require_possible(config: TrainerConfig) -> None:
+    """Raises ValueError with the numbers for a layout that no trainer can have."""
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
     for name in ("context_parallel", "pipeline_parallel", "expert_parallel"):
         if (degree := getattr(parallel, f"{name}_degree")) != 1:
-            return f"parallelism.{name}_degree={degree}; only 1 is supported so far"
+            raise ValueError(f"parallelism.{name}_degree={degree}; only 1 is supported so far")
     if parallel.spmd_backend != "partial_dtensor":
-        return f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
+        raise ValueError(
+            f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(model, name)) % tensor:
-            return f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}"
+            raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
     # Neither has been seen to give the numbers of one process.
     for name, value in (("model.num_experts", model.num_experts), ("lora.rank", config.lora.rank)):
         if value and tensor > 1:
-            return f"parallelism.tensor_parallel_degree={tensor} with {name}={value}; not supported so far"
+            raise ValueError(f"parallelism.tensor_parallel_degree={tensor} with {name}={value}; not supported so far")
     multiple = row_multiple(config)
     if (capacity := config.tokens_per_row // multiple * multiple) < config.max_sequence_length:
-        return (
+        raise ValueError(
             f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {multiple}, "
             f"is below max_sequence_length={config.max_sequence_length}"
         )
-    return None
+
+
+def is_possible(config: TrainerConfig) -> bool:
+    try:
+        require_possible(config)
+    except ValueError:
+        return False
+    return True
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
@@ -79,7 +95,7 @@ def nearest(config: TrainerConfig) -> list[dict[str, int]]:
             tried = copy.copy(config)
             degrees = {f"{name}_degree": degree for name, degree in layout.items()}
             tried.parallelism = replace(config.parallelism, **degrees)
-            if reason_against(tried) is None:
+            if is_possible(tried):
                 possible.append(layout)
     return sorted(possible, key=distance)[:NUM_SUGGESTIONS]
 

@@ -3,7 +3,7 @@
 import pytest
 
 from rl_actors import LoRAConfig, ModelConfig, TrainerConfig
-from rl_actors.layouts import nearest, reason_against, row_multiple
+from rl_actors.layouts import is_possible, nearest, require_possible, row_multiple
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 
@@ -17,8 +17,8 @@ def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, **degrees: in
     return made
 
 
-def test_a_layout_that_can_be_has_no_reason_against_it():
-    assert reason_against(config(data_parallel_shard=2, tensor_parallel=4)) is None
+def test_a_layout_that_can_be_is_not_refused():
+    assert is_possible(config(data_parallel_shard=2, tensor_parallel=4))
     config(data_parallel_shard=2, tensor_parallel=4).validate()
 
 
@@ -69,11 +69,13 @@ def test_rows_must_hold_the_longest_sample_in_whole_multiples():
 def test_context_parallelism_asks_for_longer_multiples():
     assert row_multiple(config()) == 64
     assert row_multiple(config(context_parallel=2)) == 256
+    assert row_multiple(config(context_parallel=3, tensor_parallel=5, expert_parallel=3)) == 1920
 
 
 def test_lora_is_refused_under_tensor_parallelism_and_told_what_works():
     made = config(tensor_parallel=2)
     made.lora = LoRAConfig(rank=4)
     made.hf_path = "somewhere"
-    assert "lora.rank=4" in reason_against(made)
+    with pytest.raises(ValueError, match="lora.rank=4"):
+        require_possible(made)
     assert [layout["data_parallel_shard"] for layout in nearest(made)] == [2, 1]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from rl_actors import PPO, LoRAConfig, ModelConfig, OptimParams, TrainerConfig
-from rl_actors.footprint import _stage, memory
+from rl_actors.footprint import _held_parts, memory
 
 DENSE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -62,18 +62,20 @@ def test_adapters_alone_have_gradients_and_optimizer_state(make_engine, untied_q
     assert expected.gradients < 0.3 * expected.parameters
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 7])
-def test_the_largest_stage_of_a_pipeline_is_one_that_torchtitan_makes(num_stages):
-    model = replace(MODELS["untied"], num_hidden_layers=11, vocab_size=151_936)
-    config = TrainerConfig(model=model)
-    config.parallelism.pipeline_parallel_degree = num_stages
-    stage = [layer for layer, _ in _stage(config)]
-    parts = _generate_llm_fqn_per_model_part(num_stages, 11)
-    # With so large a vocabulary the ends are the largest, and the first has a block more where any has.
-    assert [f"layers.{layer}" for layer in stage if layer is not None] in (
-        [n for n in part if "layers" in n] for part in parts
-    )
-    assert None in (stage[0], stage[-1])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize(("num_ranks", "less"), [(2, (1, 1)), (3, (1, 1)), (3, (2, 1)), (4, (1, 2)), (4, (0, 0))])
+def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ranks, less, schedule):
+    # With so large a vocabulary it is one of the ends.
+    config = TrainerConfig(model=replace(MODELS["untied"], num_hidden_layers=14, vocab_size=151_936))
+    parallel = config.parallelism
+    parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule = num_ranks, schedule
+    parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers = less
+    stages = _generate_llm_fqn_per_model_part(num_ranks * (1 if schedule == "1F1B" else 2), 14, *less)
+    ranks = [[name for stage in stages[rank::num_ranks] for name in stage] for rank in range(num_ranks)]
+    blocks = [f"layers.{layer}" for layer, _ in _held_parts(config) if layer is not None]
+    most = max(len(rank) - ("norm" in rank) for rank in (ranks[0], ranks[-1]))
+    assert len(blocks) + 1 == most
+    assert blocks in ([name for name in rank if "layers" in name] for rank in (ranks[0], ranks[-1]))
 
 
 def peak_of(call) -> int:
