@@ -5,9 +5,8 @@ D hidden size, H, K, W: query heads, key-value heads, head width; I MLP width, V
 
 from __future__ import annotations
 
-import copy
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -97,10 +96,17 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
 
 
 def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
+    """A reads what the weight reads and B writes what it writes, so one of the two is cut as the weight is."""
     if not rank:
         return []
-    pairs = [((rank, weight.shape[1]), (weight.shape[0], rank)) for weight in weights]
-    return [Weight(shape=shape) for pair in pairs for shape in pair]
+    pairs = [
+        (
+            Weight(shape=(rank, weight.shape[1]), tensor_dim=1 if weight.tensor_dim == 1 else None),
+            Weight(shape=(weight.shape[0], rank), tensor_dim=0 if weight.tensor_dim == 0 else None),
+        )
+        for weight in weights
+    ]
+    return [adapter for pair in pairs for adapter in pair]
 
 
 def _buffers(config: TrainerConfig, layer: int) -> int:
@@ -137,8 +143,8 @@ def _elements(weights: list[Weight]) -> int:
     return sum(weight.count * math.prod(weight.shape) for weight in weights)
 
 
-def _local_shape(weight: Weight, config: TrainerConfig) -> list[int]:
-    """The shard of the first rank, which is the largest: shards are rounded up."""
+def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
+    """The shard of the first rank, which is the largest: shards are rounded up. gathered: what FSDP makes whole to compute with."""
     parallel = config.parallelism
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
     tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
@@ -153,7 +159,8 @@ def _local_shape(weight: Weight, config: TrainerConfig) -> list[int]:
             local[weight.tensor_dim] = -(-local[weight.tensor_dim] // tensor)
         # More ranks than experts: torchtitan cuts through each.
         sharded_dim = int(weight.is_expert and shard > weight.shape[0])
-    local[sharded_dim] = -(-local[sharded_dim] // shard)
+    if not gathered:
+        local[sharded_dim] = -(-local[sharded_dim] // shard)
     return local
 
 
@@ -205,12 +212,10 @@ def _gathered(config: TrainerConfig, size: int) -> float:
     parallel = config.parallelism
     if parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1 and size == FLOAT32:
         return 0.0
-    alone = copy.copy(config)
-    alone.parallelism = replace(parallel, data_parallel_shard_degree=1, context_parallel_degree=1)
     before, behind = outer_weights(config)
     blocks = [block_weights(config, layer) for layer in range(config.model.num_hidden_layers)]
 
     def elements(weights: list[Weight]) -> int:
-        return sum(weight.count * math.prod(_local_shape(weight, alone)) for weight in weights)
+        return sum(weight.count * math.prod(_local_shape(weight, config, gathered=True)) for weight in weights)
 
     return (2 * max(map(elements, blocks)) + elements(before) + elements(behind)) * (size + FLOAT32)

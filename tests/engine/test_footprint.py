@@ -100,3 +100,14 @@ def test_activations_are_estimated_within_a_factor(make_engine, name, recomputed
     measured, estimated = peak_of(lambda: engine.forward_backward(samples, PPO())), memory(engine.config).activations
     print(f"{name}, {recomputed}: measured {measured:,}, estimated {estimated:,}, ratio {estimated / measured:.2f}")
     assert 1 / 1.5 < estimated / measured < 1.5
+
+
+def test_expert_parallelism_takes_its_ranks_from_the_others():
+    held = []
+    for expert in (1, 2, 4):
+        config = TrainerConfig(model=replace(MODELS["experts"], num_experts=8))
+        config.parallelism.data_parallel_shard_degree, config.parallelism.expert_parallel_degree = 4, expert
+        held.append(memory(config))
+    assert held[0].parameters == held[1].parameters == held[2].parameters
+    # Whole experts are gathered where FSDP has them in parts.
+    assert held[0].activations > held[1].activations > held[2].activations
