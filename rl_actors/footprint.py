@@ -27,6 +27,10 @@ class Weight:
     trained: bool = True
 
 
+Part = tuple[int | None, list[Weight]]
+"""(block, its parameters); None: before or behind the blocks."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """Bytes of the rank that holds most."""
@@ -116,7 +120,7 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
     return 2 * model.head_dim * config.max_sequence_length + counters
 
 
-def _held_parts(config: TrainerConfig) -> list[tuple[int | None, list[Weight]]]:
+def _held_parts(config: TrainerConfig) -> list[Part]:
     """(block, its parameters) of the pipeline rank with the most parameters; the embedding and the head are no blocks.
 
     torchtitan counts those as some blocks each, gives the first stages what is left over, and deals stages around the ranks.
@@ -125,7 +129,7 @@ def _held_parts(config: TrainerConfig) -> list[tuple[int | None, list[Weight]]]:
     before, behind = outer_weights(config)
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
     units = num_layers + first + last
-    parts = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
+    parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
     num_ranks, given = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
     if num_ranks == 1:
         return [(None, before), *parts, (None, behind)]
