@@ -35,6 +35,7 @@ class Invocation:
     resume: Path | None
     eval_only: Path | None
     dry_run: bool
+    plan: bool
     verbose: bool
 
 
@@ -91,6 +92,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
         resume=chosen.resume,
         eval_only=chosen.eval_only,
         dry_run=flags.dry_run,
+        plan=flags.plan,
         verbose=flags.verbose,
     )
 
@@ -132,6 +134,7 @@ def _flags(configs: Configs, name: str, base: Any) -> type:
         ("resume", flag(Path | None, "Go on with the run of this folder, from its newest complete checkpoint."), None),
         ("eval_only", flag(Path | None, "Score this checkpoint and stop; its run's config, unless --config."), None),
         ("dry_run", flag(bool, "Check everything, print the config and stop."), False),
+        ("plan", flag(bool, "Print the layout, the memory of a rank and what would run where, and stop."), False),
         ("verbose", flag(bool, "Show the logs of libraries and actors instead of only filing them."), False),
     ]
     config = ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base))

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from controllers import checkpoints, cli
+from controllers import checkpoints, cli, plan
 from controllers.display import LineDisplay
 from controllers.environments import Environment, build_environment
 from controllers.metrics import MetricsLogger, RunFolder
@@ -41,6 +41,9 @@ def main(controller: str) -> None:
     """
     prog = f"python -m {controller}"
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
+    if invocation.plan:
+        print(plan.describe(invocation.config))
+        return
     train: Train = import_module(controller).train
     try:
         if invocation.eval_only:

@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
 
+from rl_actors import layouts
+
 
 @dataclass(kw_only=True)
 class ModelConfig:
@@ -248,9 +250,12 @@ class TrainerConfig:
     max_sequence_length: int = 4096
     """Longest sample in positions; longer ones are refused."""
     tokens_per_row: int = 4096
-    """Samples are packed into rows of at most this many positions."""
+    """A row has at most this many positions, rounded down to a multiple of 64, or of 128 for each context-parallel rank."""
     rows_per_microbatch: int = 1
-    """Rows that one forward and backward pass of a data-parallel rank takes."""
+    """Rows that one forward and backward pass of a data-parallel rank takes, at most."""
+    packing: layouts.Policy = "packed"
+    """packed: samples share rows; token_budget: one sample a row, as many rows as have the positions of a microbatch's full rows;
+    fixed: one sample a row."""
     logprob_chunk_tokens: int = 1024
     """Positions whose [tokens, vocabulary] logits exist at a time."""
     max_call_bytes: int = 1 << 30
@@ -282,18 +287,12 @@ class TrainerConfig:
         return product
 
     def layout(self) -> dict[str, int]:
-        parallel = self.parallelism
-        return {
-            "data_parallel_replicate": parallel.data_parallel_replicate_degree,
-            "data_parallel_shard": parallel.data_parallel_shard_degree,
-            "context_parallel": parallel.context_parallel_degree,
-            "tensor_parallel": parallel.tensor_parallel_degree,
-            "pipeline_parallel": parallel.pipeline_parallel_degree,
-        }
+        """Their product is the number of processes: {"data_parallel_shard": 2, "tensor_parallel": 4, ...}"""
+        return {name: getattr(self.parallelism, f"{name}_degree") for name in layouts.DEGREES}
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
-        model, parallel = self.model, self.parallelism
+        model = self.model
         model.validate()
         self.optimizer.validate()
         self.lora.validate(model, self.hf_path)
@@ -301,40 +300,11 @@ class TrainerConfig:
             raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
         if self.float8 and model.num_experts:
             raise ValueError(f"float8=True with model.num_experts={model.num_experts}; only dense models are supported")
-        self.num_processes()
-        unsupported = {
-            "context_parallel": parallel.context_parallel_degree,
-            "pipeline_parallel": parallel.pipeline_parallel_degree,
-            "expert_parallel": parallel.expert_parallel_degree,
-        }
-        for name, degree in unsupported.items():
-            if degree != 1:
-                raise ValueError(f"parallelism.{name}_degree={degree}; only 1 is supported so far")
-        if parallel.spmd_backend != "partial_dtensor":
-            raise ValueError(
-                f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
-            )
-        for name in ("num_attention_heads", "num_key_value_heads"):
-            if getattr(model, name) % parallel.tensor_parallel_degree:
-                raise ValueError(
-                    f"model.{name}={getattr(model, name)} is not divisible by parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}"
-                )
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
-        # Neither has been seen to give the numbers of one process.
-        for name, value in (("model.num_experts", model.num_experts), ("lora.rank", self.lora.rank)):
-            if value and parallel.tensor_parallel_degree > 1:
-                degree = parallel.tensor_parallel_degree
-                raise ValueError(
-                    f"parallelism.tensor_parallel_degree={degree} with {name}={value}; not supported so far"
-                )
         if self.max_sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"
-            )
-        if self.tokens_per_row < self.max_sequence_length:
-            raise ValueError(
-                f"tokens_per_row={self.tokens_per_row} is below max_sequence_length={self.max_sequence_length}"
             )
         for name in (
             "max_sequence_length",
@@ -346,6 +316,7 @@ class TrainerConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+        layouts.validate(self)
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,8 @@ LEVELS = {
     "rl_actors.meshes": 1,  # transports spawn processes of their own
     "rl_actors.transports": 1,
     "rl_actors.config": 0,
+    "rl_actors.footprint": 0,
+    "rl_actors.layouts": 0,
     "rl_actors.logs": 0,
     "rl_actors.losses": 0,
     "rl_actors.metrics": 0,

@@ -1,49 +1,77 @@
 """Plan one training call: sample lengths -> rows -> microbatches of every rank. Knows nothing of devices or tensors.
 
-R rows, B rows of a microbatch, L row length, M microbatches.
+R rows, B rows of a microbatch, L row length, M microbatches, T positions of one sample.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from heapq import heappop, heappush, heapreplace
 
-ROW_MULTIPLE = 64
-"""Row lengths are multiples of it, or tokens_per_row, so that few shapes occur and the logprob chunks divide them."""
+from rl_actors.layouts import ROW_MULTIPLE, Policy
+
+BUCKETS_PER_OCTAVE = 4
+"""Row lengths between one power of two and the next, so that a call brings few new shapes to compile."""
+
+Row = tuple[int, ...]  # sample indices; an empty one is padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    rows: tuple[tuple[int, ...], ...]  # B tuples of sample indices; an empty tuple is a row of padding
+    rows: tuple[Row, ...]  # B
     row_length: int  # L
 
 
-def plan(
-    lengths: list[int], *, tokens_per_row: int, rows_per_microbatch: int, num_ranks: int
-) -> list[list[Microbatch]]:
-    """Pack samples first-fit-decreasing and deal the rows out; every rank gets the same number of microbatches and shapes.
+Plan = list[list[Microbatch]]  # of every rank
 
-    plan([3, 2, 4], tokens_per_row=5, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (0, 1), rank 1 the row (2,)
+
+def plan(
+    lengths: Sequence[int],
+    *,
+    tokens_per_row: int,
+    rows_per_microbatch: int,
+    num_ranks: int,
+    row_multiple: int = ROW_MULTIPLE,
+    uniform: bool = False,
+    policy: Policy = "packed",
+) -> Plan:
+    """Rows and microbatches of every rank; each rank gets as many, of the same shapes.
+
+    packed: samples share rows; a microbatch has at most rows_per_microbatch of them.
+    token_budget: one sample a row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
+    fixed: one sample a row; a microbatch has at most rows_per_microbatch of them.
+
+    Rows of a microbatch are alike in length and attention cost, and as long as the longest, rounded up to a `bucket`;
+    tokens_per_row is rounded down to a multiple of row_multiple. uniform: all microbatches of the call have the same number
+    of rows and the same row length, as a pipeline needs.
+
+    plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (2,), rank 1 the row (0, 1)
 
     Raises ValueError when a sample is longer than a row.
     """
+    capacity = tokens_per_row // row_multiple * row_multiple
     for index, length in enumerate(lengths):
-        if length > tokens_per_row:
-            raise ValueError(f"sample {index} has {length} positions but tokens_per_row={tokens_per_row}")
-    rows = first_fit_decreasing(lengths, tokens_per_row)
-    fills = [sum(lengths[index] for index in row) for row in rows]
-    rows_per_step = min(rows_per_microbatch, -(-len(rows) // num_ranks)) * num_ranks
-    ranks: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
-    for start in range(0, len(rows), rows_per_step):
-        group = rows[start : start + rows_per_step]
-        # tokens_per_row bounds what a row costs, padding included
-        row_length = min(_round_up(max(fills[start : start + rows_per_step]), ROW_MULTIPLE), tokens_per_row)
-        num_rows = -(-len(group) // num_ranks)
-        group += [()] * (num_rows * num_ranks - len(group))
-        for rank in range(num_ranks):
-            ranks[rank].append(Microbatch(rows=tuple(group[rank::num_ranks]), row_length=row_length))
-    return ranks
+        if length > capacity:
+            rounded = f", of which {capacity} are a multiple of {row_multiple}" if capacity < tokens_per_row else ""
+            raise ValueError(f"sample {index} has {length} positions but tokens_per_row={tokens_per_row}{rounded}")
+
+    def most_rows(row_length: int) -> int:
+        return capacity * rows_per_microbatch // row_length if policy == "token_budget" else rows_per_microbatch
+
+    to_bucket = partial(bucket, multiple=row_multiple, capacity=capacity)
+    deal = partial(_deal, lengths, to_bucket=to_bucket, most_rows=most_rows, num_ranks=num_ranks, uniform=uniform)
+    if policy != "packed":
+        return deal([(index,) for index in range(len(lengths))])
+    rows = first_fit_decreasing(lengths, capacity)
+    packed = deal(rows)
+    num_rows = sum(len(batch.rows) for rank in packed for batch in rank)
+    # Rows of padding may as well share the samples, where that makes the call shorter.
+    spread = worst_fit_decreasing(lengths, capacity, num_rows) if num_rows > len(rows) else None
+    return packed if spread is None else min(packed, deal(spread), key=partial(time_of, lengths))
 
 
-def first_fit_decreasing(lengths: list[int], capacity: int) -> list[tuple[int, ...]]:
-    """Sample indices by row; the fullest rows come first. Among equal lengths the earlier sample goes first.
+def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
+    """As few rows of at most `capacity` positions as first fit finds. Among equal lengths the earlier sample goes first.
 
     A segment tree over the rows' free space finds the first fit in O(log R).
     """
@@ -53,17 +81,100 @@ def first_fit_decreasing(lengths: list[int], capacity: int) -> list[tuple[int, .
     free = [capacity] * (2 * size)  # free[1] is the root: the most free space of any row
     rows: list[list[int]] = [[] for _ in lengths]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        node = 1
+        length, node = lengths[index], 1
         while node < size:
-            node = 2 * node if free[2 * node] >= lengths[index] else 2 * node + 1
+            node *= 2
+            node += free[node] < length
         rows[node - size].append(index)
-        free[node] -= lengths[index]
+        free[node] -= length
         while node > 1:
             node //= 2
-            free[node] = max(free[2 * node], free[2 * node + 1])
-    filled = [tuple(row) for row in rows if row]
-    return sorted(filled, key=lambda row: -sum(lengths[i] for i in row))
+            left, right = free[2 * node], free[2 * node + 1]
+            most = left if left > right else right
+            if free[node] == most:
+                break
+            free[node] = most
+    return [tuple(row) for row in rows if row]
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
+def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
+    """num_rows rows, or fewer where samples are fewer, of similar fill; None when they do not hold the samples."""
+    rows: list[list[int]] = [[] for _ in range(num_rows)]
+    fills = [(0, row) for row in range(num_rows)]
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        fill, row = fills[0]
+        if fill + lengths[index] > capacity:
+            return None
+        rows[row].append(index)
+        heapreplace(fills, (fill + lengths[index], row))
+    return [tuple(row) for row in rows if row]
+
+
+def bucket(length: int, multiple: int, capacity: int) -> int:
+    """The row length for so many positions: a multiple of `multiple`, less than a quarter longer than needed, one of few.
+
+    bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
+    """
+    units = max(1, _divide_up(length, multiple))
+    step = 1
+    while units > 2 * BUCKETS_PER_OCTAVE * step:
+        step *= 2
+    return min(_divide_up(units, step) * step * multiple, capacity)
+
+
+def attention_cost(lengths: Sequence[int], row: Row) -> int:
+    """What tells rows of one length apart: the sum of T². All else costs the same at every position, padding or not."""
+    return sum(lengths[index] ** 2 for index in row)
+
+
+def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
+    """(positions of one rank, attention cost of the slowest rank of every microbatch, summed)."""
+    slowest = 0
+    for batches in zip(*ranks, strict=True):
+        slowest += max(sum(attention_cost(lengths, row) for row in batch.rows) for batch in batches)
+    return sum(len(batch.rows) * batch.row_length for batch in ranks[0]), slowest
+
+
+def _deal(
+    lengths: Sequence[int],
+    rows: list[Row],
+    *,
+    to_bucket: Callable[[int], int],
+    most_rows: Callable[[int], int],
+    num_ranks: int,
+    uniform: bool,
+) -> Plan:
+    """Microbatches of neighbours in (row length, attention cost), so that all ranks are busy for as long in each."""
+    row_lengths = [to_bucket(sum(lengths[index] for index in row)) for row in rows]
+    costs = [attention_cost(lengths, row) for row in rows]
+    order = sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
+    ranks: Plan = [[] for _ in range(num_ranks)]
+    start = 0
+    while start < len(order):
+        row_length = row_lengths[order[0 if uniform else start]]
+        most = most_rows(row_length)
+        left = _divide_up(len(order) - (0 if uniform else start), num_ranks)
+        # Uniform: as few microbatches as can be, and then as few rows in each.
+        num_rows = _divide_up(left, _divide_up(left, most)) if uniform else min(most, left)
+        taken = order[start : start + num_rows * num_ranks]
+        for rank, members in enumerate(_balance(taken, costs, num_ranks, num_rows)):
+            padding = [()] * (num_rows - len(members))
+            ranks[rank].append(Microbatch(rows=(*(rows[r] for r in members), *padding), row_length=row_length))
+        start += len(taken)
+    return ranks
+
+
+def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
+    """The costliest first, each to the rank with the least so far that has fewer than num_rows."""
+    members: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [(0, rank) for rank in range(num_ranks)]
+    for row in sorted(taken, key=lambda r: -costs[r]):
+        load, rank = heappop(loads)
+        members[rank].append(row)
+        if len(members[rank]) < num_rows:
+            heappush(loads, (load + costs[row], rank))
+    return members
+
+
+def _divide_up(value: int, divisor: int) -> int:
+    return -(-value // divisor)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed import utils as dist_utils
 
+from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
@@ -231,6 +232,8 @@ class TrainEngine:
             tokens_per_row=config.tokens_per_row,
             rows_per_microbatch=config.rows_per_microbatch,
             num_ranks=self.num_data_ranks,
+            row_multiple=layouts.row_multiple(config),
+            policy=config.packing,
         )
         for microbatch in ranks[self.data_rank]:
             yield make_batch(samples, microbatch, columns, self.parts.device)

@@ -127,7 +127,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
     flat = " ".join(text.replace("│", " ").split())
     assert "--steps INT Optimizer steps of the run. (default: 10)" in flat
     assert "Tensor Parallelism degree. 1 means disabled. (default: 2)" in flat
-    for flag in ("--config", "--output-dir", "--resume", "--eval-only", "--dry-run", "--verbose"):
+    for flag in ("--config", "--output-dir", "--resume", "--eval-only", "--dry-run", "--plan", "--verbose"):
         assert flag in text
 
 

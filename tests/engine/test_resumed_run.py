@@ -133,7 +133,7 @@ def run(make_engine, monkeypatch):
                     trainer.engine.writer.wait()
 
         monkeypatch.setattr(main, "open_run", open_run)
-        flags = {"config_name": "c", "eval_only": None, "dry_run": False, "verbose": False}
+        flags = {"config_name": "c", "eval_only": None, "dry_run": False, "plan": False, "verbose": False}
         path = folder.path if resume else None
         invocation = cli.Invocation(config=grpo_config(), output_dir=folder.path, resume=path, **flags)
         build_character_tokenizer(folder.path / "tokenizer", ALPHABET)

@@ -43,7 +43,7 @@ def model_config(*, tied: bool = True) -> ModelConfig:
 
 def trainer_config(*, tied: bool = True, shard: int = 1, tensor: int = 1, **options) -> TrainerConfig:
     length = MAX_MODEL_LEN - 1
-    options = {"max_sequence_length": length, "tokens_per_row": length, **options}
+    options = {"max_sequence_length": length, "tokens_per_row": MAX_MODEL_LEN, **options}
     config = TrainerConfig(model=model_config(tied=tied), **options)
     config.parallelism.data_parallel_shard_degree = shard
     config.parallelism.tensor_parallel_degree = tensor
@@ -185,6 +185,19 @@ class TestTrainer(PolicyTrainer):
             for parameter, weight in zip(parameters, weights, strict=True):
                 parameter.copy_(weight)
         return whole
+
+    @endpoint
+    async def held_bytes(self) -> tuple[int, ...]:
+        """Of this rank's parameters, gradients, optimizer state and buffers."""
+
+        def size(tensors) -> int:
+            return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+
+        parameters = list(self.engine.parts.model.parameters())
+        states = self.engine.parts.hyperparameters.optimizer.state.values()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [tensor for state in states for tensor in state.values()]
+        return tuple(map(size, (parameters, grads, moments, self.engine.parts.model.buffers())))
 
     @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:

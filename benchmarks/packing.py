@@ -1,0 +1,127 @@
+"""Useful tokens a second, samples packed into rows against each padded to 4,096; time and waste of planning.
+
+Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0). One process: a tiny model on a CPU, the shape of
+Qwen3 0.6B in bfloat16 on a GPU. The ways take turns, so that a slow moment of the machine meets them all.
+"""
+
+import argparse
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from unittest import mock
+
+import torch
+
+from rl_actors import ModelConfig, Sample, TrainerConfig
+from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
+
+ROW = 4096
+SIZES = (100, 1_000, 10_000, 100_000)
+PADDED = "padded"
+
+
+def long_tailed(count: int) -> list[int]:
+    """Lengths of count samples; the first ones are the same for every count."""
+    draw = random.Random(0)
+    return [max(1, min(ROW, round(600 * math.exp(draw.gauss(0, 1))))) for _ in range(count)]
+
+
+def waste(lengths: Sequence[int], ranks: Plan) -> float:
+    """The share of positions that hold no sample."""
+    return 1 - sum(lengths) / sum(len(batch.rows) * batch.row_length for rank in ranks for batch in rank)
+
+
+def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) -> Plan:
+    """Every sample a microbatch of its own, of full length."""
+    rows = [(index,) for index in range(len(lengths))]
+    rows += [()] * (-len(rows) % num_ranks)
+    return [
+        [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows[rank::num_ranks]]
+        for rank in range(num_ranks)
+    ]
+
+
+def print_planning() -> None:
+    print("planning, rows of 4,096, one row a microbatch; the best time of three")
+    print(
+        f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'waste':>7} {'microbatches':>13} {'slowest rank':>13}"
+    )
+    for count in SIZES:
+        lengths = long_tailed(count)
+        for ranks, policy in ((1, "packed"), (8, "packed"), (8, "token_budget"), (8, "fixed")):
+            seconds = []
+            for _ in range(3):
+                start = time.perf_counter()
+                found = plan(lengths, tokens_per_row=ROW, rows_per_microbatch=1, num_ranks=ranks, policy=policy)
+                seconds.append(time.perf_counter() - start)
+            over = time_of(lengths, found)[1] * ranks / sum(length**2 for length in lengths) - 1
+            figures = f"{min(seconds):>8.3f} {waste(lengths, found):>7.2%} {len(found[0]):>13,} {over:>12.2%}"
+            print(f"{count:>9,} {ranks:>6} {policy:<13} {figures} over the mean in attention")
+
+
+def trainer_config() -> TrainerConfig:
+    common = {"max_sequence_length": ROW, "tokens_per_row": ROW}
+    if torch.cuda.is_available():
+        options = {"compute_dtype": "bfloat16", "activation_checkpointing": "selective"}
+        return TrainerConfig(model=ModelConfig(), **common, **options)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
+    model = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads)
+    return TrainerConfig(model=model, **common)
+
+
+def print_throughput(num_samples: int, repeats: int) -> None:
+    from rl_actors.engine.train_engine import TrainEngine
+
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    engine = TrainEngine(trainer_config())
+    config, vocab_size = engine.config, engine.config.model.vocab_size
+    lengths = long_tailed(num_samples)
+    draw = torch.Generator().manual_seed(0)
+    rows = [torch.randint(vocab_size, (length + 1,), generator=draw).tolist() for length in lengths]
+    samples = [Sample.from_tokens(row[:1], row[1:]) for row in rows]
+    model = (
+        f"{engine.info().num_parameters / 1e6:,.1f} million parameters, {config.compute_dtype}, {engine.parts.device}"
+    )
+    print(f"\nforward_backward: {model}; {num_samples} samples, {sum(lengths):,} tokens")
+    if num_samples < SIZES[-2]:
+        print(f"a fraction of a call of {SIZES[-2]:,} samples: {num_samples / SIZES[-2]:.2%}")
+    if not torch.cuda.is_available():
+        print("attention on a CPU takes the square of the row, not of its samples, so short rows gain here")
+    seconds: dict[str, list[float]] = {name: [] for name in ("packed", "token_budget", "fixed", PADDED)}
+    for turn in range(repeats + 1):
+        for name, times in seconds.items():
+            engine.config = replace(config, packing=config.packing if name == PADDED else name)
+            planner = padded if name == PADDED else plan
+            with mock.patch("rl_actors.engine.train_engine.plan", planner):
+                start = time.perf_counter()
+                engine.forward_backward(samples, "cross_entropy")  # answers with values on the CPU
+                if turn:  # the first is warm-up: kernels are compiled
+                    times.append(time.perf_counter() - start)
+            engine.discard_gradients()
+    slow = statistics.median(seconds[PADDED])
+    for name, times in seconds.items():
+        median = statistics.median(times)
+        spread = f"{min(times):.2f} to {max(times):.2f} s"
+        print(
+            f"{name:<13} {sum(lengths) / median:>10,.0f} useful tokens/s, {slow / median:.2f} x padded ({spread})",
+            flush=True,
+        )
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
+    parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
+    arguments = parser.parse_args()
+    print_planning()
+    print_throughput(arguments.samples, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()

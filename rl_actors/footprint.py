@@ -1,0 +1,225 @@
+"""What a rank of a layout holds, by arithmetic: docs/layouts.md has the formulas in words. Starts nothing, needs no torch.
+
+D hidden size, H, K, W: query heads, key-value heads, head width; I MLP width, V vocabulary, E experts; N positions of a microbatch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rl_actors.config import ModelConfig, TrainerConfig
+
+FLOAT32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """Equal parameters of one block, or one outside of the blocks."""
+
+    shape: tuple[int, ...]
+    count: int = 1
+    tensor_dim: int | None = None  # which dimension tensor parallelism splits; None: each rank has the whole
+    is_expert: bool = False
+    trained: bool = True
+
+
+Part = tuple[int | None, list[Weight]]
+"""(block, its parameters); None: before or behind the blocks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Bytes of the rank that holds most."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    buffers: int
+    activations: int  # an estimate
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+
+
+def memory(config: TrainerConfig) -> Memory:
+    """What a rank holds at the peak of a forward_backward, by the formulas of docs/layouts.md.
+
+    All but the activations is exact; of a pipeline it is the rank with the most parameters.
+    An optimizer by import path is counted as Adam.
+    """
+    parts = _held_parts(config)
+    weights = [weight for _, part in parts for weight in part]
+    local = [(weight, weight.count * math.prod(_local_shape(weight, config))) for weight in weights]
+    trained = sum(elements for weight, elements in local if weight.trained)
+    return Memory(
+        parameters=FLOAT32 * sum(elements for _, elements in local),
+        gradients=FLOAT32 * trained,
+        # Two moments, and the number of steps of each tensor.
+        optimizer=FLOAT32 * (2 * trained + sum(weight.count for weight in weights if weight.trained)),
+        buffers=FLOAT32 * sum(_buffers(config, layer) for layer, _ in parts if layer is not None),
+        activations=_activations(config),
+    )
+
+
+def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
+    """The parameters of block `layer`."""
+    model, lora = config.model, config.lora
+    d, w = model.hidden_size, model.head_dim
+    h, k = model.num_attention_heads * w, model.num_key_value_heads * w
+    base = not lora.rank
+    weights = [Weight(shape=(d,), count=2, trained=base), Weight(shape=(w,), count=2, trained=base)]
+    # Query, key and value are one matrix, but for adapters, which belong to one projection.
+    inputs = [(h + 2 * k, d)] if base else [(h, d), (k, d), (k, d)]
+    attention = [*(Weight(shape=shape, tensor_dim=0, trained=base) for shape in inputs)]
+    attention.append(Weight(shape=(d, h), tensor_dim=1, trained=base))
+    weights += attention + (_adapters(attention, lora.rank) if lora.train_attn else [])
+    if model.has_experts(layer):
+        e, f = model.num_experts, model.moe_intermediate_size
+        weights.append(Weight(shape=(e, d), trained=base))
+        weights.append(Weight(shape=(e, f, d), count=2, tensor_dim=1, is_expert=True, trained=base))
+        weights.append(Weight(shape=(e, d, f), tensor_dim=2, is_expert=True, trained=base))
+        return weights
+    mlp = [Weight(shape=(model.intermediate_size, d), tensor_dim=0, trained=base)] * 2
+    mlp.append(Weight(shape=(d, model.intermediate_size), tensor_dim=1, trained=base))
+    return weights + mlp + (_adapters(mlp, lora.rank) if lora.train_mlp else [])
+
+
+def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
+    """(the embedding, the norm and head behind the blocks); a tied head is the embedding."""
+    model, lora = config.model, config.lora
+    matrix = Weight(shape=(model.vocab_size, model.hidden_size), tensor_dim=0, trained=not lora.rank)
+    behind = [Weight(shape=(model.hidden_size,), trained=not lora.rank)]
+    if not model.tie_word_embeddings:
+        behind += [matrix, *(_adapters([matrix], lora.rank) if lora.train_unembed else [])]
+    return [matrix], behind
+
+
+def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
+    """A reads what the weight reads and B writes what it writes, so one of the two is cut as the weight is."""
+    if not rank:
+        return []
+    pairs = [
+        (
+            Weight(shape=(rank, weight.shape[1]), tensor_dim=1 if weight.tensor_dim == 1 else None),
+            Weight(shape=(weight.shape[0], rank), tensor_dim=0 if weight.tensor_dim == 0 else None),
+        )
+        for weight in weights
+    ]
+    return [adapter for pair in pairs for adapter in pair]
+
+
+def _buffers(config: TrainerConfig, layer: int) -> int:
+    """Elements of block `layer`: sines and cosines of the positions, the experts' counters and bias."""
+    model = config.model
+    counters = model.num_experts * (1 + bool(config.load_balance_coeff)) if model.has_experts(layer) else 0
+    return 2 * model.head_dim * config.max_sequence_length + counters
+
+
+def _held_parts(config: TrainerConfig) -> list[Part]:
+    """(block, its parameters) of the pipeline rank with the most parameters; the embedding and the head are no blocks.
+
+    torchtitan counts those as some blocks each, gives the first stages what is left over, and deals stages around the ranks.
+    """
+    parallel, num_layers = config.parallelism, config.model.num_hidden_layers
+    before, behind = outer_weights(config)
+    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
+    units = num_layers + first + last
+    parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
+    num_ranks, given = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
+    if num_ranks == 1:
+        return [(None, before), *parts, (None, behind)]
+    stages_of_rank = 2 if "Interleaved" in parallel.pipeline_parallel_schedule else 1
+    num_stages = -(-units // given) if given else num_ranks * stages_of_rank
+    size, longer = divmod(units, num_stages)
+    ends = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(num_stages)]
+    stages = [parts[i:j] for i, j in pairwise([*ends, num_layers])]
+    stages[0], stages[-1] = [(None, before), *stages[0]], [*stages[-1], (None, behind)]
+    ranks = [[part for stage in stages[rank::num_ranks] for part in stage] for rank in range(num_ranks)]
+    return max(ranks, key=lambda held: sum(_elements(part) for _, part in held))
+
+
+def _elements(weights: list[Weight]) -> int:
+    return sum(weight.count * math.prod(weight.shape) for weight in weights)
+
+
+def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
+    """The shard of the first rank, which is the largest: shards are rounded up. gathered: what FSDP makes whole to compute with."""
+    parallel = config.parallelism
+    shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
+    tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
+    local, sharded_dim = list(weight.shape), 0
+    if weight.is_expert and expert > 1:
+        # Experts go around first; the ranks that are left of those without copies shard them.
+        local[0] = -(-local[0] // expert)
+        shard = shard * tensor // expert
+        sharded_dim = int(shard * expert > weight.shape[0])
+    else:
+        if weight.tensor_dim is not None:
+            local[weight.tensor_dim] = -(-local[weight.tensor_dim] // tensor)
+        # More ranks than experts: torchtitan cuts through each.
+        sharded_dim = int(weight.is_expert and shard > weight.shape[0])
+    if not gathered:
+        local[sharded_dim] = -(-local[sharded_dim] // shard)
+    return local
+
+
+def _activations(config: TrainerConfig) -> int:
+    """Saved for the backward pass, one block's more while it runs, a chunk of logits, and weights that FSDP gathered."""
+    model, parallel = config.model, config.parallelism
+    tensor = parallel.tensor_parallel_degree
+    size = 2 if config.compute_dtype == "bfloat16" else FLOAT32
+    positions = config.tokens_per_row * config.rows_per_microbatch // parallel.context_parallel_degree
+    d = model.hidden_size / (tensor if parallel.enable_sequence_parallel else 1)
+    kept = running = 0.0
+    for layer in range(model.num_hidden_layers):
+        saved = _saved_by_block(model, layer, d, tensor)
+        kept += {"none": saved, "selective": _saved_selectively(model, layer, d, tensor), "full": d}[
+            config.activation_checkpointing
+        ]
+        running = max(running, saved)
+    # The first of P stages has P microbatches under way, of a P-th of the blocks each.
+    blocks = positions * size * (kept + running)
+    hidden = positions * model.hidden_size * (size + FLOAT32)  # what the head reads, and its gradient
+    logits = 4 * FLOAT32 * min(config.logprob_chunk_tokens, positions) * model.vocab_size / tensor
+    return int(blocks + hidden + logits + _gathered(config, size))
+
+
+def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int) -> float:
+    """Elements a position."""
+    w = model.head_dim / tensor
+    q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
+    # Norms and projections read four of D; q and k before their norms, q, k and v in attention, its output twice.
+    attention = 4 * d + (q + kv) + (q + 2 * kv) + 2 * q
+    if not model.has_experts(layer):
+        return attention + 4 * model.intermediate_size / tensor
+    # Each of a token's experts reads a copy of it and writes one.
+    return attention + model.num_experts_per_tok * (2 * model.hidden_size + 4 * model.moe_intermediate_size) / tensor
+
+
+def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int) -> float:
+    """Elements a position: the block's input, attention, and every second matrix product."""
+    w = model.head_dim / tensor
+    q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
+    width = (
+        model.num_experts_per_tok * model.moe_intermediate_size if model.has_experts(layer) else model.intermediate_size
+    )
+    return 2 * d + (q + 2 * kv) + q + width / tensor
+
+
+def _gathered(config: TrainerConfig, size: int) -> float:
+    """Bytes of two whole blocks, embedding and head in the compute dtype, and of as many gradients that wait for reduction."""
+    parallel = config.parallelism
+    if parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1 and size == FLOAT32:
+        return 0.0
+    before, behind = outer_weights(config)
+    blocks = [block_weights(config, layer) for layer in range(config.model.num_hidden_layers)]
+
+    def elements(weights: list[Weight]) -> int:
+        return sum(weight.count * math.prod(_local_shape(weight, config, gathered=True)) for weight in weights)
+
+    return (2 * max(map(elements, blocks)) + elements(before) + elements(behind)) * (size + FLOAT32)

@@ -1,0 +1,110 @@
+"""Which layouts a config can have, and the nearest to one that cannot be. Starts nothing, needs no torch."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rl_actors.config import TrainerConfig
+
+ROW_MULTIPLE = 64
+"""Row lengths are multiples of it, so that few shapes occur and the logprob chunks divide them."""
+
+Policy = Literal["packed", "token_budget", "fixed"]
+
+DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
+NUM_SUGGESTIONS = 3
+
+
+def row_multiple(config: TrainerConfig) -> int:
+    """What the length of every row is a multiple of."""
+    context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
+    # Masks come in blocks of 128 positions, of which every context-parallel rank gets whole ones.
+    parts = 128 * context if context > 1 else 1
+    # Under expert parallelism each tensor-parallel rank routes an equal part of what its context-parallel rank holds.
+    if config.parallelism.expert_parallel_degree > 1:
+        parts = math.lcm(parts, context * tensor)
+    return math.lcm(ROW_MULTIPLE, parts)
+
+
+def described(layout: dict[str, int]) -> str:
+    """described({"data_parallel_shard": 2, "tensor_parallel": 1}) -> "data_parallel_shard=2"."""
+    return " x ".join(f"{name}={degree}" for name, degree in layout.items() if degree > 1) or "one process"
+
+
+def validate(config: TrainerConfig) -> None:
+    """Raises ValueError with the numbers, and the nearest layouts of as many processes that can be."""
+    size = config.num_processes()
+    try:
+        require_possible(config)
+    except ValueError as error:
+        found = ", or ".join(map(described, nearest(config)))
+        raise ValueError(f"{error}; nearest on {size} processes: {found}" if found else str(error)) from None
+
+
+def require_possible(config: TrainerConfig) -> None:
+    """Raises ValueError with the numbers for a layout that no trainer can have."""
+    model, parallel = config.model, config.parallelism
+    tensor = parallel.tensor_parallel_degree
+    for name in ("context_parallel", "pipeline_parallel", "expert_parallel"):
+        if (degree := getattr(parallel, f"{name}_degree")) != 1:
+            raise ValueError(f"parallelism.{name}_degree={degree}; only 1 is supported so far")
+    if parallel.spmd_backend != "partial_dtensor":
+        raise ValueError(
+            f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (heads := getattr(model, name)) % tensor:
+            raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
+    # Neither has been seen to give the numbers of one process.
+    for name, value in (("model.num_experts", model.num_experts), ("lora.rank", config.lora.rank)):
+        if value and tensor > 1:
+            raise ValueError(f"parallelism.tensor_parallel_degree={tensor} with {name}={value}; not supported so far")
+    multiple = row_multiple(config)
+    if (capacity := config.tokens_per_row // multiple * multiple) < config.max_sequence_length:
+        raise ValueError(
+            f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {multiple}, "
+            f"is below max_sequence_length={config.max_sequence_length}"
+        )
+
+
+def is_possible(config: TrainerConfig) -> bool:
+    try:
+        require_possible(config)
+    except ValueError:
+        return False
+    return True
+
+
+def nearest(config: TrainerConfig) -> list[dict[str, int]]:
+    """The layouts of as many processes that can be and differ least, as factors, from the one of the config."""
+    wanted = config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
+
+    def distance(layout: dict[str, int]) -> tuple[float, int]:
+        steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)
+        return round(steps, 6), -layout["data_parallel_shard"]
+
+    possible = []
+    for factors in _factorizations(config.num_processes(), len(DEGREES)):
+        for expert in {wanted["expert_parallel"], 1}:
+            layout = dict(zip(wanted, (*factors, expert), strict=True))
+            tried = copy.copy(config)
+            degrees = {f"{name}_degree": degree for name, degree in layout.items()}
+            tried.parallelism = replace(config.parallelism, **degrees)
+            if is_possible(tried):
+                possible.append(layout)
+    return sorted(possible, key=distance)[:NUM_SUGGESTIONS]
+
+
+def _factorizations(product: int, count: int) -> Iterator[tuple[int, ...]]:
+    """_factorizations(2, 2) -> (1, 2), (2, 1)"""
+    if count == 1:
+        yield (product,)
+        return
+    for first in range(1, product + 1):
+        if product % first == 0:
+            yield from ((first, *rest) for rest in _factorizations(product // first, count - 1))
