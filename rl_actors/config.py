@@ -1,6 +1,7 @@
 """The configs of the trainer and the generator: plain dataclasses, importable without Monarch, vLLM or a GPU."""
 
 import json
+import math
 import pkgutil
 import re
 from dataclasses import dataclass, field
@@ -291,6 +292,16 @@ class TrainerConfig:
             "pipeline_parallel": parallel.pipeline_parallel_degree,
         }
 
+    def row_multiple(self) -> int:
+        """What the length of every row is a multiple of."""
+        parallel = self.parallelism
+        # Flex attention's masks come in blocks of 128 positions, of which every context-parallel rank gets whole ones.
+        parts = parallel.context_parallel_degree * 128 if parallel.context_parallel_degree > 1 else 1
+        # Under expert parallelism each tensor-parallel rank routes an equal part of what its context-parallel rank holds.
+        if parallel.expert_parallel_degree > 1:
+            parts = math.lcm(parts, parallel.context_parallel_degree * parallel.tensor_parallel_degree)
+        return math.lcm(64, parts)
+
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
         model, parallel = self.model, self.parallelism
@@ -302,14 +313,16 @@ class TrainerConfig:
         if self.float8 and model.num_experts:
             raise ValueError(f"float8=True with model.num_experts={model.num_experts}; only dense models are supported")
         self.num_processes()
-        unsupported = {
-            "context_parallel": parallel.context_parallel_degree,
-            "pipeline_parallel": parallel.pipeline_parallel_degree,
-            "expert_parallel": parallel.expert_parallel_degree,
-        }
-        for name, degree in unsupported.items():
-            if degree != 1:
-                raise ValueError(f"parallelism.{name}_degree={degree}; only 1 is supported so far")
+        if parallel.pipeline_parallel_degree != 1:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_degree={parallel.pipeline_parallel_degree}; only 1 is supported so far"
+            )
+        self._validate_experts()
+        if parallel.context_parallel_load_balancer not in (None, "headtail", "ptrr"):
+            raise ValueError(
+                f"parallelism.context_parallel_load_balancer={parallel.context_parallel_load_balancer!r}; "
+                "it must be 'headtail', 'ptrr' or None"
+            )
         if parallel.spmd_backend != "partial_dtensor":
             raise ValueError(
                 f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
@@ -321,20 +334,14 @@ class TrainerConfig:
                 )
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
-        # Neither has been seen to give the numbers of one process.
-        for name, value in (("model.num_experts", model.num_experts), ("lora.rank", self.lora.rank)):
-            if value and parallel.tensor_parallel_degree > 1:
-                degree = parallel.tensor_parallel_degree
-                raise ValueError(
-                    f"parallelism.tensor_parallel_degree={degree} with {name}={value}; not supported so far"
-                )
         if self.max_sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"
             )
-        if self.tokens_per_row // 64 * 64 < self.max_sequence_length:
+        multiple = self.row_multiple()
+        if self.tokens_per_row // multiple * multiple < self.max_sequence_length:
             raise ValueError(
-                f"tokens_per_row={self.tokens_per_row}, rounded down to a multiple of 64, is below max_sequence_length={self.max_sequence_length}"
+                f"tokens_per_row={self.tokens_per_row}, rounded down to a multiple of {multiple}, is below max_sequence_length={self.max_sequence_length}"
             )
         for name in (
             "max_sequence_length",
@@ -346,6 +353,30 @@ class TrainerConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+
+    def _validate_experts(self) -> None:
+        """Experts lie whole on the ranks of expert parallelism, which are those of data, context and tensor parallelism."""
+        model, parallel = self.model, self.parallelism
+        degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
+        if degree < 1:
+            raise ValueError(f"parallelism.expert_parallel_degree={degree}; it must be at least 1")
+        if degree > 1 and not model.num_experts:
+            raise ValueError(f"parallelism.expert_parallel_degree={degree} with model.num_experts=0")
+        if degree > 1 and model.num_experts % degree:
+            raise ValueError(
+                f"model.num_experts={model.num_experts} is not divisible by parallelism.expert_parallel_degree={degree}"
+            )
+        ranks = parallel.data_parallel_shard_degree * parallel.context_parallel_degree * tensor
+        if ranks % degree:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree={degree} does not divide data_parallel_shard x context_parallel x "
+                f"tensor_parallel={ranks}, whose ranks hold the experts"
+            )
+        if model.num_experts and degree == 1 and model.moe_intermediate_size % tensor:
+            raise ValueError(
+                f"model.moe_intermediate_size={model.moe_intermediate_size} is not divisible by "
+                f"parallelism.tensor_parallel_degree={tensor}"
+            )
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.common.moe import GroupedExperts
 
 from rl_actors.engine.inputs import Batch
@@ -44,11 +44,7 @@ class RouterCounters:
 
     def begin(self, batch: Batch) -> None:
         """Called before each forward pass."""
-        if self.moes:
-            is_padding_BL = torch.ones(batch.tokens_BL.shape, dtype=torch.bool)
-            for _, row, start, end in batch.spans:
-                is_padding_BL[row, start:end] = False
-            self.is_padding_BL = is_padding_BL.to(batch.tokens_BL.device)
+        self.is_padding_BL = batch.is_padding_BL
 
     def clear(self) -> None:
         """The step is over, done or not."""
@@ -57,9 +53,13 @@ class RouterCounters:
 
     def _take_padding_off(self, moe: nn.Module, expert_ids_BLK: Tensor) -> None:
         if moe.training:
-            ids_BLK = expert_ids_BLK.full_tensor() if isinstance(expert_ids_BLK, DTensor) else expert_ids_BLK
+            is_padding_BL = self.is_padding_BL
+            if isinstance(expert_ids_BLK, DTensor):
+                # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
+                mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
+                is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
             counts_E = _local(moe.tokens_per_expert_E)
-            counts_E.sub_(ids_BLK[self.is_padding_BL].flatten().bincount(minlength=len(counts_E)))
+            counts_E.sub_(_local(expert_ids_BLK)[is_padding_BL].flatten().bincount(minlength=len(counts_E)))
 
 
 def _local(tensor: Tensor) -> Tensor:
