@@ -372,6 +372,11 @@ class TrainerConfig:
                 f"parallelism.expert_parallel_degree={degree} does not divide data_parallel_shard x context_parallel x "
                 f"tensor_parallel={ranks}, whose ranks hold the experts"
             )
+        if degree > 1 and tensor > 1 and not parallel.enable_sequence_parallel:
+            raise ValueError(
+                f"parallelism.expert_parallel_degree={degree} and tensor_parallel_degree={tensor} with "
+                "enable_sequence_parallel=False: torchtitan cannot put the experts' outputs back together"
+            )
         if model.num_experts and degree == 1 and model.moe_intermediate_size % tensor:
             raise ValueError(
                 f"model.moe_intermediate_size={model.moe_intermediate_size} is not divisible by "

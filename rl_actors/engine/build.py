@@ -35,7 +35,7 @@ from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine import lora
 from rl_actors.engine.context import RowShards, WholeRows
 from rl_actors.engine.inputs import Batch
-from rl_actors.engine.moe import Experts, RouterCounters
+from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters
 
 
@@ -176,6 +176,7 @@ def build(config: TrainerConfig) -> Parts:
         dump_folder="",
     )
     machine.after_parallelize(model)
+    wait_for_input(model)
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
     model.to_empty(device=device)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What torchtitan's mixture of experts lacks here: experts in the dtype of their input, and counters without padding.
+"""What torchtitan's mixture of experts lacks here: experts in the dtype of their input, all of their gradient, counters without padding.
 
 R routed tokens, D hidden size, F width of an expert, E experts, K experts a token.
 """
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -27,6 +28,21 @@ class Experts(GroupedExperts):
         gate_RF = self._grouped_mm(A=x_RD, B_t=w1_EFD.transpose(-2, -1), offs=ends_E)
         up_RF = self._grouped_mm(A=x_RD, B_t=w3_EFD.transpose(-2, -1), offs=ends_E)
         return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.transpose(-2, -1), offs=ends_E)
+
+
+def wait_for_input(model: nn.Module) -> None:
+    """torch's local_map cuts the gradient of an input whose all-gather is under way, which is how one row of a sequence-parallel
+    model reaches the experts. Any work on it waits for the all-gather.
+    """
+
+    def wait(_, args: tuple) -> tuple:
+        x_BLD, *others = args
+        under_way = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
+        return (x_BLD.clone() if under_way else x_BLD, *others)
+
+    for block in model.layers.values():
+        if block.moe_enabled:
+            block.moe.routed_experts.register_forward_pre_hook(wait)
 
 
 class RouterCounters:

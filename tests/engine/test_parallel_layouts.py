@@ -1,17 +1,13 @@
 """Every parallel layout gives the numbers of one process: real processes over gloo, float32, packed samples of which few are long.
 
-Four processes serve all rows of the table; a row takes as many as its layout has.
+A row of the table is a layout; its processes are forked from one that has imported torch, so a row takes seconds.
 """
 
-import io
 import os
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,7 +87,6 @@ TABLE = [  # name, parallelism, processes, model
     ("FSDP2, EP2", layout(shard=2, expert=2), 2, "experts"),
     ("CP2, EP2", layout(context=2, expert=2), 2, "experts"),
     ("TP2, EP2", layout(tensor=2, expert=2), 2, "experts"),
-    ("TP2 without SP, EP2", layout(tensor=2, expert=2, **NO_SP), 2, "experts"),
     ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "experts"),
     ("FSDP4, EP2", layout(shard=4, expert=2), 4, "experts"),
     ("HSDP2x2, EP2", layout(replicate=2, shard=2, expert=2), 4, "experts"),
@@ -107,6 +102,7 @@ TABLE = [  # name, parallelism, processes, model
     ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "adapters"),
     ("TP2, EP2", layout(tensor=2, expert=2), 2, "adapters beside experts"),
 ]
+COLLECTIVE_TIMEOUT = 100.0  # seconds
 LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
 POLICY = PPO(ratio_low=0.8, ratio_high=1.28, kl=KL(coefficient=0.1), entropy_coefficient=0.05)
 SEQUENCE = GSPO(ratio_low=0.5, ratio_high=2.0, sequence_mean=True)
@@ -197,74 +193,36 @@ def go_on(engine) -> list[tuple[Any, float]]:
     return steps
 
 
-def serve(connection) -> None:
-    """Run what comes, each in a process group of its own."""
+def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) -> None:
     torch.set_num_threads(1)
-    while (job := connection.recv()) is not None:
-        rank, world_size, store, work, args = job
-        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
-        answer = io.BytesIO()
-        try:
-            store = dist.FileStore(store, world_size)
-            limit = timedelta(seconds=100)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-            torch.save((True, work(*args)), answer)
-            dist.destroy_process_group()
-        except BaseException:
-            torch.save((False, traceback.format_exc()), answer)
-        connection.send_bytes(answer.getvalue())
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
+    )
+    torch.save(work(*args), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
 
 
 # --- the processes and what they answer ---------------------------------------------------------------------------
 
 
-class Ranks:
-    """Four processes that start at the first run, and again after a run that failed: the others may be in a collective."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.num_runs = folder, 0
-        self.started: list[tuple[Any, Any]] = []
-
-    def run(self, num_processes: int, work: Callable, *args) -> list[Any]:
-        """What work(*args) returns on each rank. Raises RuntimeError with the traceback of the first that failed."""
-        if not self.started:
-            context = mp.get_context("spawn")
-            for _ in range(4):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=serve, args=(theirs,), daemon=True)
-                process.start()
-                self.started.append((process, ours))
-        self.num_runs += 1
-        connections = [ours for _, ours in self.started[:num_processes]]
-        for rank, ours in enumerate(connections):
-            ours.send((rank, num_processes, str(self.folder / f"store{self.num_runs}"), work, args))
-        answers: dict[Any, Any] = {}
-        while len(answers) < num_processes:
-            for ours in wait([ours for ours in connections if ours not in answers], timeout=200) or self._late():
-                good, answer = torch.load(io.BytesIO(ours.recv_bytes()), weights_only=False)
-                if not good:
-                    self.stop()
-                    raise RuntimeError(answer)
-                answers[ours] = answer
-        return [answers[ours] for ours in connections]
-
-    def _late(self):
-        self.stop()
-        raise TimeoutError("a rank did not answer within 200 s")
-
-    def stop(self) -> None:
-        for process, ours in self.started:
-            process.kill()
-            process.join()
-            ours.close()
-        self.started = []
-
-
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    made = Ranks(tmp_path_factory.mktemp("stores"))
-    yield made
-    made.stop()
+def run(tmp_path_factory):
+    """run(num_processes, work, *args) -> what work(*args) returns on each rank, in new processes that find everything imported.
+
+    Raises ProcessRaisedException with the traceback of a rank that failed.
+    """
+    mp.get_context("forkserver").set_forkserver_preload(["rl_actors.engine.train_engine", "references"])
+
+    def run(num_processes: int, work: Callable, *args) -> list[Any]:
+        folder = tmp_path_factory.mktemp("run")
+        mp.start_processes(
+            child, args=(num_processes, str(folder), work, args), nprocs=num_processes, start_method="forkserver"
+        )
+        return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_processes)]
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -303,15 +261,10 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
 
 
 @pytest.fixture(scope="module")
-def one_process(ranks, directory_of):
+def one_process(run, directory_of):
     """one_process(model) -> Numbers."""
 
-    @cache
-    def run(model: str) -> Numbers:
-        config, fields = MODELS[model]
-        return merged(ranks.run(1, train, directory_of(model), layout(), fields))
-
-    return run
+    return cache(lambda model: merged(run(1, train, directory_of(model), layout(), MODELS[model][1])))
 
 
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
@@ -348,10 +301,10 @@ def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
         for name, *row in TABLE
     ],
 )
-def test_a_layout_gives_the_numbers_of_one_process(ranks, one_process, directory_of, parallelism, num_processes, model):
+def test_a_layout_gives_the_numbers_of_one_process(run, one_process, directory_of, parallelism, num_processes, model):
     config, fields = MODELS[model]
     expected = one_process(model)
-    actual = merged(ranks.run(num_processes, train, directory_of(model), parallelism, fields))
+    actual = merged(run(num_processes, train, directory_of(model), parallelism, fields))
     errors = errors_of(actual, expected)
     print({name: f"{error:.1e}" for name, error in errors.items()})
     tolerance = 1e-4 if config.num_experts else 1e-5
@@ -386,12 +339,12 @@ def size(parallelism: dict[str, Any]) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("saved_under, loaded_under, model", MOVES)
 def test_a_checkpoint_of_one_layout_goes_on_under_another(
-    ranks, directory_of, tmp_path, saved_under, loaded_under, model
+    run, directory_of, tmp_path, saved_under, loaded_under, model
 ):
     config, fields = MODELS[model]
     path, checkpoint = directory_of(model), str(tmp_path / "checkpoint")
-    saved = ranks.run(size(saved_under), save, path, saved_under, fields, checkpoint)
-    loaded = ranks.run(size(loaded_under), load, path, loaded_under, fields, checkpoint)
+    saved = run(size(saved_under), save, path, saved_under, fields, checkpoint)
+    loaded = run(size(loaded_under), load, path, loaded_under, fields, checkpoint)
     tolerance = 1e-4 if config.num_experts else 1e-5
     for step in range(2):
         before, after = (
@@ -409,6 +362,11 @@ REFUSED = [
         layout(shard=2, replicate=2, expert=4),
         "experts",
         "expert_parallel_degree=4 does not divide .* tensor_parallel=2",
+    ),
+    (
+        layout(tensor=2, expert=2, **NO_SP),
+        "experts",
+        "enable_sequence_parallel=False: torchtitan cannot put the experts'",
     ),
     (layout(shard=2, expert=0), "experts", "expert_parallel_degree=0; it must be at least 1"),
     (layout(tensor=3), "experts", "num_attention_heads=4 is not divisible by parallelism.tensor_parallel_degree=3"),
@@ -444,23 +402,44 @@ def upstream_rows(row_length: int) -> None:
     TrainEngine(config).forward(ppo_samples([row_length]))
 
 
-def upstream_experts(num_experts: int) -> None:
-    """What torchtitan says to experts that do not come out even."""
+def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
+    """What torchtitan says to experts that do not come out even, or cannot be put back together."""
     from rl_actors.engine.train_engine import TrainEngine
 
     model = replace(EXPERTS, num_experts=num_experts)
     config = Unchecked(model=model, max_sequence_length=64, tokens_per_row=64)
-    config.parallelism.data_parallel_shard_degree = config.parallelism.expert_parallel_degree = 2
+    for name, value in parallelism.items():
+        setattr(config.parallelism, name, value)
     TrainEngine(config).forward(ppo_samples([20, 30]))
 
 
+def upstream_local_map() -> bool:
+    """Whether what local_map makes of an input whose all-gather is under way has a gradient."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import local_map
+
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    gathered = x.redistribute(placements=[Replicate()], async_op=True)
+    double = local_map(
+        lambda local: 2 * local, out_placements=[Replicate()], in_placements=([Replicate()],), device_mesh=mesh
+    )
+    return double(gathered).requires_grad
+
+
 @pytest.mark.parametrize(
-    "work, argument, message",
+    "work, arguments, message",
     [
-        (upstream_rows, 192, "Q_LEN 192 is not divisible by CP mesh world size 2 [*] BLOCK_SIZE 128"),
-        (upstream_experts, 5, r"shape '\[2, -1\]' is invalid for input of size 5"),
+        (upstream_rows, (192,), "Q_LEN 192 is not divisible by CP mesh world size 2 [*] BLOCK_SIZE 128"),
+        (upstream_experts, (5, layout(shard=2, expert=2)), r"shape '\[2, -1\]' is invalid for input of size 5"),
+        (upstream_experts, (4, layout(tensor=2, expert=2, **NO_SP)), r"Can not redistribute from S\(1\) to P\(sum\)"),
     ],
 )
-def test_what_is_refused_fails_upstream(ranks, work, argument, message):
-    with pytest.raises(RuntimeError, match=message):
-        ranks.run(2, work, argument)
+def test_what_is_refused_fails_upstream(run, work, arguments, message):
+    with pytest.raises(mp.ProcessRaisedException, match=message):
+        run(2, work, *arguments)
+
+
+def test_the_gradient_that_wait_for_input_keeps_is_still_cut_upstream(run):
+    assert run(2, upstream_local_map) == [False, False]
