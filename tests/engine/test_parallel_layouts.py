@@ -369,7 +369,7 @@ REFUSED = [
         "enable_sequence_parallel=False: torchtitan cannot put the experts'",
     ),
     (layout(shard=2, expert=0), "experts", "expert_parallel_degree=0; it must be at least 1"),
-    (layout(tensor=3), "experts", "num_attention_heads=4 is not divisible by parallelism.tensor_parallel_degree=3"),
+    (layout(tensor=3), "experts", "moe_intermediate_size=32 is not divisible by parallelism.tensor_parallel_degree=3"),
     (layout(context=2, context_parallel_load_balancer="tail"), "tied", "load_balancer='tail'; it must be 'headtail'"),
     (layout(context=3), "tied", "tokens_per_row=256, rounded down to a multiple of 384, is below"),
 ]
