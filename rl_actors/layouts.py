@@ -39,6 +39,8 @@ def described(layout: dict[str, int]) -> str:
 def validate(config: TrainerConfig) -> None:
     """Raises ValueError with the numbers, and the nearest layouts of as many processes that can be."""
     size = config.num_processes()
+    if (expert := config.parallelism.expert_parallel_degree) < 1:
+        raise ValueError(f"parallelism.expert_parallel_degree={expert}; it must be at least 1")
     try:
         require_possible(config)
     except ValueError as error:
@@ -50,9 +52,13 @@ def require_possible(config: TrainerConfig) -> None:
     """Raises ValueError with the numbers for a layout that no trainer can have."""
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
-    for name in ("context_parallel", "pipeline_parallel", "expert_parallel"):
-        if (degree := getattr(parallel, f"{name}_degree")) != 1:
-            raise ValueError(f"parallelism.{name}_degree={degree}; only 1 is supported so far")
+    if (degree := parallel.pipeline_parallel_degree) != 1:
+        raise ValueError(f"parallelism.pipeline_parallel_degree={degree}; only 1 is supported so far")
+    _require_experts(config)
+    if (balancer := parallel.context_parallel_load_balancer) not in (None, "headtail", "ptrr"):
+        raise ValueError(
+            f"parallelism.context_parallel_load_balancer={balancer!r}; it must be 'headtail', 'ptrr' or None"
+        )
     if parallel.spmd_backend != "partial_dtensor":
         raise ValueError(
             f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
@@ -60,15 +66,39 @@ def require_possible(config: TrainerConfig) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(model, name)) % tensor:
             raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
-    # Neither has been seen to give the numbers of one process.
-    for name, value in (("model.num_experts", model.num_experts), ("lora.rank", config.lora.rank)):
-        if value and tensor > 1:
-            raise ValueError(f"parallelism.tensor_parallel_degree={tensor} with {name}={value}; not supported so far")
     multiple = row_multiple(config)
     if (capacity := config.tokens_per_row // multiple * multiple) < config.max_sequence_length:
         raise ValueError(
             f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {multiple}, "
             f"is below max_sequence_length={config.max_sequence_length}"
+        )
+
+
+def _require_experts(config: TrainerConfig) -> None:
+    """Experts lie whole on the ranks of expert parallelism, which are those of data, context and tensor parallelism."""
+    model, parallel = config.model, config.parallelism
+    degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
+    if degree > 1 and not model.num_experts:
+        raise ValueError(f"parallelism.expert_parallel_degree={degree} with model.num_experts=0")
+    if degree > 1 and model.num_experts % degree:
+        raise ValueError(
+            f"model.num_experts={model.num_experts} is not divisible by parallelism.expert_parallel_degree={degree}"
+        )
+    ranks = parallel.data_parallel_shard_degree * parallel.context_parallel_degree * tensor
+    if ranks % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree={degree} does not divide data_parallel_shard x context_parallel x "
+            f"tensor_parallel={ranks}, whose ranks hold the experts"
+        )
+    if degree > 1 and tensor > 1 and not parallel.enable_sequence_parallel:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree={degree} and tensor_parallel_degree={tensor} with "
+            "enable_sequence_parallel=False: torchtitan cannot put the experts' outputs back together"
+        )
+    if model.num_experts and degree == 1 and model.moe_intermediate_size % tensor:
+        raise ValueError(
+            f"model.moe_intermediate_size={model.moe_intermediate_size} is not divisible by "
+            f"parallelism.tensor_parallel_degree={tensor}"
         )
 
 

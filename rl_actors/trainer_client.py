@@ -338,7 +338,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOu
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
                 in_order[index] = piece
     # They came as the ranks were done; sums of floats want one order.
-    partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.indices))
+    partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
     return ForwardBackwardOutput(
         logprobs=values["logprobs"],
         entropy=values.get("entropy"),

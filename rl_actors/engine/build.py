@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
@@ -33,7 +33,9 @@ import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
 from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine import lora
-from rl_actors.engine.moe import Experts, RouterCounters
+from rl_actors.engine.context import RowShards, WholeRows
+from rl_actors.engine.inputs import Batch
+from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters
 
 
@@ -44,7 +46,7 @@ class Parts:
     hyperparameters: Hyperparameters
     parallel_dims: ParallelDims
     device: torch.device
-    attention_masks: Callable[[Tensor], Any]  # positions_BL -> what the attention layers take
+    rows: Callable[[Batch], Batch]  # a batch of whole rows -> what this rank holds of it, with attention masks
     context: Callable[[], Any]  # torchtitan's context around forward and backward
     adapter: Qwen3StateDictAdapter
     routers: RouterCounters
@@ -116,6 +118,20 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mod
     return converter.build().convert(model_config)
 
 
+def _rows(
+    model: nn.Module, parallel_dims: ParallelDims, config: TrainerConfig, machine: ModuleType
+) -> Callable[[Batch], Batch]:
+    mesh = parallel_dims.get_optional_mesh("cp")
+    if mesh is None:
+        return WholeRows(masks=machine.attention_masks(model))
+    return RowShards(
+        masks=model.get_attention_masks,
+        local_masks=machine.local_masks,
+        mesh=mesh,
+        load_balancer=config.parallelism.context_parallel_load_balancer,
+    )
+
+
 def platform() -> ModuleType:
     """The module that knows this machine: cpu.py or gpu.py."""
     return gpu if torch.cuda.is_available() else cpu
@@ -162,6 +178,7 @@ def build(config: TrainerConfig) -> Parts:
         dump_folder="",
     )
     machine.after_parallelize(model)
+    wait_for_input(model)
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
     model.to_empty(device=device)
     with torch.no_grad():
@@ -176,7 +193,7 @@ def build(config: TrainerConfig) -> Parts:
         hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,
-        attention_masks=machine.attention_masks(model),
+        rows=_rows(model, parallel_dims, config, machine),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         adapter=Qwen3StateDictAdapter(model_config, None),
         routers=RouterCounters(model),

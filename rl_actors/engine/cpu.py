@@ -10,15 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed.tensor.experimental._context_parallel._attention as context_parallel
 import torch.nn.functional as F
 import torchtitan.tools.utils
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 # torchtitan assumes "cuda" where it finds no accelerator, and its modules copy the value when they are imported.
 if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
 
+import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -57,6 +60,9 @@ def prepare(world_size: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    # Both compile the making of a block mask, at every new shape.
+    attention_module._compiled_create_block_mask = create_block_mask
+    context_parallel._compiled_create_block_mask = create_block_mask
     # glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -69,6 +75,12 @@ def attention() -> DenseAttention.Config:
 
 def attention_masks(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return dense_mask
+
+
+def local_masks(masks: BlockMask) -> Tensor:
+    """A shard of flex attention's masks as [B, 1, C, L] bool: the C positions that a rank holds of rows of L."""
+    num_rows, _, held, row_length = masks.shape
+    return create_mask(masks.mask_mod, num_rows, 1, held, row_length, device="cpu")
 
 
 def after_parallelize(model: nn.Module) -> None:

@@ -34,6 +34,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
+EXPERTS = ".inner_experts."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -81,18 +82,24 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def load(parts: Parts, path: str) -> None:
     """Load a directory of safetensors into the sharded model; each rank reads its part."""
-    state = parts.adapter.to_hf(parts.model.state_dict())
+    state = parts.model.state_dict()
+    experts = {name: _cut_experts(tensor) for name, tensor in state.items() if EXPERTS in name}
+    others = parts.adapter.to_hf({name: tensor for name, tensor in state.items() if EXPERTS not in name})
     with _plain_errors(f"loading {path}"):
-        dcp.load(state, storage_reader=parts.adapter.get_hf_storage_reader(path))
+        # In place: each tensor of an expert is a part of its layer's.
+        named = others | _expert_tensors(parts.adapter, experts)
+        dcp.load(named, storage_reader=parts.adapter.get_hf_storage_reader(path))
+    whole = {name: tensor.redistribute(placements=state[name].placements) for name, tensor in experts.items()}
     # What has no name there (an expert bias) keeps its value.
-    parts.model.load_state_dict(parts.model.state_dict() | parts.adapter.from_hf(state))
+    parts.model.load_state_dict(state | parts.adapter.from_hf(others) | whole)
 
 
 def state_dict(parts: Parts) -> dict[str, Tensor]:
     """The weights under their Hugging Face names, sharded as they lie, every name on every rank; tied heads appear once, adapters merged."""
-    return parts.adapter.to_hf(
-        {name: _every_expert(name, x) for name, x in lora.merged_state_dict(parts.model).items()}
-    )
+    state = lora.merged_state_dict(parts.model)
+    experts = {name: _cut_experts(tensor) for name, tensor in state.items() if EXPERTS in name}
+    others = {name: tensor for name, tensor in state.items() if EXPERTS not in name}
+    return parts.adapter.to_hf(others) | _expert_tensors(parts.adapter, experts)
 
 
 def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
@@ -185,12 +192,26 @@ class _Files:
         self.pending, self.pending_bytes = {}, 0
 
 
-def _every_expert(name: str, tensor: Tensor) -> Tensor:
-    """FSDP lays whole experts on ranks; a name that one rank alone has cannot be published. Cut every expert instead: same memory."""
-    if "inner_experts" not in name or not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
-        return tensor
-    free = next(dim for dim in (1, 2) if Shard(dim) not in tensor.placements)
-    return tensor.redistribute(placements=[Shard(free) if p == Shard(0) else p for p in tensor.placements])
+def _cut_experts(experts: DTensor) -> DTensor:
+    """FSDP and expert parallelism lay whole experts on ranks; a name that one rank alone has cannot be published. Cut every expert
+    instead: same memory. (torchtitan's adapter would name a rank's own experts, and takes no replicas.)
+    """
+    cut = {placement.dim for placement in experts.placements if not placement.is_replicate()}
+    free = next(dim for dim in (1, 2) if dim not in cut)
+    placements = [
+        Shard(free) if not placement.is_replicate() and placement.dim == 0 else placement
+        for placement in experts.placements
+    ]
+    return experts.redistribute(placements=placements)
+
+
+def _expert_tensors(adapter: Qwen3StateDictAdapter, experts: dict[str, DTensor]) -> dict[str, Tensor]:
+    """Each expert of every layer under its Hugging Face name, as views."""
+    named: dict[str, Tensor] = {}
+    for name, tensor in experts.items():
+        names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
+        named.update(zip(names, tensor.unbind(0), strict=True))
+    return named
 
 
 def _adapter(model_config) -> Qwen3StateDictAdapter:

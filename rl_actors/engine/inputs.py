@@ -1,16 +1,20 @@
-"""Turn one planned microbatch into tensors. No packing decision is made here.
+"""Turn one planned microbatch into tensors. No packing decision is made here; context.py knows what a rank holds of the rows.
 
 B rows, L row length; S samples of T positions at most, one a row; K targets of one position.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_actors.engine.packing import Microbatch
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
+
+Span = tuple[int, int, int, int]
+"""(sample, row, start, end) in whole rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,11 +24,27 @@ class Batch:
     positions_BL: Tensor  # 0 where a document starts
     temperatures_BL: Tensor
     columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]
-    spans: list[tuple[int, int, int, int]]  # (sample, row, start, end)
+    is_padding_BL: Tensor  # bool
+    spans: list[Span]
+    attention_masks: Any = None  # what the attention layers take
 
     def one_a_row(self) -> "RowPerSample":
-        """Where each sample's positions are, for losses that must see whole samples."""
-        return RowPerSample(self.spans, self.tokens_BL)
+        """Where each sample's positions are in whole rows, for losses that must see whole samples."""
+        return RowPerSample(self.spans, self.tokens_BL.shape, self.tokens_BL.device)
+
+    # Of rows that a rank holds whole; context.py has those of which it holds a part.
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values at the positions that this rank holds -> values of the whole rows."""
+        return dict(values)
+
+    def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Values of the whole rows -> values at the positions that this rank holds."""
+        return dict(values)
+
+    def is_counted(self) -> bool:
+        """Whether what is computed from whole rows counts as this rank's, so that it counts once."""
+        return True
 
 
 class RowPerSample:
@@ -33,13 +53,13 @@ class RowPerSample:
     Without samples S is 1 and T is L, so that a loss over nothing still has a shape.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int, int, int]], like_BL: Tensor) -> None:
-        self.shape = like_BL.shape
+    def __init__(self, spans: Sequence[Span], shape: torch.Size, device: torch.device) -> None:
+        self.shape = shape  # of the whole rows
         length = max((end - start for _, _, start, end in spans), default=self.shape[1])
         index_ST = torch.full((max(1, len(spans)), length), -1, dtype=torch.int64)
         for row_S, (_, row, start, end) in zip(index_ST, spans, strict=False):
             row_S[: end - start] = torch.arange(row * self.shape[1] + start, row * self.shape[1] + end)
-        self.index_ST = index_ST.to(like_BL.device)
+        self.index_ST = index_ST.to(device)
 
     def unpack(self, values_BL: Tensor) -> Tensor:
         values_ST = values_BL.flatten(0, 1)[self.index_ST.clamp(min=0)]
@@ -65,6 +85,7 @@ def make_batch(
     targets_BL = torch.full(shape, IGNORE_TARGET, dtype=torch.int64)
     positions_BL = torch.zeros(shape, dtype=torch.int64)
     temperatures_BL = torch.ones(shape)
+    is_padding_BL = torch.ones(shape, dtype=torch.bool)
     columns = {name: _empty_column(samples, name, shape) for name in column_names}
     spans = []
     for row, indices in enumerate(microbatch.rows):
@@ -77,6 +98,7 @@ def make_batch(
             targets_BL[row, start:end] = sample.targets
             positions_BL[row, start:end] = torch.arange(len(sample))
             temperatures_BL[row, start:end] = sample.temperature
+            is_padding_BL[row, start:end] = False
             for name, column_BL in columns.items():
                 if name in sample.columns:
                     column_BL[row, start:end] = sample.columns[name]
@@ -88,6 +110,7 @@ def make_batch(
         positions_BL=move(positions_BL),
         temperatures_BL=move(temperatures_BL),
         columns={name: move(column) for name, column in columns.items()},
+        is_padding_BL=move(is_padding_BL),
         spans=spans,
     )
 

@@ -28,17 +28,17 @@ class ChunkedLogprobs:
         self.wrapper.set_lm_head(model.lm_head)
 
     def forward(self, hidden_BLD: Tensor, batch: Batch, *, with_entropy: bool = False) -> Values:
-        """The values without gradients."""
+        """The values of whole rows, without gradients."""
 
         def no_loss(values: Values, _):
             return values["logprobs"].sum(), {}
 
-        return self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0]
+        return batch.gather(self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0])
 
     def forward_backward(
         self, hidden_BLD: Tensor, batch: Batch, loss: Loss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
-        """The values and metrics; back-propagates the loss through head and model.
+        """The values of whole rows, and metrics; back-propagates the loss through head and model.
 
         A loss of single positions gets each chunk as it comes. A `whole_sequence` loss gets the values of whole samples first; its
         gradient with respect to them is then what the chunks back-propagate.
@@ -52,22 +52,24 @@ class ChunkedLogprobs:
 
         values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
         total.backward()
-        return values, metrics
+        return batch.gather(values), metrics
 
     def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: Loss, with_entropy: bool):
         with torch.no_grad():
             values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)
         rows = batch.one_a_row()
         leaves = {name: rows.unpack(value).requires_grad_() for name, value in values.items()}
-        total, metrics = _call(loss, leaves, {name: rows.unpack(column) for name, column in batch.columns.items()})
+        columns = {name: rows.unpack(column) for name, column in batch.gather(batch.columns).items()}
+        total, metrics = _call(loss, leaves, columns)
         total.backward()
-        gradients = {name: rows.pack(leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None}
+        whole_gradients = {name: rows.pack(leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None}
+        gradients = batch.take(whole_gradients)
 
         def product(values: Values, gradients_BL: dict[str, Tensor]):
             return sum((values[name] * gradient).sum() for name, gradient in gradients_BL.items()), {}
 
         self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2].backward()
-        return values, metrics
+        return values, metrics if batch.is_counted() else {}
 
     def _run(self, hidden_BLD: Tensor, batch: Batch, loss, inputs: dict[str, Tensor], with_entropy: bool):
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""

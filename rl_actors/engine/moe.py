@@ -1,4 +1,4 @@
-"""What torchtitan's mixture of experts lacks here: experts in the dtype of their input, and counters without padding.
+"""What torchtitan's mixture of experts lacks here: experts in the dtype of their input, all of their gradient, counters without padding.
 
 R routed tokens, D hidden size, F width of an expert, E experts, K experts a token.
 """
@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.common.moe import GroupedExperts
 
 from rl_actors.engine.inputs import Batch
@@ -29,6 +30,21 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=F.silu(gate_RF) * up_RF, B_t=w2_EDF.transpose(-2, -1), offs=ends_E)
 
 
+def wait_for_input(model: nn.Module) -> None:
+    """torch's local_map cuts the gradient of an input whose all-gather is under way, which is how one row of a sequence-parallel
+    model reaches the experts. Any work on it waits for the all-gather.
+    """
+
+    def wait(_, args: tuple) -> tuple:
+        x_BLD, *others = args
+        under_way = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
+        return (x_BLD.clone() if under_way else x_BLD, *others)
+
+    for block in model.layers.values():
+        if block.moe_enabled:
+            block.moe.routed_experts.register_forward_pre_hook(wait)
+
+
 class RouterCounters:
     """Keeps torchtitan's counters of tokens per expert to those of the samples, from the first forward_backward of a step to its end.
 
@@ -44,11 +60,7 @@ class RouterCounters:
 
     def begin(self, batch: Batch) -> None:
         """Called before each forward pass."""
-        if self.moes:
-            is_padding_BL = torch.ones(batch.tokens_BL.shape, dtype=torch.bool)
-            for _, row, start, end in batch.spans:
-                is_padding_BL[row, start:end] = False
-            self.is_padding_BL = is_padding_BL.to(batch.tokens_BL.device)
+        self.is_padding_BL = batch.is_padding_BL
 
     def clear(self) -> None:
         """The step is over, done or not."""
@@ -57,9 +69,13 @@ class RouterCounters:
 
     def _take_padding_off(self, moe: nn.Module, expert_ids_BLK: Tensor) -> None:
         if moe.training:
-            ids_BLK = expert_ids_BLK.full_tensor() if isinstance(expert_ids_BLK, DTensor) else expert_ids_BLK
+            is_padding_BL = self.is_padding_BL
+            if isinstance(expert_ids_BLK, DTensor):
+                # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
+                mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
+                is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
             counts_E = _local(moe.tokens_per_expert_E)
-            counts_E.sub_(ids_BLK[self.is_padding_BL].flatten().bincount(minlength=len(counts_E)))
+            counts_E.sub_(_local(expert_ids_BLK)[is_padding_BL].flatten().bincount(minlength=len(counts_E)))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
-from rl_actors.engine.inputs import Batch, make_batch
+from rl_actors.engine.inputs import Batch, Span, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs, Values
 from rl_actors.engine.packing import plan
 from rl_actors.engine.profiling import StepProfiler
@@ -33,8 +33,11 @@ MAX_NAMES_REPORTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """What one rank adds to the answer; replicas of a data-parallel rank add nothing, so that each sample is there once."""
+    """What one rank adds to the answer. Of the replicas of a data-parallel rank one adds something, so that each sample is there once;
+    of the ranks that share its rows one adds samples, and each its own metrics.
+    """
 
+    rank: int
     indices: list[int]  # of the samples this rank ran
     lengths: list[int]
     logprobs: Tensor  # [sum of lengths] float32
@@ -65,6 +68,8 @@ class TrainEngine:
         self.num_data_ranks: int = mesh.size() if mesh is not None else 1
         tensor_mesh = self.parts.parallel_dims.get_optional_mesh("tp")
         self.reports = tensor_mesh is None or tensor_mesh.get_local_rank() == 0
+        context_mesh = self.parts.parallel_dims.get_optional_mesh("cp")
+        self.reports_samples = self.reports and (context_mesh is None or context_mesh.get_local_rank() == 0)
         if config.hf_path:
             hf.load(self.parts, config.hf_path)
 
@@ -85,11 +90,11 @@ class TrainEngine:
         """
         self.step.require("forward")
         self.validate(samples, None)
-        outputs: list[tuple[Batch, Values, Partials]] = []
+        outputs: list[tuple[list[Span], Values, Partials]] = []
         with torch.no_grad(), self._evaluation():
             for batch in self._batches(samples, {"target_ids"} & set(samples[0].columns)):
                 values = self.logprobs.forward(self._hidden(batch), batch, with_entropy=entropy)
-                outputs.append((batch, values, {}))
+                outputs.append((batch.spans, values, {}))
         return self._output(samples, outputs)
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
@@ -100,13 +105,13 @@ class TrainEngine:
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
-        outputs: list[tuple[Batch, Values, Partials]] = []
+        outputs: list[tuple[list[Span], Values, Partials]] = []
         with self._breaking():
             # Validated: the columns are what the loss reads, alike in all samples.
             for batch in self._batches(samples, samples[0].columns):
                 hidden_BLD = self._hidden(batch)
                 run = self.logprobs.forward_backward(hidden_BLD, batch, loss, with_entropy=entropy)
-                outputs.append((batch, *run))
+                outputs.append((batch.spans, *run))
         self.step.open()
         return self._output(samples, outputs)
 
@@ -121,7 +126,8 @@ class TrainEngine:
             torch._foreach_div_([_local(p.grad) for _, p in named], float(params.grad_divisor))
             norms = torch._foreach_norm([_local(p.grad) for _, p in named])  # before clipping spreads a NaN
             max_norm = float("inf") if params.grad_clip_norm is None else params.grad_clip_norm
-            grad_norm = float(dist_utils.clip_grad_norm_([p for _, p in named], max_norm))
+            ep_enabled = self.parts.parallel_dims.ep_enabled
+            grad_norm = float(dist_utils.clip_grad_norm_([p for _, p in named], max_norm, ep_enabled=ep_enabled))
             finite = grad_norm < float("inf")
             broken = () if finite else self._nonfinite([n for n, _ in named], norms)
         if finite:
@@ -236,7 +242,7 @@ class TrainEngine:
             policy=config.packing,
         )
         for microbatch in ranks[self.data_rank]:
-            yield make_batch(samples, microbatch, columns, self.parts.device)
+            yield self.parts.rows(make_batch(samples, microbatch, columns, self.parts.device))
 
     def _hidden(self, batch: Batch) -> Tensor:
         self.parts.routers.begin(batch)
@@ -244,16 +250,17 @@ class TrainEngine:
             return self.parts.model(
                 batch.tokens_BL,
                 positions=batch.positions_BL,
-                attention_masks=self.parts.attention_masks(batch.positions_BL),
+                attention_masks=batch.attention_masks,
             )
 
-    def _output(self, samples: Sequence[Sample], outputs: list[tuple[Batch, Values, Partials]]) -> RankOutput:
-        spans = [(values, span) for batch, values, _ in outputs for span in batch.spans] if self.reports else []
+    def _output(self, samples: Sequence[Sample], outputs: list[tuple[list[Span], Values, Partials]]) -> RankOutput:
+        spans = [(values, span) for spans, values, _ in outputs for span in spans] if self.reports_samples else []
 
         def gathered(name: str) -> Tensor:
             return torch.cat([values[name][row, start:end] for values, (_, row, start, end) in spans]).float().cpu()
 
         return RankOutput(
+            rank=torch.distributed.get_rank(),
             indices=[index for _, (index, *_) in spans],
             lengths=[end - start for _, (_, _, start, end) in spans],
             logprobs=gathered("logprobs") if spans else torch.empty(0),

@@ -62,13 +62,3 @@ def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, 
         assert actual["pushed"].keys() == reference.keys()  # every name on every rank
         assert all(torch.equal(actual["pushed"][name], exported[name]) for name in exported)
     assert all(torch.allclose(exported[name], reference[name], rtol=1e-4, atol=1e-4) for name in reference)
-
-
-@pytest.mark.parametrize("case", ["experts", "adapters"])
-def test_experts_and_adapters_are_refused_under_tensor_parallelism(case):
-    model, lora, _ = CASES[case]
-    config = TrainerConfig(model=model, max_sequence_length=64, tokens_per_row=64)
-    config.lora, config.hf_path = lora, "base"
-    config.parallelism.tensor_parallel_degree = 2
-    with pytest.raises(ValueError, match="tensor_parallel_degree=2 with .*; not supported so far"):
-        config.validate()

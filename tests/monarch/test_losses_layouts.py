@@ -1,4 +1,4 @@
-"""Losses of whole samples, entropies, top-K targets and losses computed by the caller: FSDP2 and TP2 give the numbers of one process."""
+"""Losses of whole samples, entropies, top-K targets, losses computed by the caller: FSDP2, TP2 and CP2 give the numbers of one process."""
 
 from functools import cache
 
@@ -19,6 +19,7 @@ from rl_actors import (
     TrainerClient,
     TrainerConfig,
 )
+from rl_actors.layouts import row_multiple
 
 LENGTHS = [7, 31, 1, 64, 13, 3, 22]
 PARAMS = OptimParams(learning_rate=0.0, grad_divisor=10.0)
@@ -91,11 +92,13 @@ def train(trainer: TrainerClient) -> dict:
 @pytest.fixture(scope="module")
 def numbers_of(tied_qwen3):
     @cache
-    def run(shard: int, tensor: int) -> dict:
-        limits = {"max_sequence_length": 64, "tokens_per_row": 64, "rows_per_microbatch": 2, "logprob_chunk_tokens": 50}
+    def run(shard: int = 1, tensor: int = 1, context: int = 1) -> dict:
+        limits = {"max_sequence_length": 64, "rows_per_microbatch": 2, "logprob_chunk_tokens": 50}
         config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), hf_path=tied_qwen3, **limits)
         config.parallelism.data_parallel_shard_degree = shard
         config.parallelism.tensor_parallel_degree = tensor
+        config.parallelism.context_parallel_degree = context
+        config.tokens_per_row = row_multiple(config)
         with TrainerClient.spawn(config, transport=MemoryTransport()) as trainer:
             return train(trainer)
 
@@ -103,9 +106,9 @@ def numbers_of(tied_qwen3):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard, tensor", [(2, 1), (1, 2)], ids=["FSDP2", "TP2"])
-def test_every_kind_of_loss_gives_the_numbers_of_one_process(numbers_of, shard, tensor):
-    one, actual = numbers_of(1, 1), numbers_of(shard, tensor)
+@pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["FSDP2", "TP2", "CP2"])
+def test_every_kind_of_loss_gives_the_numbers_of_one_process(numbers_of, layout):
+    one, actual = numbers_of(), numbers_of(*layout)
     for name, (output, grad_norm) in actual.items():
         expected, expected_norm = one[name]
         print(name, output.metrics["loss:sum"], expected.metrics["loss:sum"], grad_norm, expected_norm)
@@ -122,7 +125,7 @@ def test_every_kind_of_loss_gives_the_numbers_of_one_process(numbers_of, shard, 
 def test_forward_backward_custom_equals_the_built_in_loss_and_refuses_what_is_no_loss_with_the_step_unopened(
     numbers_of,
 ):
-    numbers = numbers_of(1, 1)
+    numbers = numbers_of()
     (custom, custom_norm), (built_in, norm) = numbers["custom"], numbers["gspo"]
     assert custom_norm == pytest.approx(norm, rel=1e-6)
     assert custom.metrics == {
