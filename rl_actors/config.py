@@ -332,9 +332,9 @@ class TrainerConfig:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"
             )
-        if self.tokens_per_row < self.max_sequence_length:
+        if self.tokens_per_row // 64 * 64 < self.max_sequence_length:
             raise ValueError(
-                f"tokens_per_row={self.tokens_per_row} is below max_sequence_length={self.max_sequence_length}"
+                f"tokens_per_row={self.tokens_per_row}, rounded down to a multiple of 64, is below max_sequence_length={self.max_sequence_length}"
             )
         for name in (
             "max_sequence_length",

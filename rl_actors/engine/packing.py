@@ -6,7 +6,7 @@ R rows, B rows of a microbatch, L row length, M microbatches.
 from dataclasses import dataclass
 
 ROW_MULTIPLE = 64
-"""Row lengths are multiples of it, or tokens_per_row, so that few shapes occur and the logprob chunks divide them."""
+"""Row lengths are multiples of it, so that few shapes occur and the logprob chunks divide them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,26 +16,37 @@ class Microbatch:
 
 
 def plan(
-    lengths: list[int], *, tokens_per_row: int, rows_per_microbatch: int, num_ranks: int
+    lengths: list[int],
+    *,
+    tokens_per_row: int,
+    rows_per_microbatch: int,
+    num_ranks: int,
+    row_multiple: int = ROW_MULTIPLE,
+    uniform: bool = False,
 ) -> list[list[Microbatch]]:
     """Pack samples first-fit-decreasing and deal the rows out; every rank gets the same number of microbatches and shapes.
 
-    plan([3, 2, 4], tokens_per_row=5, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (0, 1), rank 1 the row (2,)
+    Every row length is a multiple of row_multiple; tokens_per_row is rounded down to one. uniform: all microbatches of the call
+    have the same number of rows and the same row length, as a pipeline needs.
+
+    plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (0, 1), rank 1 the row (2,)
 
     Raises ValueError when a sample is longer than a row.
     """
+    capacity = tokens_per_row // row_multiple * row_multiple
     for index, length in enumerate(lengths):
-        if length > tokens_per_row:
-            raise ValueError(f"sample {index} has {length} positions but tokens_per_row={tokens_per_row}")
-    rows = first_fit_decreasing(lengths, tokens_per_row)
+        if length > capacity:
+            rounded = f", of which {capacity} are a multiple of {row_multiple}" if capacity < tokens_per_row else ""
+            raise ValueError(f"sample {index} has {length} positions but tokens_per_row={tokens_per_row}{rounded}")
+    rows = first_fit_decreasing(lengths, capacity)
     fills = [sum(lengths[index] for index in row) for row in rows]
     rows_per_step = min(rows_per_microbatch, -(-len(rows) // num_ranks)) * num_ranks
     ranks: list[list[Microbatch]] = [[] for _ in range(num_ranks)]
     for start in range(0, len(rows), rows_per_step):
         group = rows[start : start + rows_per_step]
-        # tokens_per_row bounds what a row costs, padding included
-        row_length = min(_round_up(max(fills[start : start + rows_per_step]), ROW_MULTIPLE), tokens_per_row)
-        num_rows = -(-len(group) // num_ranks)
+        # The fullest row comes first.
+        row_length = _round_up(fills[0 if uniform else start], row_multiple)
+        num_rows = rows_per_step // num_ranks if uniform else -(-len(group) // num_ranks)
         group += [()] * (num_rows * num_ranks - len(group))
         for rank in range(num_ranks):
             ranks[rank].append(Microbatch(rows=tuple(group[rank::num_ranks]), row_length=row_length))

@@ -4,16 +4,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_actors.engine.packing import ROW_MULTIPLE, Microbatch, first_fit_decreasing, plan
+from rl_actors.engine.packing import Microbatch, first_fit_decreasing, plan
 
 
 @st.composite
 def calls(draw):
-    """Arguments of `plan`; rows of 1 to 300 positions are below, at, above and between multiples of 64."""
-    tokens_per_row = draw(st.integers(1, 300))
-    lengths = draw(st.lists(st.integers(1, tokens_per_row), min_size=1, max_size=60))
+    """Arguments of `plan`; capacities of 1 to 300 positions and multiples that divide tokens_per_row or do not."""
+    multiple = draw(st.sampled_from([1, 7, 64, 128]))
+    tokens_per_row = draw(st.integers(multiple, 300))
+    lengths = draw(st.lists(st.integers(1, tokens_per_row // multiple * multiple), min_size=1, max_size=60))
     limits = {"rows_per_microbatch": draw(st.integers(1, 5)), "num_ranks": draw(st.integers(1, 5))}
-    return lengths, {"tokens_per_row": tokens_per_row, **limits}
+    return lengths, {
+        "tokens_per_row": tokens_per_row,
+        "row_multiple": multiple,
+        "uniform": draw(st.booleans()),
+        **limits,
+    }
 
 
 plans = settings(derandomize=True, deadline=None, max_examples=300)
@@ -50,20 +56,17 @@ def test_all_ranks_get_the_same_number_of_microbatches_of_equal_shapes(call):
 
 @plans
 @given(calls())
-def test_row_lengths_are_multiples_of_64_or_the_whole_row(call):
+def test_row_lengths_are_multiples(call):
     lengths, limits = call
-    for batch in plan(lengths, **limits)[0]:
-        assert batch.row_length % ROW_MULTIPLE == 0 or batch.row_length == limits["tokens_per_row"]
+    assert all(batch.row_length % limits["row_multiple"] == 0 for batch in plan(lengths, **limits)[0])
 
 
 @plans
 @given(calls())
-def test_some_row_of_every_microbatch_needs_its_length(call):
+def test_uniform_microbatches_have_one_shape(call):
     lengths, limits = call
-    ranks = plan(lengths, **limits)
-    for batches in zip(*ranks, strict=True):
-        fill = max(sum(lengths[index] for index in row) for batch in batches for row in batch.rows)
-        assert batches[0].row_length - fill < ROW_MULTIPLE
+    (rank, *_) = plan(lengths, **{**limits, "uniform": True})
+    assert len({(len(batch.rows), batch.row_length) for batch in rank}) == 1
 
 
 @plans
@@ -91,7 +94,7 @@ def test_rows_are_those_of_the_naive_first_fit_decreasing(call):
 
 
 def test_worked_example_of_the_docstring():
-    rank0, rank1 = plan([3, 2, 4], tokens_per_row=5, rows_per_microbatch=1, num_ranks=2)
+    rank0, rank1 = plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
     assert rank0 == [Microbatch(rows=((0, 1),), row_length=5)]
     assert rank1 == [Microbatch(rows=((2,),), row_length=5)]
 
@@ -101,11 +104,14 @@ def test_a_rank_without_samples_gets_rows_of_padding():
     assert [rank[0].rows for rank in ranks] == [((0,),), ((),), ((),)]
 
 
-def test_a_row_is_not_rounded_up_beyond_tokens_per_row():
-    assert plan([70], tokens_per_row=100, rows_per_microbatch=1, num_ranks=1)[0][0].row_length == 100
-    assert plan([60], tokens_per_row=100, rows_per_microbatch=1, num_ranks=1)[0][0].row_length == 64
+def test_tokens_per_row_is_rounded_down_to_the_multiple():
+    limits = {"tokens_per_row": 200, "rows_per_microbatch": 1, "num_ranks": 1}
+    assert [batch.row_length for batch in plan([70, 64], row_multiple=64, **limits)[0]] == [192]
+    message = "sample 1 has 193 positions but tokens_per_row=200, of which 192 are a multiple of 64"
+    with pytest.raises(ValueError, match=message):
+        plan([8, 193], row_multiple=64, **limits)
 
 
 def test_a_sample_longer_than_a_row_is_refused_by_name():
     with pytest.raises(ValueError, match="sample 1 has 9 positions but tokens_per_row=8"):
-        plan([8, 9], tokens_per_row=8, rows_per_microbatch=1, num_ranks=1)
+        plan([8, 9], tokens_per_row=8, row_multiple=8, rows_per_microbatch=1, num_ranks=1)
