@@ -43,7 +43,7 @@ def model_config(*, tied: bool = True) -> ModelConfig:
 
 def trainer_config(*, tied: bool = True, shard: int = 1, tensor: int = 1, **options) -> TrainerConfig:
     length = MAX_MODEL_LEN - 1
-    options = {"max_sequence_length": length, "tokens_per_row": length, **options}
+    options = {"max_sequence_length": length, "tokens_per_row": MAX_MODEL_LEN, **options}
     config = TrainerConfig(model=model_config(tied=tied), **options)
     config.parallelism.data_parallel_shard_degree = shard
     config.parallelism.tensor_parallel_degree = tensor
