@@ -304,7 +304,6 @@ class TrainerConfig:
         self.num_processes()
         unsupported = {
             "context_parallel": parallel.context_parallel_degree,
-            "pipeline_parallel": parallel.pipeline_parallel_degree,
             "expert_parallel": parallel.expert_parallel_degree,
         }
         for name, degree in unsupported.items():
@@ -319,6 +318,8 @@ class TrainerConfig:
                 raise ValueError(
                     f"model.{name}={getattr(model, name)} is not divisible by parallelism.tensor_parallel_degree={parallel.tensor_parallel_degree}"
                 )
+        if parallel.pipeline_parallel_degree > 1:
+            self._validate_pipeline()
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
         # Neither has been seen to give the numbers of one process.
@@ -346,6 +347,54 @@ class TrainerConfig:
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+
+    def _validate_pipeline(self) -> None:
+        model, parallel = self.model, self.parallelism
+        degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
+        pipeline = f"parallelism.pipeline_parallel_degree={degree}"
+        if model.tie_word_embeddings:
+            raise ValueError(
+                f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "
+                "and torchtitan does not tie weights across stages"
+            )
+        if schedule not in PIPELINE_SCHEDULES:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule={schedule!r}; it must be one of {', '.join(PIPELINE_SCHEDULES)}"
+            )
+        if parallel.pipeline_parallel_schedule_csv:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_schedule_csv={parallel.pipeline_parallel_schedule_csv!r}: a file holds the "
+                "schedule of one number of microbatches, and calls have any number"
+            )
+        if parallel.pipeline_parallel_microbatch_size != 1:
+            raise ValueError(
+                f"parallelism.pipeline_parallel_microbatch_size={parallel.pipeline_parallel_microbatch_size}; "
+                "rows_per_microbatch says how many rows a microbatch has"
+            )
+        if parallel.module_fqns_per_model_part is not None:
+            raise ValueError(
+                "parallelism.module_fqns_per_model_part is not supported; use …_layers_per_stage and …_less_layers"
+            )
+        # torchtitan counts the embedding and the head as so many layers, and gives every stage as many.
+        first = parallel.pipeline_parallel_first_stage_less_layers
+        last = parallel.pipeline_parallel_last_stage_less_layers
+        layers, per_rank = model.num_hidden_layers + first + last, PIPELINE_SCHEDULES[schedule]
+        given = parallel.pipeline_parallel_layers_per_stage
+        num_stages = -(-layers // given) if given else degree * per_rank
+        if num_stages % degree or (num_stages == degree) != (per_rank == 1):
+            raise ValueError(
+                f"{pipeline} with {schedule} and {given} layers a stage has {num_stages} stages; it must be "
+                f"{'one' if per_rank == 1 else 'two or more'} a rank"
+            )
+        if layers // num_stages < max(1, first, last):
+            raise ValueError(
+                f"{pipeline} with {schedule} cuts model.num_hidden_layers={model.num_hidden_layers} into {num_stages} stages, "
+                f"where embedding and head count as {first} and {last} layers: too few layers"
+            )
+
+
+PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
+"""Schedules that give the numbers of one process -> stages of a rank where their number is not given."""
 
 
 @dataclass(kw_only=True)

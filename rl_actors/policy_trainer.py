@@ -191,8 +191,8 @@ def _raiser(error: Exception) -> Callable[[], Any]:
     return again
 
 
-def _gather(text: str) -> list[str]:
+def _gather(value: Any) -> list[Any]:
     """What every rank says, by rank. torch.distributed prefers the CPU for objects, so it works beside NCCL."""
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -21,6 +21,7 @@ from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import Parts, qwen3_config
 from rl_actors.engine.checkpoint import _all, _plain_errors
+from rl_actors.engine.gather import whole_tensors
 
 MAX_NAMES_REPORTED = 5
 MAX_FILE_BYTES = 4 << 30
@@ -89,7 +90,10 @@ def load(parts: Parts, path: str) -> None:
 
 
 def state_dict(parts: Parts) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded as they lie, every name on every rank; tied heads appear once, adapters merged."""
+    """The weights under their Hugging Face names, sharded as they lie; tied heads appear once, adapters merged.
+
+    Every name is on every rank, or under pipeline parallelism on every rank of its stage.
+    """
     return parts.adapter.to_hf(
         {name: _every_expert(name, x) for name, x in lora.merged_state_dict(parts.model).items()}
     )
@@ -115,11 +119,10 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
     files = _Files(partial)
     adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in parts.adapter
     failure: OSError | None = None
-    for name, tensor in lora.merged_state_dict(parts.model).items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dist.get_rank() == 0 and failure is None:
+    for name, whole in whole_tensors(lora.merged_state_dict(parts.model)):
+        if whole is not None and failure is None:
             try:
-                files.add(adapter.to_hf({name: whole.detach().to("cpu", DTYPES[dtype])}))
+                files.add(adapter.to_hf({name: whole.to(DTYPES[dtype])}))
             except OSError as error:  # raised below, on all ranks: the others are in the next gather
                 failure = error
 

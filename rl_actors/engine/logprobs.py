@@ -19,7 +19,10 @@ Values = dict[str, Tensor]
 
 
 class ChunkedLogprobs:
-    """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time."""
+    """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
+
+    Of a pipeline stage without one it can do nothing.
+    """
 
     def __init__(self, model: nn.Module, chunk_tokens: int) -> None:
         model._skip_lm_head = True
@@ -35,10 +38,10 @@ class ChunkedLogprobs:
 
         return self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0]
 
-    def forward_backward(
+    def loss(
         self, hidden_BLD: Tensor, batch: Batch, loss: Loss, *, with_entropy: bool = False
-    ) -> tuple[Values, Partials]:
-        """The values and metrics; back-propagates the loss through head and model.
+    ) -> tuple[Values, Partials, Tensor]:
+        """The values, metrics and the loss, which was back-propagated through the head; its `backward` goes through the model.
 
         A loss of single positions gets each chunk as it comes. A `whole_sequence` loss gets the values of whole samples first; its
         gradient with respect to them is then what the chunks back-propagate.
@@ -50,9 +53,7 @@ class ChunkedLogprobs:
         def of_columns(values: Values, columns_BL: dict[str, Tensor]):
             return _call(loss, values, columns_BL)
 
-        values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
-        total.backward()
-        return values, metrics
+        return self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
 
     def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: Loss, with_entropy: bool):
         with torch.no_grad():
@@ -66,8 +67,7 @@ class ChunkedLogprobs:
         def product(values: Values, gradients_BL: dict[str, Tensor]):
             return sum((values[name] * gradient).sum() for name, gradient in gradients_BL.items()), {}
 
-        self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2].backward()
-        return values, metrics
+        return values, metrics, self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2]
 
     def _run(self, hidden_BLD: Tensor, batch: Batch, loss, inputs: dict[str, Tensor], with_entropy: bool):
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
