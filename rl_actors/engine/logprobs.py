@@ -73,6 +73,7 @@ class ChunkedLogprobs:
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
         chunks: list[Values] = []
         partials: list[Partials] = []
+        failures: list[Exception] = []
 
         def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, top_k=None, **chunk: Any):
             logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
@@ -83,7 +84,12 @@ class ChunkedLogprobs:
                 values["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
             values = {name: value.unflatten(0, targets_BL.shape) for name, value in values.items()}
             chunks.append({name: value.detach() for name, value in values.items()})
-            value, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
+            try:
+                value, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
+            except Exception as error:
+                # The wrapper reduces the head's gradient with the last chunk; left before, it would come with the next call's.
+                failures.append(error)
+                return values["logprobs"].sum() * 0, {}
             partials.append(metrics)
             return value, {}
 
@@ -93,6 +99,8 @@ class ChunkedLogprobs:
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
+        if failures:
+            raise failures[0]
         values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
         return values, merge(partials), total
 

@@ -174,8 +174,7 @@ def run_group(tmp_path_factory):
             for name in GROUPS[group]:
                 case = CASES[name]
                 model = case.fields.get("model", MODEL)
-                kind = "experts" if model.num_experts else "dense"
-                bases[name] = save_random(folder / kind, model)
+                bases[name] = save_random(folder / f"{name} base", model)
                 for made in (folder / name, folder / f"{name} of one"):
                     made.mkdir()
                 engine = make_engine(bases[name], logprob_chunk_tokens=50, **case.fields)
@@ -186,7 +185,7 @@ def run_group(tmp_path_factory):
                 torch.save(one, folder / f"{name} of one" / "0.pt")
             world_size = 4 if group == "four" else 2
             mp.spawn(child, args=(world_size, str(folder), bases), nprocs=world_size)
-        return folder
+        return folders[group]
 
     return run
 
@@ -229,7 +228,7 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
     # What one process saved goes on as a pipeline, and the other way round.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
-    engine = make_engine(str(folder / ("experts" if name == "experts" else "dense")), **case.fields)
+    engine = make_engine(str(folder / f"{name} base"), **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
     for kind, file in (("export", "model.safetensors"), ("adapters", "adapter_model.safetensors")):
         if (folder / f"{name} of one" / kind).is_dir():
