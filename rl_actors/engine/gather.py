@@ -25,13 +25,12 @@ def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | N
     held = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})
     for name in dict.fromkeys(name for names in held for name in names):
         sender = next(r for r, names in enumerate(held) if name in names)
-        whole = None
         if name in state:
             tensor = state[name].detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if sender and rank == sender:
-            dist.send(whole.cpu().contiguous(), dst=0)
-        elif sender and rank == 0:
+            if rank == sender != 0:
+                dist.send(whole.cpu().contiguous(), dst=0)
+        elif rank == 0:
             shape, dtype = held[sender][name]
             whole = torch.empty(shape, dtype=dtype)
             dist.recv(whole, src=sender)

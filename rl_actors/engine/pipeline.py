@@ -13,7 +13,7 @@ import torch.distributed.tensor
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl_actors.config import TrainerConfig
@@ -76,7 +76,7 @@ class PipelineRunner:
     """
 
     uniform = True
-    _call: "_Call | None" = None  # while one runs
+    _call: "_Call"  # while one runs
 
     def __init__(self, parts: Parts, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
         self.parts, self.logprobs, self.config = parts, logprobs, config
@@ -128,7 +128,7 @@ class PipelineRunner:
                     return_outputs=False,
                 )
         finally:
-            self._call = None
+            del self._call
             for stage in stages:
                 stage.clear_runtime_states()
         failures = by_rank(repr(call.failure) if call.failure else "", self.group)
@@ -139,6 +139,10 @@ class PipelineRunner:
     def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
         batch = self._call.batches[kwargs["number"]]
         self.parts.routers.begin(batch)
+        (received,) = args
+        if isinstance(received, DTensor) and received.requires_grad:
+            # Its gradient may be partial sums, which the stage before would take for whole.
+            received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
         return args, _inputs(self.parts, batch)
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:

@@ -234,7 +234,8 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
         if (folder / f"{name} of one" / kind).is_dir():
             actual, expected = (load_file(folder / of / kind / file) for of in (name, f"{name} of one"))
             assert actual.keys() == expected.keys()
-            assert all(torch.allclose(actual[key], expected[key], atol=1e-5) for key in expected)
+            worst = {key: float((actual[key] - expected[key]).abs().max()) for key in expected}
+            assert max(worst.values()) <= 1e-4, max(worst.items(), key=lambda item: item[1])
     if case.fields:
         return
     transport = FilesTransport(folder / name / "weights")
