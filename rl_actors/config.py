@@ -375,6 +375,16 @@ class TrainerConfig:
             raise ValueError(
                 "parallelism.module_fqns_per_model_part is not supported; use …_layers_per_stage and …_less_layers"
             )
+        if self.lora.rank and not (self.lora.train_attn or self.lora.train_mlp):
+            raise ValueError(
+                f"{pipeline} with an adapter on the output projection alone: no stage but the last would train anything"
+            )
+        if self.load_balance_coeff and self.activation_checkpointing != "none":
+            raise ValueError(
+                f"{pipeline} with load_balance_coeff={self.load_balance_coeff:g} and "
+                f"activation_checkpointing={self.activation_checkpointing!r}: experts that are recomputed would count the padding of "
+                "another microbatch"
+            )
         # torchtitan counts the embedding and the head as so many layers, and gives every stage as many.
         first = parallel.pipeline_parallel_first_stage_less_layers
         last = parallel.pipeline_parallel_last_stage_less_layers

@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from references import ppo_samples, random_samples, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE
+from torchtitan.config import CompileConfig
 
 from rl_actors.config import LoRAConfig, TrainerConfig
 from rl_actors.losses import GSPO, PPO
@@ -46,6 +47,9 @@ CASES = {
     "experts": Case(fields={"model": replace(MOE, num_hidden_layers=4), "load_balance_coeff": 1e-3}, tolerance=1e-4),
     "adapters": Case(layout=INTERLEAVED, fields={"lora": LoRAConfig(rank=4, train_unembed=True)}),
     "recomputation": Case(layout=INTERLEAVED, fields={"activation_checkpointing": "full"}),
+    "bfloat16": Case(fields={"compute_dtype": "bfloat16"}, tolerance=3e-2),
+    "float8": Case(fields={"float8": True}, tolerance=1e-3),
+    "compiled": Case(fields={"compile": CompileConfig(enable=True, components=["model"])}),
     "FSDP2": Case(layout={"data_parallel_shard_degree": 2}),
     "FSDP2 Interleaved1F1B": Case(layout={"data_parallel_shard_degree": 2, **INTERLEAVED}),
     "TP2": Case(layout={"tensor_parallel_degree": 2}),
@@ -55,7 +59,8 @@ CASES = {
 # Cases that one group of processes runs: starting it takes most of the time.
 GROUPS = {
     "1F1B": ["1F1B"],
-    "two": ["Interleaved1F1B", "experts", "adapters", "recomputation"],
+    "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "float8"],
+    "compiled": ["compiled"],
     "four": [
         name
         for name, case in CASES.items()
@@ -290,3 +295,57 @@ def test_more_stages_than_layers_are_refused_as_torchtitan_does():
 def test_a_pipeline_that_cannot_run_is_refused(layout, message):
     with pytest.raises(ValueError, match=message):
         pipelined(**layout).validate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"lora": LoRAConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True)},
+            "an adapter on the output projection alone: no stage but the last",
+        ),
+        (
+            {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
+            "load_balance_coeff=0.001 and activation_checkpointing='full': experts that are recomputed",
+        ),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(fields, message):
+    config = replace(pipelined(), **{"hf_path": "base", **fields})
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+
+
+@pytest.mark.slow
+def test_a_client_pushes_the_weights_of_all_stages_and_loads_them_back(tmp_path):
+    from rl_actors.trainer_client import TrainerClient
+    from rl_actors.transports.torchstore import TorchStoreTransport
+
+    config = make_config(save_random(tmp_path / "base", MODEL))
+    config.parallelism.pipeline_parallel_degree = 2
+    transport = TorchStoreTransport()
+
+    async def weights_of(version: int) -> dict[str, torch.Tensor]:
+        return await transport.get_tensors(await find(transport, version, 5.0))
+
+    async def main() -> None:
+        await transport.open()
+        async with TrainerClient.spawn(config, transport=transport) as trainer:
+            before = await trainer.forward(MANY)
+            output = await trainer.forward_backward(MANY, loss=PPO())
+            torch.testing.assert_close(output.logprobs, before.logprobs)
+            with pytest.raises((ArithmeticError, RuntimeError), match="the loss is broken"):
+                await trainer.forward_backward(MANY, FailsHalfWay())
+            await trainer.discard_gradients()
+            await trainer.forward_backward(MANY, loss=PPO())
+            assert (await trainer.optim_step(STEP)).policy_version == 1
+            weights = await weights_of(await trainer.push_model_state_dict())
+            await trainer.export_hf(str(tmp_path / "export"))
+            exported = load_file(tmp_path / "export" / "model.safetensors")
+            assert weights.keys() == exported.keys()
+            assert all(torch.equal(weights[name], exported[name]) for name in exported)
+            infos = await trainer.info()
+            assert [info.num_parameters for info in infos] == [sum(x.numel() for x in exported.values())] * 2
+        await transport.close()
+
+    asyncio.run(main())
