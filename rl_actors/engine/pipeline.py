@@ -89,9 +89,11 @@ class PipelineRunner:
             stage.submod.register_forward_pre_hook(self._find_inputs, with_kwargs=True, prepend=True)
 
     def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """As many as the schedule takes, with rows of padding: 1F1B as many as stages, Interleaved1F1B a multiple of the ranks."""
-        first, multiple = microbatches[0], 1 if self._is_single() else self.group.size()
-        count = -(-max(len(microbatches), self.parts.stages[0].num_stages) // multiple) * multiple
+        """As many as the schedule takes, with rows of padding: 1F1B one a rank or more, Interleaved1F1B a multiple of the ranks."""
+        first, num_ranks = microbatches[0], self.group.size()
+        count = max(len(microbatches), num_ranks)
+        if not self._is_single():
+            count = -(-count // num_ranks) * num_ranks
         blank = Microbatch(rows=((),) * len(first.rows), row_length=first.row_length)
         return microbatches + [blank] * (count - len(microbatches))
 
