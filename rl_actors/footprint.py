@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from rl_actors import layouts
+
 if TYPE_CHECKING:
     from rl_actors.config import ModelConfig, TrainerConfig
 
@@ -125,17 +127,13 @@ def _held_parts(config: TrainerConfig) -> list[Part]:
 
     torchtitan counts those as some blocks each, gives the first stages what is left over, and deals stages around the ranks.
     """
-    parallel, num_layers = config.parallelism, config.model.num_hidden_layers
+    num_layers, num_ranks = config.model.num_hidden_layers, config.parallelism.pipeline_parallel_degree
     before, behind = outer_weights(config)
-    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
-    units = num_layers + first + last
     parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
-    num_ranks, given = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_layers_per_stage
     if num_ranks == 1:
         return [(None, before), *parts, (None, behind)]
-    stages_of_rank = 2 if "Interleaved" in parallel.pipeline_parallel_schedule else 1
-    num_stages = -(-units // given) if given else num_ranks * stages_of_rank
-    size, longer = divmod(units, num_stages)
+    first, num_stages = config.parallelism.pipeline_parallel_first_stage_less_layers, layouts.num_stages(config)
+    size, longer = divmod(layouts.num_units(config), num_stages)
     ends = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(num_stages)]
     stages = [parts[i:j] for i, j in pairwise([*ends, num_layers])]
     stages[0], stages[-1] = [(None, before), *stages[0]], [*stages[-1], (None, behind)]

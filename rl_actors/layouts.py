@@ -19,6 +19,11 @@ Policy = Literal["packed", "token_budget", "fixed"]
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 NUM_SUGGESTIONS = 3
 
+PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
+"""Schedules that give the numbers of one process -> stages of a rank where their number is not given."""
+
+NOT_SHOWN = "not shown to be right so far"
+
 
 def row_multiple(config: TrainerConfig) -> int:
     """What the length of every row is a multiple of."""
@@ -52,8 +57,6 @@ def require_possible(config: TrainerConfig) -> None:
     """Raises ValueError with the numbers for a layout that no trainer can have."""
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
-    if (degree := parallel.pipeline_parallel_degree) != 1:
-        raise ValueError(f"parallelism.pipeline_parallel_degree={degree}; only 1 is supported so far")
     _require_experts(config)
     if (balancer := parallel.context_parallel_load_balancer) not in (None, "headtail", "ptrr"):
         raise ValueError(
@@ -66,6 +69,8 @@ def require_possible(config: TrainerConfig) -> None:
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(model, name)) % tensor:
             raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
+    if parallel.pipeline_parallel_degree > 1:
+        _require_pipeline(config)
     multiple = row_multiple(config)
     if (capacity := config.tokens_per_row // multiple * multiple) < config.max_sequence_length:
         raise ValueError(
@@ -100,6 +105,78 @@ def _require_experts(config: TrainerConfig) -> None:
             f"model.moe_intermediate_size={model.moe_intermediate_size} is not divisible by "
             f"parallelism.tensor_parallel_degree={tensor}"
         )
+
+
+def _require_pipeline(config: TrainerConfig) -> None:
+    model, parallel, lora = config.model, config.parallelism, config.lora
+    degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
+    pipeline = f"parallelism.pipeline_parallel_degree={degree}"
+    tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
+    for other, value in (("model.num_experts", model.num_experts), ("lora.rank", lora.rank)):
+        if tensor > 1 and value:
+            raise ValueError(f"{pipeline}, tensor_parallel_degree={tensor} with {other}={value}: {NOT_SHOWN}")
+    if expert > 1:
+        raise ValueError(f"{pipeline}, expert_parallel_degree={expert}: {NOT_SHOWN}")
+    if model.tie_word_embeddings:
+        raise ValueError(
+            f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "
+            "and torchtitan does not tie weights across stages"
+        )
+    if schedule not in PIPELINE_SCHEDULES:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule={schedule!r}; it must be one of {', '.join(PIPELINE_SCHEDULES)}"
+        )
+    if parallel.pipeline_parallel_schedule_csv:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_schedule_csv={parallel.pipeline_parallel_schedule_csv!r}: a file holds the "
+            "schedule of one number of microbatches, and calls have any number"
+        )
+    if parallel.pipeline_parallel_microbatch_size != 1:
+        raise ValueError(
+            f"parallelism.pipeline_parallel_microbatch_size={parallel.pipeline_parallel_microbatch_size}; "
+            "rows_per_microbatch says how many rows a microbatch has"
+        )
+    if parallel.module_fqns_per_model_part is not None:
+        raise ValueError(
+            "parallelism.module_fqns_per_model_part is not supported; use …_layers_per_stage and …_less_layers"
+        )
+    if lora.rank and not (lora.train_attn or lora.train_mlp):
+        raise ValueError(
+            f"{pipeline} with an adapter on the output projection alone: no stage but the last would train anything"
+        )
+    if config.load_balance_coeff and config.activation_checkpointing != "none":
+        raise ValueError(
+            f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
+            f"activation_checkpointing={config.activation_checkpointing!r}: experts that are recomputed would count the padding of "
+            "another microbatch"
+        )
+    first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
+    units, stages, per_rank = num_units(config), num_stages(config), PIPELINE_SCHEDULES[schedule]
+    if stages % degree or (stages == degree) != (per_rank == 1):
+        raise ValueError(
+            f"{pipeline} with {schedule} and {parallel.pipeline_parallel_layers_per_stage} layers a stage has {stages} stages; "
+            f"it must be {'one' if per_rank == 1 else 'two or more'} a rank"
+        )
+    if units // stages < max(1, first, last):
+        raise ValueError(
+            f"{pipeline} with {schedule} cuts model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
+            f"where embedding and head count as {first} and {last} layers: too few layers"
+        )
+
+
+def num_units(config: TrainerConfig) -> int:
+    """What torchtitan deals out to the stages of a pipeline: blocks, with the embedding and the head counted as so many."""
+    parallel = config.parallelism
+    ends = parallel.pipeline_parallel_first_stage_less_layers + parallel.pipeline_parallel_last_stage_less_layers
+    return config.model.num_hidden_layers + ends
+
+
+def num_stages(config: TrainerConfig) -> int:
+    """The stages of all ranks of a pipeline together."""
+    parallel = config.parallelism
+    if given := parallel.pipeline_parallel_layers_per_stage:
+        return -(-num_units(config) // given)
+    return parallel.pipeline_parallel_degree * PIPELINE_SCHEDULES[parallel.pipeline_parallel_schedule]
 
 
 def is_possible(config: TrainerConfig) -> bool:

@@ -142,9 +142,11 @@ class PolicyTrainer(Actor):
             raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
         version = self.engine.policy_version
         if all(manifest.key != f"{self.stream}/{version}" for manifest in self.published):
+            from rl_actors.engine.gather import by_rank
+
             weights = self.engine.hf_state_dict(self.transport.dtype)
             names = {"stream": self.stream, "version": version, "rank": self.rank}
-            self.published.append(await publish(self.transport, weights, **names, gather=_gather))
+            self.published.append(await publish(self.transport, weights, **names, gather=by_rank))
             while len(self.published) > VERSIONS_KEPT:
                 expired = self.published.pop(0)
                 if self.rank == 0:
@@ -189,10 +191,3 @@ def _raiser(error: Exception) -> Callable[[], Any]:
         raise error
 
     return again
-
-
-def _gather(text: str) -> list[str]:
-    """What every rank says, by rank. torch.distributed prefers the CPU for objects, so it works beside NCCL."""
-    texts = [""] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
@@ -37,11 +38,14 @@ from rl_actors.engine.context import RowShards, WholeRows
 from rl_actors.engine.inputs import Batch
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters
+from rl_actors.engine.stages import LocalModel, cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    model: nn.Module
+    model: nn.Module  # whole, or what this rank's pipeline stages hold of it
+    stages: list[PipelineStage]  # of a pipeline; else none
+    num_parameters: int  # of the whole model
     optimizers: OptimizersContainer
     hyperparameters: Hyperparameters
     parallel_dims: ParallelDims
@@ -166,34 +170,45 @@ def build(config: TrainerConfig) -> Parts:
     model_config.update_from_config(config=run)
     with torch.device("meta"):
         model = model_config.build()
-    parallelize_qwen3(
-        model,
-        parallel_dims=parallel_dims,
-        training=training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config={"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    options = {
+        "parallel_dims": parallel_dims,
+        "training": training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
             config.activation_checkpointing
         ],
-        dump_folder="",
-    )
-    machine.after_parallelize(model)
-    wait_for_input(model)
+        "dump_folder": "",
+    }
+    if parallel_dims.pp_enabled:
+        stages = cut(model, device=device, model_config=model_config, **options)
+        modules = [stage.submod for stage in stages]
+        model = LocalModel(modules)
+    else:
+        stages, modules = [], [parallelize_qwen3(model, **options)]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
-    model.to_empty(device=device)
+    for module in modules:
+        machine.after_parallelize(module)
+        wait_for_input(module)
+        module.to_empty(device=device)
+        with torch.no_grad():
+            module.init_weights(buffer_device=None)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)
         lora.initialise(model, config.lora.seed)
     model.train()
-    hyperparameters = Hyperparameters(config.optimizer, model)
+    hyperparameters = Hyperparameters(config.optimizer, model, trained)
     register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)
     return Parts(
         model=model,
+        stages=stages,
+        num_parameters=num_parameters,
         optimizers=hyperparameters.optimizers,
         hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,
-        rows=_rows(model, parallel_dims, config, machine),
+        rows=_rows(modules[0], parallel_dims, config, machine),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         adapter=Qwen3StateDictAdapter(model_config, None),
         routers=RouterCounters(model),

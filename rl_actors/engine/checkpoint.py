@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
 from rl_actors.engine.build import Parts
+from rl_actors.engine.gather import by_rank
 from rl_actors.engine.lora import checkpointed
 
 METADATA = ".metadata"
@@ -35,7 +36,8 @@ def require_checkpoint(parts: Parts, path: str, *, optimizer: bool) -> None:
     differing = [
         f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape
     ]
-    differing += [f"{name} is unknown here" for name in there if name.startswith("model.") and name not in here]
+    known = set().union(*by_rank(list(here)))  # under pipeline parallelism the ranks of a stage have their own
+    differing += [f"{name} is unknown here" for name in there if name.startswith("model.") and name not in known]
     if not _all(not differing):
         raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
     if not _all(not optimizer or any(name.startswith("optimizer.") for name in saved)):

@@ -21,6 +21,7 @@ from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import Parts, qwen3_config
 from rl_actors.engine.checkpoint import _all, _plain_errors
+from rl_actors.engine.gather import whole_tensors
 
 MAX_NAMES_REPORTED = 5
 MAX_FILE_BYTES = 4 << 30
@@ -95,7 +96,10 @@ def load(parts: Parts, path: str) -> None:
 
 
 def state_dict(parts: Parts) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded as they lie, every name on every rank; tied heads appear once, adapters merged."""
+    """The weights under their Hugging Face names, sharded as they lie; tied heads appear once, adapters merged.
+
+    Every name is on every rank, or under pipeline parallelism on every rank of its stage.
+    """
     state = lora.merged_state_dict(parts.model)
     experts = {name: _cut_experts(tensor) for name, tensor in state.items() if EXPERTS in name}
     others = {name: tensor for name, tensor in state.items() if EXPERTS not in name}
@@ -122,11 +126,10 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
     files = _Files(partial)
     adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in parts.adapter
     failure: OSError | None = None
-    for name, tensor in lora.merged_state_dict(parts.model).items():
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        if dist.get_rank() == 0 and failure is None:
+    for name, whole in whole_tensors(lora.merged_state_dict(parts.model)):
+        if whole is not None and failure is None:
             try:
-                files.add(adapter.to_hf({name: whole.detach().to("cpu", DTYPES[dtype])}))
+                files.add(adapter.to_hf({name: whole.to(DTYPES[dtype])}))
             except OSError as error:  # raised below, on all ranks: the others are in the next gather
                 failure = error
 

@@ -19,7 +19,10 @@ Values = dict[str, Tensor]
 
 
 class ChunkedLogprobs:
-    """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time."""
+    """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
+
+    Of a pipeline stage without one it can do nothing.
+    """
 
     def __init__(self, model: nn.Module, chunk_tokens: int) -> None:
         model._skip_lm_head = True
@@ -35,10 +38,10 @@ class ChunkedLogprobs:
 
         return batch.gather(self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0])
 
-    def forward_backward(
+    def loss(
         self, hidden_BLD: Tensor, batch: Batch, loss: Loss, *, with_entropy: bool = False
-    ) -> tuple[Values, Partials]:
-        """The values of whole rows, and metrics; back-propagates the loss through head and model.
+    ) -> tuple[Values, Partials, Tensor]:
+        """The values of whole rows, metrics, and the loss, which was back-propagated through the head; its `backward` goes through the model.
 
         A loss of single positions gets each chunk as it comes. A `whole_sequence` loss gets the values of whole samples first; its
         gradient with respect to them is then what the chunks back-propagate.
@@ -51,8 +54,7 @@ class ChunkedLogprobs:
             return _call(loss, values, columns_BL)
 
         values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
-        total.backward()
-        return batch.gather(values), metrics
+        return batch.gather(values), metrics, total
 
     def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: Loss, with_entropy: bool):
         with torch.no_grad():
@@ -60,21 +62,22 @@ class ChunkedLogprobs:
         rows = batch.one_a_row()
         leaves = {name: rows.unpack(value).requires_grad_() for name, value in values.items()}
         columns = {name: rows.unpack(column) for name, column in batch.gather(batch.columns).items()}
-        total, metrics = _call(loss, leaves, columns)
-        total.backward()
+        whole, metrics = _call(loss, leaves, columns)
+        whole.backward()
         whole_gradients = {name: rows.pack(leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None}
         gradients = batch.take(whole_gradients)
 
         def product(values: Values, gradients_BL: dict[str, Tensor]):
             return sum((values[name] * gradient).sum() for name, gradient in gradients_BL.items()), {}
 
-        self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2].backward()
-        return values, metrics if batch.is_counted() else {}
+        total = self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2]
+        return values, metrics if batch.is_counted() else {}, total
 
     def _run(self, hidden_BLD: Tensor, batch: Batch, loss, inputs: dict[str, Tensor], with_entropy: bool):
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
         chunks: list[Values] = []
         partials: list[Partials] = []
+        failures: list[Exception] = []
 
         def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, top_k=None, **chunk: Any):
             logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
@@ -85,7 +88,12 @@ class ChunkedLogprobs:
                 values["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
             values = {name: value.unflatten(0, targets_BL.shape) for name, value in values.items()}
             chunks.append({name: value.detach() for name, value in values.items()})
-            value, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
+            try:
+                value, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
+            except Exception as error:
+                # The wrapper reduces the head's gradient with the last chunk; left before, it would come with the next call's.
+                failures.append(error)
+                return values["logprobs"].sum() * 0, {}
             partials.append(metrics)
             return value, {}
 
@@ -95,6 +103,8 @@ class ChunkedLogprobs:
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
+        if failures:
+            raise failures[0]
         values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
         return values, merge(partials), total
 

@@ -6,11 +6,11 @@ Here: which layers, reproducible first values, merged weights, and a directory f
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -19,6 +19,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.qwen3 import Qwen3Model
 
 from rl_actors.config import LoRAConfig
+from rl_actors.engine.gather import whole_tensors
 
 # torchtitan's config of a layer -> the modules that peft calls it; wk and wv are built from one config.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
@@ -42,8 +43,9 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 
 def initialise(model: nn.Module, seed: int) -> None:
     """A uniform as peft draws it (kaiming, a = sqrt(5)), B zero; the same values in every layout."""
-    generator = torch.Generator().manual_seed(seed)
-    for _, layer in _layers(model):
+    for name, layer in _layers(model):
+        # Of the layer's own, because a pipeline stage has some of the layers.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight = layer.lora_a.weight.detach()
         whole = torch.empty(weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -77,15 +79,12 @@ def export(model: nn.Module, config: LoRAConfig, path: str, *, to_hf, base: str)
     """Gather the adapters; returns what rank 0 is to call to write them as peft and vLLM read them over `base`: whole or not there."""
     target, partial = Path(path), Path(f"{path}.partial")
     tensors: dict[str, Tensor] = {}
-    state = model.state_dict()
-    for name, _ in _layers(model):
-        (hf_name,) = to_hf({f"{name}.weight": torch.empty(0)})
-        for part, peft_part in (("lora_a", "lora_A"), ("lora_b", "lora_B")):
-            tensor = state[f"{name}.{part}.weight"].detach()
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if dist.get_rank() == 0:
-                key = f"base_model.model.{hf_name.removesuffix('.weight')}.{peft_part}.weight"
-                tensors[key] = whole.cpu().contiguous()
+    for name, whole in whole_tensors(checkpointed(model)):
+        if whole is not None:
+            layer, part, _ = name.rsplit(".", 2)
+            (hf_name,) = to_hf({f"{layer}.weight": torch.empty(0)})
+            peft_part = {"lora_a": "lora_A", "lora_b": "lora_B"}[part]
+            tensors[f"base_model.model.{hf_name.removesuffix('.weight')}.{peft_part}.weight"] = whole.contiguous()
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -37,17 +37,19 @@ class Hyperparameters:
     A group of the config holds the parameters whose name its pattern is found in and no earlier one's; the rest is a last group.
     """
 
-    def __init__(self, config: OptimizerConfig, model: nn.Module) -> None:
-        """Raises ValueError for a pattern that is found in no trained parameter that is left."""
+    def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
+        """trained: the names of all trained parameters, of which a rank's pipeline stages hold some.
+
+        Raises ValueError for a pattern that is found in none of them that is left.
+        """
         names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         groups: dict[str, tuple[float, float]] = {}
         for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
-            left = [name for name in names if not re.search(pattern, name)]
-            if len(left) < len(names):
+            if pattern and not any(re.search(pattern, name) for name in trained):
+                raise ValueError(f"optimizer.groups: the pattern {pattern!r} is found in none of {trained}")
+            if any(re.search(pattern, name) for name in names):
                 groups[pattern] = multipliers
-            elif pattern:
-                raise ValueError(f"optimizer.groups: the pattern {pattern!r} is found in none of {names}")
-            names = left
+            names, trained = ([name for name in some if not re.search(pattern, name)] for some in (names, trained))
         self.multipliers = list(groups.values())
         # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
         self.optimizers = Optimizers.Config(

@@ -18,9 +18,11 @@ from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
-from rl_actors.engine.inputs import Batch, Span, make_batch
-from rl_actors.engine.logprobs import ChunkedLogprobs, Values
+from rl_actors.engine.gather import by_rank
+from rl_actors.engine.inputs import Batch, make_batch
+from rl_actors.engine.logprobs import ChunkedLogprobs
 from rl_actors.engine.packing import plan
+from rl_actors.engine.pipeline import Outcome, PipelineRunner, SingleRunner
 from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.step import OpenStep
 from rl_actors.losses import Loss, resolve
@@ -33,8 +35,8 @@ MAX_NAMES_REPORTED = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """What one rank adds to the answer. Of the replicas of a data-parallel rank one adds something, so that each sample is there once;
-    of the ranks that share its rows one adds samples, and each its own metrics.
+    """What one rank adds to the answer. Of the replicas of a data-parallel rank, and of the stages of a pipeline, one adds something, so
+    that each sample is there once; of the ranks that share its rows one adds samples, and each its own metrics.
     """
 
     rank: int
@@ -57,7 +59,12 @@ class TrainEngine:
             hf.require_same_tensors(config.model, config.hf_path)
         self.config = config
         self.parts: Parts = build(config)
-        self.logprobs = ChunkedLogprobs(self.parts.model, config.logprob_chunk_tokens)
+        stages = self.parts.stages
+        head = stages[-1].submod if stages else self.parts.model
+        self.logprobs = ChunkedLogprobs(head, config.logprob_chunk_tokens)
+        self.runner = (
+            PipelineRunner(self.parts, self.logprobs, config) if stages else SingleRunner(self.parts, self.logprobs)
+        )
         self.step = OpenStep()
         self.writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
@@ -67,8 +74,8 @@ class TrainEngine:
         self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
         self.num_data_ranks: int = mesh.size() if mesh is not None else 1
         tensor_mesh = self.parts.parallel_dims.get_optional_mesh("tp")
-        self.reports = tensor_mesh is None or tensor_mesh.get_local_rank() == 0
         context_mesh = self.parts.parallel_dims.get_optional_mesh("cp")
+        self.reports = self.runner.reports and (tensor_mesh is None or tensor_mesh.get_local_rank() == 0)
         self.reports_samples = self.reports and (context_mesh is None or context_mesh.get_local_rank() == 0)
         if config.hf_path:
             hf.load(self.parts, config.hf_path)
@@ -90,12 +97,9 @@ class TrainEngine:
         """
         self.step.require("forward")
         self.validate(samples, None)
-        outputs: list[tuple[list[Span], Values, Partials]] = []
         with torch.no_grad(), self._evaluation():
-            for batch in self._batches(samples, {"target_ids"} & set(samples[0].columns)):
-                values = self.logprobs.forward(self._hidden(batch), batch, with_entropy=entropy)
-                outputs.append((batch.spans, values, {}))
-        return self._output(samples, outputs)
+            batches = self._batches(samples, {"target_ids"} & set(samples[0].columns))
+            return self._output(self.runner.forward(batches, with_entropy=entropy))
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
@@ -105,15 +109,12 @@ class TrainEngine:
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
-        outputs: list[tuple[list[Span], Values, Partials]] = []
         with self._breaking():
             # Validated: the columns are what the loss reads, alike in all samples.
-            for batch in self._batches(samples, samples[0].columns):
-                hidden_BLD = self._hidden(batch)
-                run = self.logprobs.forward_backward(hidden_BLD, batch, loss, with_entropy=entropy)
-                outputs.append((batch.spans, *run))
+            batches = self._batches(samples, samples[0].columns)
+            outcomes = self.runner.forward_backward(batches, loss, with_entropy=entropy)
         self.step.open()
-        return self._output(samples, outputs)
+        return self._output(outcomes)
 
     def optim_step(self, params: OptimParams) -> OptimResult:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
@@ -126,8 +127,9 @@ class TrainEngine:
             torch._foreach_div_([_local(p.grad) for _, p in named], float(params.grad_divisor))
             norms = torch._foreach_norm([_local(p.grad) for _, p in named])  # before clipping spreads a NaN
             max_norm = float("inf") if params.grad_clip_norm is None else params.grad_clip_norm
-            ep_enabled = self.parts.parallel_dims.ep_enabled
-            grad_norm = float(dist_utils.clip_grad_norm_([p for _, p in named], max_norm, ep_enabled=ep_enabled))
+            pp_mesh, ep_enabled = self.parts.parallel_dims.get_optional_mesh("pp"), self.parts.parallel_dims.ep_enabled
+            trained = [p for _, p in named]
+            grad_norm = float(dist_utils.clip_grad_norm_(trained, max_norm, pp_mesh=pp_mesh, ep_enabled=ep_enabled))
             finite = grad_norm < float("inf")
             broken = () if finite else self._nonfinite([n for n, _ in named], norms)
         if finite:
@@ -209,7 +211,7 @@ class TrainEngine:
             policy_version=self.policy_version,
             steps_skipped=self.steps_skipped,
             state=self.step.state,
-            num_parameters=sum(p.numel() for p in self.parts.model.parameters()),
+            num_parameters=self.parts.num_parameters,
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.max_sequence_length,
             tokens_per_row=config.tokens_per_row,
@@ -240,21 +242,13 @@ class TrainEngine:
             num_ranks=self.num_data_ranks,
             row_multiple=layouts.row_multiple(config),
             policy=config.packing,
+            uniform=self.runner.uniform,
         )
-        for microbatch in ranks[self.data_rank]:
+        for microbatch in self.runner.fill(ranks[self.data_rank]):
             yield self.parts.rows(make_batch(samples, microbatch, columns, self.parts.device))
 
-    def _hidden(self, batch: Batch) -> Tensor:
-        self.parts.routers.begin(batch)
-        with self.parts.context():
-            return self.parts.model(
-                batch.tokens_BL,
-                positions=batch.positions_BL,
-                attention_masks=batch.attention_masks,
-            )
-
-    def _output(self, samples: Sequence[Sample], outputs: list[tuple[list[Span], Values, Partials]]) -> RankOutput:
-        spans = [(values, span) for spans, values, _ in outputs for span in spans] if self.reports_samples else []
+    def _output(self, outcomes: list[Outcome]) -> RankOutput:
+        spans = [(values, span) for spans, values, _ in outcomes for span in spans] if self.reports_samples else []
 
         def gathered(name: str) -> Tensor:
             return torch.cat([values[name][row, start:end] for values, (_, row, start, end) in spans]).float().cpu()
@@ -265,7 +259,7 @@ class TrainEngine:
             lengths=[end - start for _, (_, _, start, end) in spans],
             logprobs=gathered("logprobs") if spans else torch.empty(0),
             extras={name: gathered(name) for name in spans[0][0] if name != "logprobs"} if spans else {},
-            metrics=to_numbers(merge(metrics for _, _, metrics in outputs)) if self.reports else {},
+            metrics=to_numbers(merge(metrics for _, _, metrics in outcomes)) if self.reports else {},
             policy_version=self.policy_version,
         )
 
@@ -278,10 +272,10 @@ class TrainEngine:
         self.parts.routers.clear()
 
     def _nonfinite(self, names: list[str], norms: Sequence[Tensor]) -> tuple[str, ...]:
-        # A shard may be finite where its neighbour is not: the sum over all ranks decides, so that all ranks agree.
-        counts = (~torch.isfinite(torch.stack(list(norms)))).int()
-        torch.distributed.all_reduce(counts)
-        return tuple(name for name, count in zip(names, counts.tolist(), strict=True) if count)[:MAX_NAMES_REPORTED]
+        # A shard may be finite where its neighbour is not, and a pipeline stage has names of its own: all ranks say, so that they agree.
+        finite = torch.isfinite(torch.stack(list(norms))).tolist()
+        everywhere = by_rank([name for name, is_finite in zip(names, finite, strict=True) if not is_finite])
+        return tuple(dict.fromkeys(name for of_rank in everywhere for name in of_rank))[:MAX_NAMES_REPORTED]
 
     @contextmanager
     def _breaking(self, *, weights: bool = False):

@@ -74,14 +74,16 @@ async def publish(
     stream: str,
     version: int,
     rank: int,
-    gather: Callable[[str], list[str]],
+    gather: Callable[[Any], list[Any]],
 ) -> Manifest:
-    """Put this rank's part of a version; called on every rank. `gather` gives every rank's text to every rank.
+    """Put this rank's part of a version; called on every rank. `gather` gives every rank's value to every rank.
 
     Raises RuntimeError naming the rank and its error when another rank failed; then the version stays unreadable.
     """
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    manifest = Manifest(stream=stream, version=version, tensors=shapes)
+    # Under pipeline parallelism the ranks of a stage have names of their own.
+    everywhere = {name: spec for of_rank in gather(shapes) for name, spec in of_rank.items()}
+    manifest = Manifest(stream=stream, version=version, tensors=everywhere)
 
     async def put_shards() -> None:
         await transport.put_tensors(manifest.key, tensors, rank)

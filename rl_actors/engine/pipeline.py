@@ -1,0 +1,218 @@
+"""How the microbatches of a call run: one after another, or through the stages of a pipeline. Plans no packing, keeps no gradients.
+
+B rows, L row length, D hidden size.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed.tensor
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from rl_actors.config import TrainerConfig
+from rl_actors.engine.build import Parts
+from rl_actors.engine.gather import by_rank
+from rl_actors.engine.inputs import Batch, Span
+from rl_actors.engine.logprobs import ChunkedLogprobs, Values
+from rl_actors.engine.packing import Microbatch
+from rl_actors.losses import Loss
+from rl_actors.metrics import Partials
+
+Outcome = tuple[list[Span], Values, Partials]
+"""Of one microbatch: where the samples are (Batch.spans), what was computed at every position, and metrics."""
+
+Compute = Callable[[Tensor, Batch], tuple[Values, Partials, Tensor]]
+"""(hidden_BLD, batch) -> (values, metrics, the loss)."""
+
+SCHEDULES_KEPT = 4
+"""A schedule holds the buffers in which a stage receives all microbatches of a call."""
+
+
+class SingleRunner:
+    """One microbatch after another through the whole model."""
+
+    uniform = False
+    reports = True
+
+    def __init__(self, parts: Parts, logprobs: ChunkedLogprobs) -> None:
+        self.parts, self.logprobs = parts, logprobs
+
+    def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        return microbatches
+
+    def forward(self, batches: Iterable[Batch], *, with_entropy: bool) -> list[Outcome]:
+        """The values without gradients."""
+        return [
+            (batch.spans, self.logprobs.forward(self._hidden(batch), batch, with_entropy=with_entropy), {})
+            for batch in batches
+        ]
+
+    def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
+        """The values and metrics; adds the gradient of the loss."""
+        outcomes = []
+        for batch in batches:
+            values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, loss, with_entropy=with_entropy)
+            total.backward()
+            outcomes.append((batch.spans, values, metrics))
+        return outcomes
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        self.parts.routers.begin(batch)
+        with self.parts.context():
+            return self.parts.model(batch.tokens_BL, **_inputs(batch))
+
+
+class PipelineRunner:
+    """All microbatches of a call through the stages, by torch's schedule. Values and metrics are those of the last stage alone.
+
+    A schedule moves tensors, so it is given the number of each microbatch, by which stages and loss find the rest.
+    """
+
+    uniform = True
+    _call: "_Call"  # while one runs
+
+    def __init__(self, parts: Parts, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
+        self.parts, self.logprobs, self.config = parts, logprobs, config
+        self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+        self.is_first = any(stage.is_first for stage in parts.stages)
+        self.reports = any(stage.is_last for stage in parts.stages)
+        self.group = parts.parallel_dims.get_mesh("pp").get_group()
+        self._schedule = lru_cache(SCHEDULES_KEPT)(self._make_schedule)
+        for stage in parts.stages:
+            stage.submod.register_forward_pre_hook(self._find_inputs, with_kwargs=True, prepend=True)
+
+    def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
+        """As many as the schedule takes, with rows of padding: 1F1B one a rank or more, Interleaved1F1B a multiple of the ranks."""
+        first, num_ranks = microbatches[0], self.group.size()
+        count = max(len(microbatches), num_ranks)
+        if not self._is_single():
+            count = -(-count // num_ranks) * num_ranks
+        blank = Microbatch(rows=((),) * len(first.rows), row_length=first.row_length)
+        return microbatches + [blank] * (count - len(microbatches))
+
+    def forward(self, batches: Iterable[Batch], *, with_entropy: bool) -> list[Outcome]:
+        """The values without gradients."""
+
+        def no_loss(hidden_BLD: Tensor, batch: Batch):
+            values = self.logprobs.forward(hidden_BLD, batch, with_entropy=with_entropy)
+            return values, {}, torch.zeros(())
+
+        return self._run(list(batches), no_loss, training=False)
+
+    def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
+        """The values and metrics; adds the gradient of the loss."""
+
+        def with_loss(hidden_BLD: Tensor, batch: Batch):
+            return self.logprobs.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)
+
+        return self._run(list(batches), with_loss, training=True)
+
+    def _run(self, batches: list[Batch], compute: Compute, *, training: bool) -> list[Outcome]:
+        call = self._call = _Call(batches=batches, compute=compute)
+        numbers = [torch.tensor(number) for number in range(len(batches))]
+        schedule, stages = self._schedule(batches[0].tokens_BL.shape, len(batches), training)
+        # `schedule.step` does the same around this, with one tensor for all microbatches.
+        for stage in stages:
+            stage.has_backward = training
+        try:
+            with self.parts.context():
+                schedule._step_microbatches(
+                    arg_mbs=[(batch.tokens_BL,) for batch in batches] if self.is_first else None,
+                    kwarg_mbs=[{"number": number} for number in numbers],
+                    target_mbs=numbers if self.reports else None,
+                    return_outputs=False,
+                )
+        finally:
+            del self._call
+            for stage in stages:
+                stage.clear_runtime_states()
+        failures = by_rank(repr(call.failure) if call.failure else "", self.group)
+        if any(failures):
+            raise call.failure or RuntimeError(f"the loss failed on the last stage: {next(filter(None, failures))}")
+        return call.outcomes
+
+    def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
+        batch = self._call.batches[kwargs["number"]]
+        self.parts.routers.begin(batch)
+        (received,) = args
+        if isinstance(received, DTensor) and received.requires_grad:
+            # Its gradient may be partial sums, which the stage before would take for whole.
+            received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
+        return args, _inputs(batch)
+
+    def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
+        call = self._call
+        batch = call.batches[number]
+        try:
+            if call.failure is None:
+                values, metrics, total = call.compute(hidden_BLD, batch)
+                call.outcomes.append((batch.spans, values, metrics))
+                return total
+        except Exception as error:
+            call.failure = error
+        return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
+
+    def _is_single(self) -> bool:
+        return issubclass(self.schedule_class, PipelineScheduleSingle)
+
+    def _make_schedule(self, shape: torch.Size, count: int, training: bool):
+        stages = [_Stage(stage, shape, self._hidden(shape)) for stage in self.parts.stages]
+        schedule = self.schedule_class(
+            stages[0] if self._is_single() else stages, n_microbatches=count, loss_fn=self._loss, scale_grads=False
+        )
+        schedule._has_backward = training
+        return schedule, stages
+
+    def _hidden(self, shape: torch.Size) -> Tensor:
+        """A tensor like those between the stages."""
+        size = (*shape, self.config.model.hidden_size)
+        dtype = TORCH_DTYPE_MAP[self.config.compute_dtype]
+        mesh = self.parts.parallel_dims.get_optional_mesh("tp")
+        if mesh is None:
+            return torch.empty(size, dtype=dtype, device="meta")
+        placement = Shard(1) if self.config.parallelism.enable_sequence_parallel else Replicate()
+        return torch.distributed.tensor.empty(size, dtype=dtype, device_mesh=mesh, placements=[placement])
+
+
+@dataclass(kw_only=True)
+class _Call:
+    batches: list[Batch]
+    compute: Compute
+    outcomes: list[Outcome] = field(default_factory=list)
+    failure: Exception | None = None
+
+
+class _Stage(PipelineStage):
+    """torchtitan's stage for microbatches of one shape.
+
+    Where it is not told the shapes, torch runs a microbatch forward and backward to see them, through the loss, too.
+    """
+
+    def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
+        tokens_BL = torch.empty(shape, dtype=torch.int64, device="meta")
+        between_BLD = hidden_BLD.detach().requires_grad_()
+        super().__init__(
+            stage.submod,
+            stage.stage_index,
+            stage.num_stages,
+            stage.device,
+            input_args=tokens_BL if stage.is_first else between_BLD,
+            input_grads=(None,) if stage.is_first else hidden_BLD,
+            output_args=hidden_BLD if stage.is_last else between_BLD,
+            output_grads=(None,) if stage.is_last else hidden_BLD,
+            group=stage.group,
+        )
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch's drops the gradients that earlier calls accumulated; nothing was inferred, so there is nothing to clean up."""
+
+
+def _inputs(batch: Batch) -> dict[str, Any]:
+    return {"positions": batch.positions_BL, "attention_masks": batch.attention_masks}

@@ -1,0 +1,349 @@
+"""Pipelines give the numbers of one process: real processes over gloo, the same weights, packed samples of very different lengths."""
+
+import asyncio
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from references import ppo_samples, random_samples, save_random
+from safetensors.torch import load_file
+from test_hf import BASE, MOE
+from torchtitan.config import CompileConfig
+
+from rl_actors.config import LoRAConfig, TrainerConfig
+from rl_actors.engine.gather import by_rank
+from rl_actors.losses import GSPO, PPO
+from rl_actors.transports.base import find, publish
+from rl_actors.transports.files import FilesTransport
+from rl_actors.types import OptimParams
+
+MODEL = replace(BASE, num_hidden_layers=4)
+LENGTHS = [7, 31, 1, 64, 13, 3, 22, 45, 9, 2, 64, 5]
+MANY, FEW = ppo_samples(LENGTHS), ppo_samples([40, 2], seed=1)
+PLAIN = random_samples(LENGTHS, seed=3)
+IDS = [
+    replace(sample, columns={"target_ids": torch.randint(64, (len(sample), 3), generator=torch.Generator())})
+    for sample in random_samples([50, 3, 17, 64, 1], seed=2)
+]
+STEP = OptimParams(learning_rate=1e-3, weight_decay=0.1, grad_divisor=100.0)
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    layout: dict = field(default_factory=dict)  # fields of ParallelismConfig, besides a pipeline of two
+    fields: dict = field(default_factory=dict)  # of TrainerConfig
+    tolerance: float = 1e-5
+
+
+CASES = {
+    "1F1B": Case(),
+    "Interleaved1F1B": Case(layout=INTERLEAVED),
+    "experts": Case(fields={"model": replace(MOE, num_hidden_layers=4), "load_balance_coeff": 1e-3}, tolerance=1e-4),
+    "adapters": Case(layout=INTERLEAVED, fields={"lora": LoRAConfig(rank=4, train_unembed=True)}),
+    "recomputation": Case(layout=INTERLEAVED, fields={"activation_checkpointing": "full"}),
+    "bfloat16": Case(fields={"compute_dtype": "bfloat16"}, tolerance=3e-2),
+    "float8": Case(fields={"float8": True}, tolerance=1e-3),
+    "compiled": Case(fields={"compile": CompileConfig(enable=True, components=["model"])}),
+    "FSDP2": Case(layout={"data_parallel_shard_degree": 2}),
+    "FSDP2 Interleaved1F1B": Case(layout={"data_parallel_shard_degree": 2, **INTERLEAVED}),
+    "TP2": Case(layout={"tensor_parallel_degree": 2}),
+    "TP2 without sequence parallelism": Case(layout={"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
+    "TP2 Interleaved1F1B": Case(layout={"tensor_parallel_degree": 2, **INTERLEAVED}),
+}
+# Cases that one group of processes runs: starting it takes most of the time.
+GROUPS = {
+    "1F1B": ["1F1B"],
+    "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "float8"],
+    "compiled": ["compiled"],
+    "four": [
+        name
+        for name, case in CASES.items()
+        if {"data_parallel_shard_degree", "tensor_parallel_degree"} & set(case.layout)
+    ],
+}
+
+
+def make_config(path: str, **fields) -> TrainerConfig:
+    limits = {"max_sequence_length": 64, "tokens_per_row": 64, "rows_per_microbatch": 2, "logprob_chunk_tokens": 50}
+    return TrainerConfig(hf_path=path, **{**limits, **fields})
+
+
+def record(engine, directory: Path) -> dict:
+    """Two steps: a loss of single positions and one of whole samples, calls of other shapes, forwards between them and after."""
+    outputs = [
+        engine.forward_backward(MANY, PPO(), entropy=True),
+        engine.forward(IDS, entropy=True),
+        engine.forward_backward(FEW, GSPO()),
+    ]
+    gradients = {n: p.grad.full_tensor().clone() for n, p in engine.parts.model.named_parameters() if p.requires_grad}
+    steps = [engine.optim_step(STEP)]
+    outputs += [engine.forward(MANY), engine.forward_backward(PLAIN, "cross_entropy")]
+    steps += [engine.optim_step(STEP)]
+    outputs += [engine.forward(FEW)]
+    engine.save_checkpoint(str(directory / "checkpoint")).result()
+    if not engine.config.load_balance_coeff:
+        engine.export_hf(str(directory / "export"))
+    if engine.config.lora.rank:
+        engine.export_lora(str(directory / "adapters"))
+    return {"outputs": outputs, "gradients": gradients, "steps": steps, "num_parameters": engine.info().num_parameters}
+
+
+def going_on(engine, checkpoint: Path) -> dict:
+    """A step from a checkpoint: its weights and its optimizer."""
+    version = engine.load_checkpoint(str(checkpoint))
+    outputs = [engine.forward_backward(MANY, PPO())]
+    steps = [engine.optim_step(STEP)]
+    outputs += [engine.forward(FEW)]
+    return {"outputs": outputs, "steps": steps, "gradients": {}, "version": version}
+
+
+class FailsHalfWay(PPO):
+    def __call__(self, logprobs_BL, **columns):
+        self.calls.append(1)
+        if len(self.calls) == 3:
+            self.calls.clear()
+            raise ArithmeticError("the loss is broken")
+        return super().__call__(logprobs_BL, **columns)
+
+    calls: ClassVar[list] = []
+
+
+def refusing(engine) -> dict:
+    """A loss that fails half way, on the last stage, and a gradient that is not finite on one stage. The weights stay."""
+    with pytest.raises((ArithmeticError, RuntimeError), match="the loss is broken"):
+        engine.forward_backward(MANY, FailsHalfWay())
+    state = engine.step.state
+    engine.discard_gradients()
+    outputs = [engine.forward_backward(MANY, PPO())]
+    gradients = {n: p.grad.full_tensor().clone() for n, p in engine.parts.model.named_parameters()}
+    name, parameter = list(engine.parts.model.named_parameters())[-1]
+    if dist.get_rank() == dist.get_world_size() - 1:
+        parameter.grad.fill_(float("nan"))
+    step = engine.optim_step(STEP)
+    return {
+        "outputs": outputs,
+        "gradients": gradients,
+        "steps": [],
+        "spoilt": (state, step.skipped, step.nonfinite_parameters),
+        "spoilt_name": name,
+    }
+
+
+def pushed(engine, directory: Path) -> None:
+    names = {"stream": "stream", "version": engine.policy_version, "rank": dist.get_rank(), "gather": by_rank}
+    asyncio.run(publish(FilesTransport(directory / "weights"), engine.hf_state_dict(), **names))
+
+
+def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    store = dist.FileStore(f"{directory}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    from rl_actors.engine.train_engine import TrainEngine
+
+    for name, path in paths.items():
+        case, folder = CASES[name], Path(directory) / name
+        config = make_config(path, **case.fields)
+        config.parallelism.pipeline_parallel_degree = 2
+        for key, value in case.layout.items():
+            setattr(config.parallelism, key, value)
+        engine = TrainEngine(config)
+        results = {} if case.fields else {"refused": refusing(engine)}
+        results["trained"] = record(engine, folder)
+        if not case.fields:
+            pushed(engine, folder)
+        results["resumed"] = going_on(engine, folder.with_name(f"{name} of one") / "checkpoint")
+        torch.save(results, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def run_group(tmp_path_factory):
+    """run_group(name, make_engine) -> the folder with what its cases left; each group is spawned once."""
+    folders: dict[str, Path] = {}
+
+    def run(group: str, make_engine) -> Path:
+        if group not in folders:
+            folder = folders[group] = tmp_path_factory.mktemp(group)
+            bases = {}
+            for name in GROUPS[group]:
+                case = CASES[name]
+                model = case.fields.get("model", MODEL)
+                bases[name] = save_random(folder / f"{name} base", model)
+                for made in (folder / name, folder / f"{name} of one"):
+                    made.mkdir()
+                engine = make_engine(bases[name], logprob_chunk_tokens=50, **case.fields)
+                one = {} if case.fields else {"refused": refusing(engine)}
+                one["trained"] = record(engine, folder / f"{name} of one")
+                one["resumed"] = going_on(engine, folder / f"{name} of one" / "checkpoint")
+                torch.save(one, folder / f"{name} of one" / "0.pt")
+            world_size = 4 if group == "four" else 2
+            mp.spawn(child, args=(world_size, str(folder), bases), nprocs=world_size)
+        return folders[group]
+
+    return run
+
+
+def assert_same(ranks: list[dict], one: dict, tolerance: float) -> None:
+    from rl_actors.trainer_client import merge_outputs
+
+    for outputs, expected in zip(zip(*(rank["outputs"] for rank in ranks), strict=True), one["outputs"], strict=True):
+        indices = sorted(index for output in outputs for index in output.indices)
+        assert indices == sorted(expected.indices)  # each sample once
+        actual, expected = (merge_outputs(len(indices), some) for some in (outputs, [expected]))
+        assert actual.policy_version == expected.policy_version
+        torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual.entropy, expected.entropy, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(actual.target_logprobs, expected.target_logprobs, rtol=tolerance, atol=tolerance)
+        assert actual.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
+    for steps, expected in zip(zip(*(rank["steps"] for rank in ranks), strict=True), one["steps"], strict=True):
+        assert all(step == steps[0] for step in steps)
+        assert steps[0].grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+    gradients = {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
+    assert gradients.keys() == one["gradients"].keys()
+    norm = sum(float(gradient.norm()) ** 2 for gradient in one["gradients"].values()) ** 0.5
+    for name, expected in one["gradients"].items():
+        error = float((gradients[name] - expected).norm())
+        assert error <= tolerance * float(expected.norm()) + 1e-7 * norm, f"{name}: {error} of {float(expected.norm())}"
+
+
+def marked(name: str):
+    return pytest.param(name, marks=[] if name == "1F1B" else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize("name", [marked(name) for name in CASES])
+def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, name):
+    case, group = CASES[name], next(group for group, names in GROUPS.items() if name in names)
+    folder = run_group(group, make_engine)
+    ranks = [torch.load(file, weights_only=False) for file in sorted((folder / name).glob("*.pt"))]
+    one = torch.load(folder / f"{name} of one" / "0.pt", weights_only=False)
+    trained = [rank["trained"] for rank in ranks]
+    assert_same(trained, one["trained"], case.tolerance)
+    assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
+    # What one process saved goes on as a pipeline, and the other way round.
+    assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
+    engine = make_engine(str(folder / f"{name} base"), **case.fields)
+    assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
+    # What the pipeline exported is what it saved.
+    engine.load_checkpoint(str(folder / name / "checkpoint"))
+    for kind, file in (("export", "model.safetensors"), ("adapters", "adapter_model.safetensors")):
+        if (folder / name / kind).is_dir():
+            back = str(folder / name / f"{kind} of one")
+            engine.export_hf(back) if kind == "export" else engine.export_lora(back)
+            actual, expected = (load_file(f"{directory}/{file}") for directory in (folder / name / kind, back))
+            assert actual.keys() == expected.keys()
+            assert all(torch.allclose(actual[key], expected[key], rtol=1e-6, atol=1e-6) for key in expected)
+    if case.fields:
+        return
+    transport = FilesTransport(folder / name / "weights")
+    weights = asyncio.run(transport.get_tensors(asyncio.run(find(transport, 2, 1.0))))
+    exported = load_file(folder / name / "export" / "model.safetensors")
+    assert weights.keys() == exported.keys()
+    assert all(torch.equal(weights[key], exported[key]) for key in exported)
+    refused = [rank["refused"] for rank in ranks]
+    assert_same(refused, one["refused"], case.tolerance)
+    assert {rank["spoilt"] for rank in refused} == {("broken", True, (refused[-1]["spoilt_name"],))}
+
+
+def pipelined(**layout) -> TrainerConfig:
+    config = TrainerConfig(model=MODEL, max_sequence_length=64, tokens_per_row=64)
+    for name, value in {"pipeline_parallel_degree": 2, **layout}.items():
+        setattr(config.parallelism, name, value)
+    return config
+
+
+def test_tied_heads_are_refused_because_torchtitan_does_not_tie_across_stages():
+    config = pipelined()
+    config.model = replace(MODEL, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="pipeline_parallel_degree=2 with model.tie_word_embeddings=True: .* stages"):
+        config.validate()
+    from rl_actors.engine.build import qwen3_config
+
+    with pytest.raises(NotImplementedError, match="Weight tying is not supported with Pipeline Parallel"):
+        qwen3_config(config.model).update_from_config(config=SimpleNamespace(parallelism=config.parallelism))
+
+
+def test_more_stages_than_layers_are_refused_as_torchtitan_does():
+    config = pipelined(pipeline_parallel_degree=4, **INTERLEAVED)
+    with pytest.raises(ValueError, match="num_hidden_layers=4 into 8 stages, .* 1 and 1 layers: too few layers"):
+        config.validate()
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
+    with pytest.raises(ValueError, match=r"Number of stages \(8\) cannot be greater than effective layers \(6\)"):
+        _generate_llm_fqn_per_model_part(8, 4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"pipeline_parallel_schedule": "GPipe"}, "schedule='GPipe'; it must be one of 1F1B, Interleaved1F1B"),
+        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds the schedule of one number"),
+        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch says"),
+        ({"pipeline_parallel_layers_per_stage": 2}, "1F1B and 2 layers a stage has 3 stages; it must be one a rank"),
+        ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; it must be two or more a rank"),
+        ({"module_fqns_per_model_part": [["layers.0"]]}, "module_fqns_per_model_part"),
+    ],
+)
+def test_a_pipeline_that_cannot_run_is_refused(layout, message):
+    with pytest.raises(ValueError, match=message):
+        pipelined(**layout).validate()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"lora": LoRAConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True)},
+            "an adapter on the output projection alone: no stage but the last",
+        ),
+        (
+            {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
+            "load_balance_coeff=0.001 and activation_checkpointing='full': experts that are recomputed",
+        ),
+    ],
+)
+def test_what_stages_cannot_do_is_refused(fields, message):
+    config = replace(pipelined(), **{"hf_path": "base", **fields})
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+
+
+@pytest.mark.slow
+def test_a_client_pushes_the_weights_of_all_stages_and_loads_them_back(tmp_path):
+    from rl_actors.trainer_client import TrainerClient
+    from rl_actors.transports.torchstore import TorchStoreTransport
+
+    config = make_config(save_random(tmp_path / "base", MODEL))
+    config.parallelism.pipeline_parallel_degree = 2
+    transport = TorchStoreTransport()
+
+    async def weights_of(version: int) -> dict[str, torch.Tensor]:
+        return await transport.get_tensors(await find(transport, version, 5.0))
+
+    async def main() -> None:
+        await transport.open()
+        async with TrainerClient.spawn(config, transport=transport) as trainer:
+            before = await trainer.forward(MANY)
+            output = await trainer.forward_backward(MANY, loss=PPO())
+            torch.testing.assert_close(output.logprobs, before.logprobs)
+            with pytest.raises((ArithmeticError, RuntimeError), match="the loss is broken"):
+                await trainer.forward_backward(MANY, FailsHalfWay())
+            await trainer.discard_gradients()
+            await trainer.forward_backward(MANY, loss=PPO())
+            assert (await trainer.optim_step(STEP)).policy_version == 1
+            weights = await weights_of(await trainer.push_model_state_dict())
+            await trainer.export_hf(str(tmp_path / "export"))
+            exported = load_file(tmp_path / "export" / "model.safetensors")
+            assert weights.keys() == exported.keys()
+            assert all(torch.equal(weights[name], exported[name]) for name in exported)
+            infos = await trainer.info()
+            assert [info.num_parameters for info in infos] == [sum(x.numel() for x in exported.values())] * 2
+        await transport.close()
+
+    asyncio.run(main())
