@@ -2,16 +2,15 @@
 
 import pytest
 
-from rl_actors import ModelConfig, TrainerConfig
+from rl_actors import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.layouts import is_possible, nearest, row_multiple
 
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 
 
-def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, **degrees: int) -> TrainerConfig:
-    made = TrainerConfig(
-        model=ModelConfig(**SMALL, num_attention_heads=heads, num_key_value_heads=kv_heads, num_experts=experts)
-    )
+def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, tied: bool = True, **degrees: int) -> TrainerConfig:
+    attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
+    made = TrainerConfig(model=ModelConfig(**SMALL, **attention, num_experts=experts, tie_word_embeddings=tied))
     for name, degree in degrees.items():
         setattr(made.parallelism, f"{name}_degree", degree)
     return made
@@ -20,6 +19,8 @@ def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, **degrees: in
 def test_a_layout_that_can_be_is_not_refused():
     assert is_possible(config(data_parallel_shard=2, tensor_parallel=4))
     config(data_parallel_shard=2, tensor_parallel=4).validate()
+    config(data_parallel_shard=2, context_parallel=2, tensor_parallel=2, pipeline_parallel=2, tied=False).validate()
+    config(experts=8, data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=8).validate()
 
 
 def test_too_many_ways_of_tensor_parallelism_name_the_numbers_and_the_nearest():
@@ -70,3 +71,30 @@ def test_context_parallelism_asks_for_longer_multiples():
     assert row_multiple(config()) == 64
     assert row_multiple(config(context_parallel=2)) == 256
     assert row_multiple(config(context_parallel=3, tensor_parallel=5, expert_parallel=3)) == 1920
+
+
+def with_adapters(made: TrainerConfig) -> TrainerConfig:
+    made.lora, made.hf_path = LoRAConfig(rank=4), "somewhere"
+    return made
+
+
+PP2 = {"pipeline_parallel": 2, "tied": False}
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            config(**PP2, experts=8, tensor_parallel=2),
+            "degree=2, tensor_parallel_degree=2 with model.num_experts=8: not",
+        ),
+        (with_adapters(config(**PP2, tensor_parallel=2)), "degree=2, tensor_parallel_degree=2 with lora.rank=4: not"),
+        (config(**PP2, experts=8, data_parallel_shard=2, expert_parallel=2), "degree=2, expert_parallel_degree=2: not"),
+    ],
+    ids=["experts under TP2", "adapters under TP2", "EP2"],
+)
+def test_what_was_not_compared_with_one_process_is_refused_in_a_pipeline(made, message):
+    with pytest.raises(
+        ValueError, match=f"pipeline_parallel_{message} shown to be right so far; nearest on 4 processes"
+    ):
+        made.validate()

@@ -3,6 +3,7 @@
 A row of the table is a layout; its processes are forked from one that has imported torch, so a row takes seconds.
 """
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,11 +38,13 @@ TIED = ModelConfig(
     tie_word_embeddings=True,
 )
 UNTIED = replace(TIED, tie_word_embeddings=False)
+FOUR_BLOCKS = replace(UNTIED, num_hidden_layers=4)
 EXPERTS = replace(UNTIED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 ADAPTERS = LoRAConfig(rank=4, train_unembed=True)
 MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "tied": (TIED, {}),
     "untied": (UNTIED, {}),
+    "four blocks": (FOUR_BLOCKS, {}),
     "experts": (EXPERTS, {}),
     "balanced experts": (EXPERTS, {"load_balance_coeff": 0.01}),
     "adapters": (UNTIED, {"lora": ADAPTERS}),
@@ -49,7 +52,7 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 }
 
 
-def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, **fields) -> dict[str, Any]:
+def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fields) -> dict[str, Any]:
     """The fields of ParallelismConfig."""
     degrees = {
         "data_parallel_replicate_degree": replicate,
@@ -57,11 +60,13 @@ def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, **fields) -> dic
         "context_parallel_degree": context,
         "tensor_parallel_degree": tensor,
         "expert_parallel_degree": expert,
+        "pipeline_parallel_degree": pipeline,
     }
     return {**degrees, **fields}
 
 
 NO_SP = {"enable_sequence_parallel": False}
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 QUICK = {("FSDP2", "tied"), ("CP2", "tied"), ("FSDP2, EP2", "experts")}
 TABLE = [  # name, parallelism, processes, model
     ("FSDP2", layout(shard=2), 2, "tied"),
@@ -102,6 +107,11 @@ TABLE = [  # name, parallelism, processes, model
     ("CP2", layout(context=2), 2, "adapters"),
     ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "adapters"),
     ("TP2, EP2", layout(tensor=2, expert=2), 2, "adapters beside experts"),
+    ("PP2", layout(pipeline=2), 2, "four blocks"),
+    ("PP2 of two stages a rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks"),
+    ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks"),
+    ("PP2xTP2", layout(pipeline=2, tensor=2), 4, "four blocks"),
+    ("PP2xCP2", layout(pipeline=2, context=2), 4, "four blocks"),
 ]
 COLLECTIVE_TIMEOUT = 100.0  # seconds
 LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
@@ -329,12 +339,13 @@ MOVES = [  # saved under, loaded under, model
     (layout(shard=2, expert=2), layout(tensor=2, expert=2), "balanced experts"),
     (layout(tensor=2), layout(context=2, expert=2), "experts"),
     (layout(tensor=2), layout(shard=2), "adapters"),
+    (layout(pipeline=2), layout(context=2), "four blocks"),
+    (layout(tensor=2), layout(pipeline=2, **INTERLEAVED), "four blocks"),
 ]
 
 
 def size(parallelism: dict[str, Any]) -> int:
-    degrees = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel")
-    return int(torch.tensor([parallelism[f"{name}_degree"] for name in degrees]).prod())
+    return math.prod(parallelism[f"{name}_degree"] for name in layouts.DEGREES)
 
 
 @pytest.mark.slow
