@@ -21,6 +21,8 @@ if not torch.cuda.is_available():
 
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
+from rl_actors import vector_math  # noqa: E402
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -57,6 +59,7 @@ def prepare(world_size: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    vector_math.choose_kernels()
     # glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
