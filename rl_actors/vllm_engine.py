@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_actors import vector_math
 from rl_actors.config import GeneratorConfig
 from rl_actors.types import Completion, SamplingParams
 
@@ -51,6 +52,7 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
 
     on_cpu = current_platform.is_cpu()
     if on_cpu:
+        vector_math.choose_kernels()
         type(current_platform).simple_compile_backend = "eager"
         memory: dict[str, Any] = {
             "kv_cache_memory_bytes": config.kv_cache_bytes,

@@ -3,6 +3,10 @@
 import pytest
 from references import save_qwen3
 
+from rl_actors import vector_math
+
+vector_math.choose_kernels()  # the references compute here
+
 
 @pytest.fixture(scope="session")
 def tied_qwen3(tmp_path_factory) -> str:

@@ -24,6 +24,8 @@ if not torch.cuda.is_available():
 import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
+from rl_actors import vector_math  # noqa: E402
+
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
@@ -63,6 +65,7 @@ def prepare(world_size: int) -> None:
     # Both compile the making of a block mask, at every new shape.
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
+    vector_math.choose_kernels()
     # glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)

@@ -15,7 +15,8 @@ from controllers import cli, main
 from controllers.grpo import GRPOConfig, train
 from controllers.metrics import RunFolder, read_jsonl
 
-# Fitted to what was seen, and NOT explained: rounding that Adam amplifies is a guess, an error of the layout is not ruled out. Under FSDP2 x TP2 30 supervised steps follow
+# Fitted to what was seen, and NOT explained:
+# rounding that Adam amplifies is a guess, an error of the layout is not ruled out. Under FSDP2 x TP2 30 supervised steps follow
 # to 3e-5 and the first GRPO step, the 61st, to 4e-4; four updates later the norms of the gradients differ by 1e-2.
 TOLERANCES = {"sft": 3e-4, "grpo": 2e-3}
 STEPS_COMPARED = {"sft": 31, "grpo": 1}
