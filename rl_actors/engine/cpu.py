@@ -4,7 +4,6 @@ gpu.py has the same names.
 B rows, L row length, N heads, H head width.
 """
 
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +20,7 @@ if not torch.cuda.is_available():
 
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
-from rl_actors import vector_math  # noqa: E402
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+from rl_actors import cpu_process  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
@@ -59,11 +56,7 @@ def prepare(world_size: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    vector_math.choose_kernels()
-    # glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    cpu_process.prepare()
 
 
 def attention() -> DenseAttention.Config:
