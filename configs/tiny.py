@@ -42,11 +42,11 @@ def _parts() -> dict[str, Any]:
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=2,
-        num_attention_heads=8,  # queries of 12 with keys of 4 heads, say, learn far more slowly
+        num_attention_heads=8,
         num_key_value_heads=8,
         head_dim=32,
         max_position_embeddings=128,
-        rope_theta=10.0,  # a text has nine tokens: a base of 10,000 leaves most frequencies without a turn
+        rope_theta=10.0,  # a text has nine tokens: with a base of 10,000 most frequencies hardly turn
         tie_word_embeddings=False,  # a tied head learns the digits at the ends, 0 and 9, long after the rest
     )
     options = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "operators": ["+"]}

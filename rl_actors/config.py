@@ -367,7 +367,7 @@ class GeneratorConfig:
     enforce_eager: bool = False
     """Run without CUDA graphs."""
     num_threads: int | None = None
-    """CPU threads of the forward pass on a CPU; None: as many as there are cores."""
+    """CPU threads of the forward pass on a CPU; None: OMP_NUM_THREADS, else as many as there are cores."""
     seed: int = 0
     """Of sampling without a seed of its own."""
     setup_timeout: float = 300.0

@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 VECTOR_FUNCTIONS = ("cos", "sin", "exp", "expm1", "log", "log1p", "log2", "sqrt", "rsqrt", "tanh", "erf", "erfinv")
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 
 def prepare() -> None:
@@ -27,11 +27,7 @@ def choose_kernels() -> None:
 
 
 def keep_memory() -> None:
-    """glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
-
-    The arenas of further threads would give them back all the same, so there is to be one.
-    """
+    """glibc gives activations back to the system after every step, and a fifth of the next one is page faults."""
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
-    libc.mallopt(M_ARENA_MAX, 1)

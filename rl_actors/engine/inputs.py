@@ -83,7 +83,7 @@ def make_batch(
     tokens_BL = lay([sample.tokens for sample in laid], torch.zeros(shape, dtype=torch.int64))
     targets_BL = lay([sample.targets for sample in laid], torch.full(shape, IGNORE_TARGET))
     positions_BL = lay([positions_N], torch.zeros(shape, dtype=torch.int64))
-    temperatures_S = torch.tensor([sample.temperature for sample in laid])
+    temperatures_S = torch.tensor([sample.temperature for sample in laid], dtype=torch.float32)
     temperatures_BL = lay([temperatures_S[documents_N]], torch.ones(shape))
     columns = {name: _empty_column(samples, name, shape) for name in column_names}
     for name, column_BL in columns.items():
