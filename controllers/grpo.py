@@ -20,6 +20,8 @@ class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
     """Optimizer steps that a step's batch is divided among, at most; the later ones train on what slightly older weights sampled."""
+    epochs_per_step: int = 1
+    """Times that a step goes over its batch: each is another updates_per_step optimizer steps on the same rollouts."""
     ratio_low: float = 0.8
     """Lower bound of the probability ratio in the loss."""
     ratio_high: float = 1.28
@@ -39,6 +41,8 @@ class GRPOConfig(RunConfig):
         self.loss()
         if self.updates_per_step < 1:
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
+        if self.epochs_per_step < 1:
+            raise ValueError(f"epochs_per_step={self.epochs_per_step}; it must be at least 1")
         if self.max_warmup_steps < 0:
             raise ValueError(f"max_warmup_steps={self.max_warmup_steps}; it must be at least 0")
 
@@ -47,9 +51,9 @@ class GRPOConfig(RunConfig):
 
 
 async def train_step(run: Run, samples: Sequence[Sample], learning_rate: float) -> list[Update]:
-    """Up to updates_per_step optimizer steps on parts of the batch, each with the mean over its tokens."""
+    """In every epoch, up to updates_per_step optimizer steps on parts of the batch, each with the mean over its tokens."""
     config: GRPOConfig = run.config
-    parts = split(samples, -(-len(samples) // config.updates_per_step))
+    parts = [*split(samples, -(-len(samples) // config.updates_per_step))] * config.epochs_per_step
     return [await run.update(part, config.loss(), learning_rate) for part in parts]
 
 
@@ -80,7 +84,7 @@ async def train(run: Run) -> None:
             with run.timer("train"):
                 updates = await train_step(run, batch.samples, rate)
             await run.sync()
-            values |= report(batch, updates) | {"learning_rate": rate}
+            values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": rate}
         done, is_last = step + 1 - warmup_steps, step + 1 == last_step
         if is_last or done % config.validate_every == 0:
             values["validation/accuracy"] = await run.accuracy()
@@ -114,7 +118,7 @@ async def warm_up(run: Run) -> tuple[int, int]:
     return await train_supervised(run, config.warmup, **steps, cursor=cursor, measure=measure, save=save)
 
 
-def report(batch: Batch, updates: Sequence[Update]) -> dict[str, Any]:
+def report(batch: Batch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:
     """A step's numbers under the names of metrics.jsonl.
 
     The trainer's logprobs are compared with the generator's on the first update alone: only its weights sampled.
@@ -130,12 +134,12 @@ def report(batch: Batch, updates: Sequence[Update]) -> dict[str, Any]:
         "clip_fraction": whole["clip_fraction:mean"],
         "entropy": first["entropy_estimate:mean"],
         "policy_version": results[-1].policy_version,
-        "loss": whole["loss:sum"] / num_loss_tokens(batch.samples),
+        "loss": whole["loss:sum"] / (num_epochs * num_loss_tokens(batch.samples)),
         "grad_norm": max(result.grad_norm for result in results),
         "updates": len(results),
         "updates_skipped": sum(result.skipped for result in results),
         "policy_lag": updates[-1].outputs[0].policy_version - batch.oldest_version,
-        "tokens/trained": sum(map(len, batch.samples)),
+        "tokens/trained": num_epochs * sum(map(len, batch.samples)),
     }
 
 

@@ -337,8 +337,8 @@ class GeneratorConfig:
     """Share of the GPU's memory that the engine may take."""
     enforce_eager: bool = False
     """Run without CUDA graphs."""
-    num_threads: int = 1
-    """CPU threads of the forward pass on a CPU."""
+    num_threads: int | None = None
+    """CPU threads of the forward pass on a CPU; None: OMP_NUM_THREADS, else as many as there are cores."""
     seed: int = 0
     """Of sampling without a seed of its own."""
     setup_timeout: float = 300.0
@@ -350,7 +350,7 @@ class GeneratorConfig:
         """Raises ValueError naming the value and the limit for a config that no engine can be started from."""
         names = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "num_threads", "setup_timeout", "call_timeout")
         for name in names:
-            if getattr(self, name) <= 0:
+            if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"generator.{name}={getattr(self, name)}; it must be positive")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")

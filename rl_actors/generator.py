@@ -52,7 +52,7 @@ class Generator(Actor):
     def _start(self) -> EngineThread:
         with model_directory(self.config) as directory:
             self.expected = expected_tensors(directory)
-        return EngineThread(start_vllm(self.config))
+        return EngineThread(lambda: start_vllm(self.config))
 
     @concurrent_endpoint
     @sends_errors

@@ -50,8 +50,8 @@ class GeneratorClient(Client):
     async def _set_up(self, logs: LogRoute | None) -> None:
         if self._mesh is None:
             assert self.config is not None
-            threads = str(self.config.num_threads)
-            processes = await self._spawn(1, logs, {"OMP_NUM_THREADS": threads})
+            threads = self.config.num_threads
+            processes = await self._spawn(1, logs, {} if threads is None else {"OMP_NUM_THREADS": str(threads)})
             transport = self._transport() if callable(self._transport) else self._transport
             self._mesh = processes.spawn(self.name, Generator, self.config, transport)
         self._info = (await self._ask(self._mesh.setup, "setup", self.setup_timeout))[0]

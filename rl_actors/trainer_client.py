@@ -353,9 +353,17 @@ def _to_wire(sample: Sample) -> Sample:
     """Lists become tensors here, so that actors see CPU tensors of int64 and float32 alone; what cannot is left to be refused by name."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
+    if all(_travels(sample.columns[name], column_dtype(name)) for name in sample.columns) and all(
+        _travels(ids, torch.int64) for ids in (sample.tokens, sample.targets)
+    ):
+        return sample
     ids = {name: _tensor(getattr(sample, name), torch.int64) for name in ("tokens", "targets")}
     columns = {name: _tensor(column, column_dtype(name)) for name, column in sample.columns.items()}
     return replace(sample, **ids, columns=columns)
+
+
+def _travels(values: Any, dtype: torch.dtype) -> bool:
+    return isinstance(values, Tensor) and values.dtype == dtype and values.is_cpu
 
 
 def _tensor(values: Any, dtype: torch.dtype) -> Any:

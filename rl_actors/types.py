@@ -72,7 +72,7 @@ class Sample:
         return cls(tokens=tokens[:-1], targets=tokens[1:].clone(), columns=full, temperature=temperature)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return self.tokens.numel()
 
     def __reduce__(self):
         # numpy arrays pickle an order of magnitude faster than tensors, and a call carries thousands.

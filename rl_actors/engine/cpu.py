@@ -4,7 +4,6 @@ gpu.py has the same names.
 B rows, L row length, N heads, H head width.
 """
 
-import ctypes
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +23,7 @@ if not torch.cuda.is_available():
 import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
-from rl_actors import vector_math  # noqa: E402
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+from rl_actors import cpu_process  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
@@ -65,11 +62,7 @@ def prepare(world_size: int) -> None:
     # Both compile the making of a block mask, at every new shape.
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
-    vector_math.choose_kernels()
-    # glibc gives activations back to the system after every step, and a fifth of the next one is page faults.
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
-    libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
+    cpu_process.prepare()
 
 
 def attention() -> DenseAttention.Config:

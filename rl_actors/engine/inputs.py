@@ -81,28 +81,35 @@ def make_batch(
     Every position of padding is a document of its own: as one long document it could pass the end of the rotary embedding.
     """
     shape = (len(microbatch.rows), microbatch.row_length)
-    tokens_BL = torch.zeros(shape, dtype=torch.int64)
-    targets_BL = torch.full(shape, IGNORE_TARGET, dtype=torch.int64)
-    positions_BL = torch.zeros(shape, dtype=torch.int64)
-    temperatures_BL = torch.ones(shape)
-    is_padding_BL = torch.ones(shape, dtype=torch.bool)
-    columns = {name: _empty_column(samples, name, shape) for name in column_names}
     spans = []
     for row, indices in enumerate(microbatch.rows):
-        start = 0
+        end = 0
         for index in indices:
-            sample = samples[index]
-            end = start + len(sample)
+            start, end = end, end + len(samples[index])
             spans.append((index, row, start, end))
-            tokens_BL[row, start:end] = sample.tokens
-            targets_BL[row, start:end] = sample.targets
-            positions_BL[row, start:end] = torch.arange(len(sample))
-            temperatures_BL[row, start:end] = sample.temperature
-            is_padding_BL[row, start:end] = False
-            for name, column_BL in columns.items():
-                if name in sample.columns:
-                    column_BL[row, start:end] = sample.columns[name]
-            start = end
+    laid = [samples[index] for index, *_ in spans]
+    lengths_S = torch.tensor([len(sample) for sample in laid], dtype=torch.int64)
+    starts_S = torch.tensor([row * shape[1] + start for _, row, start, _ in spans], dtype=torch.int64)
+    # N positions that hold samples: where each lies in its document and in the rows.
+    documents_N = torch.arange(len(laid)).repeat_interleave(lengths_S)
+    positions_N = torch.arange(len(documents_N)) - (lengths_S.cumsum(0) - lengths_S)[documents_N]
+    index_N = starts_S[documents_N] + positions_N
+
+    def lay(values: list[Tensor], into: Tensor) -> Tensor:
+        if values:
+            into.view(-1, *into.shape[2:])[index_N] = torch.cat(values)
+        return into
+
+    tokens_BL = lay([sample.tokens for sample in laid], torch.zeros(shape, dtype=torch.int64))
+    targets_BL = lay([sample.targets for sample in laid], torch.full(shape, IGNORE_TARGET))
+    positions_BL = lay([positions_N], torch.zeros(shape, dtype=torch.int64))
+    temperatures_S = torch.tensor([sample.temperature for sample in laid], dtype=torch.float32)
+    temperatures_BL = lay([temperatures_S[documents_N]], torch.ones(shape))
+    is_padding_BL = lay([torch.zeros(len(documents_N), dtype=torch.bool)], torch.ones(shape, dtype=torch.bool))
+    columns = {name: _empty_column(samples, name, shape) for name in column_names}
+    for name, column_BL in columns.items():
+        if any(name in sample.columns for sample in laid):
+            lay([s.columns[name] if name in s.columns else torch.zeros(len(s)) for s in laid], column_BL)
     move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
     return Batch(
         tokens_BL=move(tokens_BL),

@@ -25,7 +25,8 @@ SHORT = [
     "8",
 ]
 # A reward that random weights earn half of the time, so that every step has a signal.
-PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}", "--updates-per-step", "1"]
+PARITY = ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
+PARITY += ["--updates-per-step", "1", "--epochs-per-step", "1"]
 
 
 def start(*arguments: object, marker: str = "", **kwargs) -> subprocess.Popen:
@@ -173,11 +174,12 @@ def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--trainer.parallelism.tensor-parallel-degree", "3"], "num_key_value_heads=2 is not divisible by"),
+        (["--trainer.parallelism.tensor-parallel-degree", "3"], "num_attention_heads=8 is not divisible by"),
         (["--optimizer.beta1", "1.5"], "beta1=1.5; it must be"),
         (["--schedule.learning-rate", "-1"], "learning_rate=-1.0"),
         (["--rollouts.group-size", "1"], "rollouts.group_size=1; it must be at least 2"),
         (["--updates-per-step", "0"], "updates_per_step=0; it must be at least 1"),
+        (["--epochs-per-step", "0"], "epochs_per_step=0; it must be at least 1"),
         (["--rollouts.top-p", "2"], "rollouts.top_p=2.0; it must be in (0, 1]"),
         (["--alphabet", "0123"], "are not in the tokenizer's alphabet"),
         (["--steps", "0"], "steps=0; it must be at least 1"),

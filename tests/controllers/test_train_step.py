@@ -10,16 +10,17 @@ from controllers.grpo import train_step
 
 
 @pytest.mark.parametrize(
-    ("updates", "expected"),
+    ("updates", "epochs", "expected"),
     [
-        (1, ["abcde"]),
-        (2, ["abc", "de"]),
-        (9, ["a", "b", "c", "d", "e"]),  # never more steps than samples
+        (1, 1, ["abcde"]),
+        (2, 1, ["abc", "de"]),
+        (2, 2, ["abc", "de", "abc", "de"]),
+        (9, 1, ["a", "b", "c", "d", "e"]),  # never more steps than samples
     ],
 )
-def test_all_samples_are_taken_in_up_to_so_many_parts(updates, expected):
+def test_all_samples_are_taken_in_up_to_so_many_parts_in_every_epoch(updates, epochs, expected):
     config = tiny()
-    config.updates_per_step = updates
+    config.updates_per_step, config.epochs_per_step = updates, epochs
     calls = []
 
     async def update(part, loss, learning_rate):

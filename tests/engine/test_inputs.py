@@ -53,6 +53,12 @@ def test_every_position_holds_its_samples_temperature(batch):
     assert torch.equal(batch.temperatures_BL, torch.tensor([[1.0] * 6, [0.7, 0.7, 1, 1, 1, 1]]))
 
 
+def test_a_whole_number_is_a_temperature_too():
+    samples = [Sample.from_tokens([10], [11, 12], temperature=2)]
+    batch = make_batch(samples, Microbatch(rows=((0,),), row_length=3), [], CPU)
+    assert torch.equal(batch.temperatures_BL, torch.tensor([[2.0, 2.0, 1.0]]))
+
+
 def test_spans_find_the_samples_again(batch):
     assert batch.spans == [(2, 0, 0, 3), (0, 0, 3, 5), (1, 1, 0, 2)]
 

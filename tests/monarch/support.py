@@ -76,11 +76,8 @@ def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
     The decay bounds the weights: after 40 steps without it rounding alone moves logprobs by more than 1e-5.
     """
     trainer.forward_backward(random_samples(seed=seed), loss="cross_entropy").result()
-    return (
-        trainer.optim_step(OptimParams(learning_rate=learning_rate, weight_decay=5.0, grad_divisor=96))
-        .result()
-        .policy_version
-    )
+    params = OptimParams(learning_rate=learning_rate, weight_decay=5.0, grad_divisor=96)
+    return trainer.optim_step(params).result().policy_version
 
 
 def wait_until(condition, seconds: float = 15.0):
