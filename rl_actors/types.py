@@ -148,6 +148,21 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutput:
+    """What one rank adds to a ForwardBackwardOutput; replicas of a data-parallel rank add nothing, so that each sample is there once.
+
+    It is defined here so that a client can read it without torchtitan.
+    """
+
+    indices: list[int]  # of the samples this rank ran
+    lengths: list[int]
+    logprobs: Tensor  # [sum of lengths] float32
+    extras: dict[str, Tensor]  # "entropy" [sum of lengths], "target_logprobs" [sum of lengths, K], where there are any
+    metrics: dict[str, Any]  # that merge over ranks: rl_actors.metrics
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     max_tokens: int = 128
     n: int = 1  # completions per prompt
