@@ -201,12 +201,10 @@ async def open_run(
     finally:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)
-        closing = [client.close() for client in clients]
+        closing = [*(client.close() for client in clients), transport.close()]
         done = asyncio.gather(*closing, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done, CLOSE_TIMEOUT)
-        with contextlib.suppress(Exception):
-            await asyncio.wait_for(transport.close(), CLOSE_TIMEOUT)
 
 
 def make_transport(config: Any, folder: RunFolder):

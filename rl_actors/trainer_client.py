@@ -26,6 +26,7 @@ from rl_actors.types import (
     ForwardBackwardOutput,
     OptimParams,
     OptimResult,
+    RankOutput,
     Sample,
     SampleList,
     TrainerInfo,
@@ -329,8 +330,8 @@ class TrainerClient(Client):
         return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
 
 
-def merge_outputs(num_samples: int, outputs: Sequence[Any]) -> ForwardBackwardOutput:
-    """Put what the ranks reported (RankOutput) back into the order of the samples, and merge their metrics."""
+def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
+    """Put what the ranks reported back into the order of the samples, and merge their metrics."""
     values: dict[str, list[Tensor]] = {}
     for output in outputs:
         for name, pieces in {"logprobs": output.logprobs, **output.extras}.items():

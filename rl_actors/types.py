@@ -148,6 +148,23 @@ class ForwardBackwardOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankOutput:
+    """What one rank adds to a ForwardBackwardOutput. It is defined here so that a client can read it without torchtitan.
+
+    Of the replicas of a data-parallel rank, and of the stages of a pipeline, one adds something, so that each sample is there once;
+    of the ranks that share its rows one adds samples, and each its own metrics.
+    """
+
+    rank: int
+    indices: list[int]  # of the samples this rank ran
+    lengths: list[int]
+    logprobs: Tensor  # [sum of lengths] float32
+    extras: dict[str, Tensor]  # "entropy" [sum of lengths], "target_logprobs" [sum of lengths, K], where there are any
+    metrics: dict[str, Any]  # that merge over ranks: rl_actors.metrics
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     max_tokens: int = 128
     n: int = 1  # completions per prompt

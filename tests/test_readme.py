@@ -12,6 +12,11 @@ import rl_actors
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+AFTER = """
+import sys
+loaded = {"torchao", "torchtitan.models", "vllm"} & set(sys.modules)
+assert not loaded, f"whoever calls actors loads none of their stack, but here is {loaded}"
+"""
 
 
 def block(name: str) -> str:
@@ -23,7 +28,7 @@ def block(name: str) -> str:
 
 @pytest.mark.parametrize("name", ["repl", "embedding", "trainer"])
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
-    (tmp_path / "program.py").write_text(block(name))
+    (tmp_path / "program.py").write_text(block(name) + AFTER)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "program.py"]
     finished = subprocess.run(command, cwd=tmp_path, env=environment, timeout=180, capture_output=True, text=True)

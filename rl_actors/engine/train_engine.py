@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,26 +25,11 @@ from rl_actors.engine.pipeline import Outcome, PipelineRunner, SingleRunner
 from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.step import OpenStep
 from rl_actors.losses import Loss, resolve
-from rl_actors.metrics import Partials, merge, to_numbers
-from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
+from rl_actors.metrics import merge, to_numbers
+from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
 from rl_actors.validation import validate_optim_params, validate_samples
 
 MAX_NAMES_REPORTED = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankOutput:
-    """What one rank adds to the answer. Of the replicas of a data-parallel rank, and of the stages of a pipeline, one adds something, so
-    that each sample is there once; of the ranks that share its rows one adds samples, and each its own metrics.
-    """
-
-    rank: int
-    indices: list[int]  # of the samples this rank ran
-    lengths: list[int]
-    logprobs: Tensor  # [sum of lengths] float32
-    extras: dict[str, Tensor]  # "entropy" [sum of lengths], "target_logprobs" [sum of lengths, K], where there are any
-    metrics: Partials
-    policy_version: int
 
 
 class TrainEngine:
