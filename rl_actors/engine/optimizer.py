@@ -2,16 +2,23 @@
 
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from rl_actors.config import OptimizerConfig
 from rl_actors.types import OptimParams
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Under the names of the model itself: activation checkpointing puts a segment of its own into torch's."""
+    return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
 class Optimizers(OptimizersContainer):
@@ -30,6 +37,21 @@ class Optimizers(OptimizersContainer):
         is_path = ":" in config.param_groups[0].optimizer_name
         return {} if is_path else OptimizersContainer._build_impl_kwargs(config)
 
+    @staticmethod
+    def _build_param_groups(model: nn.Module, *args: Any) -> tuple[dict[str, list], dict[str, list[str]]]:
+        # It asks for names and parameters alone, and would search the patterns in torch's names.
+        renamed: Any = SimpleNamespace(named_parameters=lambda: named_parameters(model))
+        return OptimizersContainer._build_param_groups(renamed, *args)
+
+
+class NoOptimizers:
+    """In the place of torchtitan's container where nothing is trained."""
+
+    optimizers: tuple[torch.optim.Optimizer, ...] = ()
+
+    def zero_grad(self) -> None:
+        """There are no gradients."""
+
 
 class Hyperparameters:
     """Writes an OptimParams into the parameter groups, each with its multipliers.
@@ -42,7 +64,7 @@ class Hyperparameters:
 
         Raises ValueError for a pattern that is found in none of them that is left.
         """
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
         groups: dict[str, tuple[float, float]] = {}
         for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
             if pattern and not any(re.search(pattern, name) for name in trained):

@@ -20,6 +20,7 @@ from rl_actors.engine.build import Parts, build, platform
 from rl_actors.engine.gather import by_rank
 from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs
+from rl_actors.engine.optimizer import named_parameters
 from rl_actors.engine.packing import plan
 from rl_actors.engine.pipeline import Outcome, PipelineRunner, SingleRunner
 from rl_actors.engine.profiling import StepProfiler
@@ -106,7 +107,7 @@ class TrainEngine:
         validate_optim_params(params)
         self.parts.hyperparameters.validate(params)
         with self._breaking():
-            named = [(n, p) for n, p in self.parts.model.named_parameters() if p.grad is not None]
+            named = [(n, p) for n, p in named_parameters(self.parts.model) if p.grad is not None]
             # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
             torch._foreach_div_([_local(p.grad) for _, p in named], float(params.grad_divisor))
             norms = torch._foreach_norm([_local(p.grad) for _, p in named])  # before clipping spreads a NaN

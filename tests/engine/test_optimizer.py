@@ -133,6 +133,24 @@ def test_groups_may_hold_every_parameter(make_engine):
     step_by_step(engine, half, [PARAMS])
 
 
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_groups_and_reports_have_the_models_own_names_under_activation_checkpointing(make_engine, checkpointing):
+    config = OptimizerConfig(groups={r"^layers\.0\.attention": (0.1, 0.0), r"^layers\.[12]\.": (2.0, 1.0)})
+    engines = [make_engine(optimizer=config, activation_checkpointing=kind) for kind in ("none", checkpointing)]
+    groups = [[g["param_names"] for g in engine.parts.hyperparameters.optimizer.param_groups] for engine in engines]
+    assert groups[0] == groups[1] and len(groups[0]) == 3
+    losses, broken = [], []
+    for engine in engines:
+        for _ in range(3):
+            losses.append(engine.forward_backward(SAMPLES, "cross_entropy").metrics["loss:sum"])
+            engine.optim_step(PARAMS)
+        engine.forward_backward(SAMPLES, "cross_entropy")
+        next(p for n, p in engine.parts.model.named_parameters() if "w1" in n).grad.fill_(float("inf"))
+        broken.append(engine.optim_step(PARAMS).nonfinite_parameters)
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-6) and losses[2] < 0.9 * losses[0]
+    assert broken == [("layers.0.feed_forward.w1.weight",)] * 2
+
+
 def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
     groups = {"norm": (1.0, 0.0), "attention_norm": (2.0, 0.0)}
     with pytest.raises(ValueError, match="the pattern 'attention_norm' is found in none of"):
