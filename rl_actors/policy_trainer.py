@@ -67,9 +67,15 @@ class PolicyTrainer(Actor):
         return self.engine.info()
 
     @endpoint
-    async def forward(self, samples: Sequence[Sample], entropy: bool = False, order: Order | None = None):
-        """Logprobs of the targets; changes nothing."""
-        return await self.in_order(order, lambda: self.engine.forward(samples, entropy=entropy))
+    async def forward(
+        self,
+        samples: Sequence[Sample],
+        loss: str | Loss | None = None,
+        entropy: bool = False,
+        order: Order | None = None,
+    ):
+        """Logprobs of the targets and, of a loss, the metrics; changes nothing."""
+        return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
     async def forward_backward(

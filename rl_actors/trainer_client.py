@@ -137,9 +137,13 @@ class TrainerClient(Client):
         """What every rank says about itself, by rank."""
         return self._in_turn("info", self._collect("info"))
 
-    def forward(self, samples: Sequence[Sample], *, entropy: bool = False) -> Call[ForwardBackwardOutput]:
-        """Logprobs of the targets without gradients; `entropy` adds that of the whole distribution."""
-        return self._in_turn("forward", self._run_samples("forward", samples, None, entropy))
+    def forward(
+        self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
+    ) -> Call[ForwardBackwardOutput]:
+        """Logprobs of the targets without gradients; nothing changes. A loss adds the metrics that forward_backward would report,
+        `entropy` that of the whole distribution.
+        """
+        return self._in_turn("forward", self._run_samples("forward", samples, loss, entropy))
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False
@@ -306,8 +310,8 @@ class TrainerClient(Client):
                 raise ValueError("unknown loss None; give a loss such as 'cross_entropy' or PPO()")
             wire = self._validate(samples, resolved)
             # A name travels as a name: the ranks import what it stands for.
-            args = () if loss is None else (loss if isinstance(loss, str) else resolved,)
-            return merge_outputs(len(wire), await self._ordered(endpoint, SampleList(wire), *args, entropy))
+            named = loss if isinstance(loss, str) else resolved
+            return merge_outputs(len(wire), await self._ordered(endpoint, SampleList(wire), named, entropy))
 
         return call
 

@@ -38,6 +38,14 @@ class ChunkedLogprobs:
 
         return batch.gather(self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0])
 
+    def evaluate(
+        self, hidden_BLD: Tensor, batch: Batch, loss: Loss | None, *, with_entropy: bool = False
+    ) -> tuple[Values, Partials]:
+        """The values and, of a loss, the metrics; under no_grad."""
+        if loss is None:
+            return self.forward(hidden_BLD, batch, with_entropy=with_entropy), {}
+        return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
+
     def loss(
         self, hidden_BLD: Tensor, batch: Batch, loss: Loss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
@@ -63,6 +71,9 @@ class ChunkedLogprobs:
         leaves = {name: rows.unpack(value).requires_grad_() for name, value in values.items()}
         columns = {name: rows.unpack(column) for name, column in batch.gather(batch.columns).items()}
         whole, metrics = _call(loss, leaves, columns)
+        metrics = metrics if batch.is_counted() else {}
+        if not torch.is_grad_enabled():
+            return values, metrics, whole
         whole.backward()
         whole_gradients = {name: rows.pack(leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None}
         gradients = batch.take(whole_gradients)
@@ -71,7 +82,7 @@ class ChunkedLogprobs:
             return sum((values[name] * gradient).sum() for name, gradient in gradients_BL.items()), {}
 
         total = self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2]
-        return values, metrics if batch.is_counted() else {}, total
+        return values, metrics, total
 
     def _run(self, hidden_BLD: Tensor, batch: Batch, loss, inputs: dict[str, Tensor], with_entropy: bool):
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""

@@ -47,10 +47,10 @@ class SingleRunner:
     def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
         return microbatches
 
-    def forward(self, batches: Iterable[Batch], *, with_entropy: bool) -> list[Outcome]:
-        """The values without gradients."""
+    def forward(self, batches: Iterable[Batch], loss: Loss | None, *, with_entropy: bool) -> list[Outcome]:
+        """The values and, of a loss, the metrics, without gradients."""
         return [
-            (batch.spans, self.logprobs.forward(self._hidden(batch), batch, with_entropy=with_entropy), {})
+            (batch.spans, *self.logprobs.evaluate(self._hidden(batch), batch, loss, with_entropy=with_entropy))
             for batch in batches
         ]
 
@@ -97,14 +97,13 @@ class PipelineRunner:
         blank = Microbatch(rows=((),) * len(first.rows), row_length=first.row_length)
         return microbatches + [blank] * (count - len(microbatches))
 
-    def forward(self, batches: Iterable[Batch], *, with_entropy: bool) -> list[Outcome]:
-        """The values without gradients."""
+    def forward(self, batches: Iterable[Batch], loss: Loss | None, *, with_entropy: bool) -> list[Outcome]:
+        """The values and, of a loss, the metrics, without gradients."""
 
-        def no_loss(hidden_BLD: Tensor, batch: Batch):
-            values = self.logprobs.forward(hidden_BLD, batch, with_entropy=with_entropy)
-            return values, {}, torch.zeros(())
+        def evaluate(hidden_BLD: Tensor, batch: Batch):
+            return *self.logprobs.evaluate(hidden_BLD, batch, loss, with_entropy=with_entropy), torch.zeros(())
 
-        return self._run(list(batches), no_loss, training=False)
+        return self._run(list(batches), evaluate, training=False)
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
         """The values and metrics; adds the gradient of the loss."""

@@ -75,16 +75,21 @@ class TrainEngine:
             max_call_bytes=self.config.max_call_bytes,
         )
 
-    def forward(self, samples: Sequence[Sample], *, entropy: bool = False) -> RankOutput:
+    def forward(
+        self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
+    ) -> RankOutput:
         """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched.
 
-        The column target_ids adds the logprobs of its K ids, and `entropy` the entropy of the whole distribution.
+        A loss adds the metrics that forward_backward would report, the column target_ids the logprobs of its K ids, and `entropy`
+        the entropy of the whole distribution.
         """
+        loss = None if loss is None else resolve(loss)
         self.step.require("forward")
-        self.validate(samples, None)
+        self.validate(samples, loss)
+        # Validated: of a loss the columns are what it reads, alike in all samples.
+        columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
-            batches = self._batches(samples, {"target_ids"} & set(samples[0].columns))
-            return self._output(self.runner.forward(batches, with_entropy=entropy))
+            return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.

@@ -82,6 +82,7 @@ def test_a_forward_counts_nothing(make_engine, experts):
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     before = counters(engine)
     engine.forward(ppo_samples([20, 4]))
+    engine.forward(ppo_samples([20, 4]), PPO())
     assert counters(engine) == before
 
 

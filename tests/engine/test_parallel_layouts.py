@@ -168,8 +168,10 @@ def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dic
     policy_samples = samples_with(*TRAINED, "ref_logprobs")
     halves = (policy_samples[:9], policy_samples[9:])
     numbers["policy"] = [engine.forward_backward(half, POLICY) for half in halves]
+    numbers["policy evaluated"] = [engine.forward(half, POLICY) for half in halves]
     numbers["policy gradients"] = gradients(engine)
     numbers["policy grad_norm"] = engine.optim_step(STEP).grad_norm
+    numbers["sequence evaluated"] = [engine.forward(samples_with(*TRAINED), SEQUENCE, entropy=True)]
     numbers["sequence"] = [engine.forward_backward(samples_with(*TRAINED), SEQUENCE, entropy=True)]
     numbers["sequence gradients"] = gradients(engine)
     numbers["sequence grad_norm"] = engine.optim_step(STEP).grad_norm
@@ -260,6 +262,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         pushed.update(answer["pushed"])
         assert all(answer[f"{kind} grad_norm"] == first[f"{kind} grad_norm"] for kind in gradients)
     counts = {"forward": [len(LENGTHS)], "policy": [9, len(LENGTHS) - 9], "sequence": [len(LENGTHS)]}
+    counts |= {f"{kind} evaluated": counts[kind] for kind in gradients}
     return Numbers(
         outputs={
             kind: [merge_outputs(n, [answer[kind][call] for answer in answers]) for call, n in enumerate(sizes)]
@@ -324,6 +327,10 @@ def test_a_layout_gives_the_numbers_of_one_process(run, one_process, directory_o
         for output, reference in zip(actual.outputs[kind], calls, strict=True):
             assert [len(logprobs) for logprobs in output.logprobs] == [len(logprobs) for logprobs in reference.logprobs]
             assert output.metrics == pytest.approx(reference.metrics, rel=10 * tolerance, abs=tolerance)
+    for kind in expected.gradients:
+        pairs = zip(actual.outputs[f"{kind} evaluated"], actual.outputs[kind], strict=True)
+        for evaluated, trained in pairs:
+            assert evaluated.metrics == pytest.approx(trained.metrics, rel=1e-6, abs=1e-6)
     if not config.num_experts or "load_balance_coeff" not in fields:
         weights = load_file(f"{directory_of(model)}/model.safetensors")
         assert actual.pushed.keys() == weights.keys()

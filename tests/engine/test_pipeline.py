@@ -80,7 +80,9 @@ def record(engine, directory: Path) -> dict:
     outputs = [
         engine.forward_backward(MANY, PPO(), entropy=True),
         engine.forward(IDS, entropy=True),
+        engine.forward(MANY, PPO(), entropy=True),
         engine.forward_backward(FEW, GSPO()),
+        engine.forward(FEW, GSPO()),
     ]
     gradients = {n: p.grad.full_tensor().clone() for n, p in engine.parts.model.named_parameters() if p.requires_grad}
     steps = [engine.optim_step(STEP)]

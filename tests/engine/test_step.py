@@ -7,7 +7,7 @@ import torch
 from references import ppo_samples, random_samples
 
 from rl_actors.engine.step import BROKEN, IDLE, LEGAL, MIXED, OPEN, OpenStep
-from rl_actors.losses import PPO
+from rl_actors.losses import GSPO, PPO
 from rl_actors.types import OptimParams
 
 LENGTHS = [7, 31, 1, 13]
@@ -112,6 +112,8 @@ def test_a_forward_inside_an_open_step_leaves_gradients_and_weights_bit_identica
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     weights, grads = parameters(engine), gradients(engine)
     engine.forward(random_samples([40, 3], seed=9))
+    for loss in (PPO(), GSPO()):
+        assert engine.forward(ppo_samples([40, 3]), loss).metrics["loss:sum"] != 0
     assert engine.step.state == OPEN and engine.parts.model.training
     assert_bit_equal(gradients(engine), grads)
     assert_bit_equal(parameters(engine), weights)

@@ -10,7 +10,8 @@ from references import VOCAB_SIZE, load_qwen3, ppo_samples, random_samples, refe
 
 from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine.train_engine import TrainEngine
-from rl_actors.losses import PPO
+from rl_actors.losses import GSPO, KL, PPO
+from rl_actors.metrics import finish
 from rl_actors.types import OptimParams, num_loss_tokens
 
 ODD_LENGTHS = [7, 31, 1, 64, 13, 3, 22, 45, 9]
@@ -107,6 +108,17 @@ def test_rows_may_be_longer_than_the_models_context(make_engine):
     assert engine.config.model.max_position_embeddings == 128
     short, long = random_samples([5]), random_samples([64] * 16 + [5])
     assert worst(in_order(engine.forward([*long, *short]))[-1:], in_order(engine.forward(short))) < 1e-5
+
+
+@pytest.mark.parametrize("loss", [PPO_CLIPPED, GSPO(ratio_low=0.5, ratio_high=2.0), "dro"], ids=str)
+def test_forward_with_a_loss_reports_what_forward_backward_does(make_engine, loss):
+    engine, samples = make_engine(logprob_chunk_tokens=50), ppo_samples(ODD_LENGTHS)
+    evaluated, trained = engine.forward(samples, loss), engine.forward_backward(samples, loss)
+    assert finish(evaluated.metrics) == pytest.approx(finish(trained.metrics), rel=1e-6, abs=1e-6)
+    assert worst(in_order(evaluated), in_order(trained)) < 1e-6
+    with pytest.raises(ValueError, match="sample 0 has no column 'ref_logprobs', which PPO reads"):
+        engine.forward(samples, PPO(kl=KL(coefficient=0.1)))
+    assert engine.step.state == "open"
 
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
