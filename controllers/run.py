@@ -103,6 +103,8 @@ class RunConfig:
         self.environment.validate()
         self.generator.validate()
         self.trainer.validate()
+        if self.trainer.optimizer is None:
+            raise ValueError("trainer.optimizer=None: a run trains")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
 

@@ -260,7 +260,8 @@ class TrainerConfig:
     """Positions whose [tokens, vocabulary] logits exist at a time."""
     max_call_bytes: int = 1 << 30
     """Samples of one call may hold this many bytes."""
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
+    """None: a trainer that only infers, without gradients and optimizer state."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
     """Step of the routers' expert bias at every optim_step (arXiv 2408.15664); 0: no bias, which is how transformers and vLLM route."""
@@ -294,7 +295,8 @@ class TrainerConfig:
         """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
         model = self.model
         model.validate()
-        self.optimizer.validate()
+        if self.optimizer is not None:
+            self.optimizer.validate()
         self.lora.validate(model, self.hf_path)
         if self.float8 and self.lora.rank:
             raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")

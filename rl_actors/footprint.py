@@ -57,12 +57,13 @@ def memory(config: TrainerConfig) -> Memory:
     parts = _held_parts(config)
     weights = [weight for _, part in parts for weight in part]
     local = [(weight, weight.count * math.prod(_local_shape(weight, config))) for weight in weights]
-    trained = sum(elements for weight, elements in local if weight.trained)
+    trained = [pair for pair in local if pair[0].trained and config.optimizer is not None]
+    num_trained = sum(elements for _, elements in trained)
     return Memory(
         parameters=FLOAT32 * sum(elements for _, elements in local),
-        gradients=FLOAT32 * trained,
+        gradients=FLOAT32 * num_trained,
         # Two moments, and the number of steps of each tensor.
-        optimizer=FLOAT32 * (2 * trained + sum(weight.count for weight in weights if weight.trained)),
+        optimizer=FLOAT32 * (2 * num_trained + sum(weight.count for weight, _ in trained)),
         buffers=FLOAT32 * sum(_buffers(config, layer) for layer, _ in parts if layer is not None),
         activations=_activations(config),
     )
@@ -180,6 +181,8 @@ def _activations(config: TrainerConfig) -> int:
             config.activation_checkpointing
         ]
         running = max(running, saved)
+    if config.optimizer is None:
+        kept = 0.0
     # The first of P stages has P microbatches under way, of a P-th of the blocks each.
     blocks = positions * size * (kept + running)
     hidden = positions * model.hidden_size * (size + FLOAT32)  # what the head reads, and its gradient

@@ -32,7 +32,7 @@ from rl_actors.types import (
     TrainerInfo,
     column_dtype,
 )
-from rl_actors.validation import validate_optim_params, validate_samples
+from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
 
 T = TypeVar("T")
 
@@ -165,6 +165,7 @@ class TrainerClient(Client):
         samples = list(samples) if isinstance(samples, Sequence) else samples
 
         async def call() -> ForwardBackwardOutput:
+            require_optimizer("forward_backward_custom", self._info.optimizer)
             self._validate(samples, None)
             bare = [replace(sample, columns={}) for sample in samples]
             known = await self._run_samples("forward", bare, None)()
@@ -180,6 +181,7 @@ class TrainerClient(Client):
         """Divide by params.grad_divisor, clip, step, clear."""
 
         async def call() -> OptimResult:
+            require_optimizer("optim_step", self._info.optimizer)
             validate_optim_params(params)
             self._raise_failed_save()
             return await self._first("optim_step", params)
@@ -204,6 +206,8 @@ class TrainerClient(Client):
         absolute = os.path.abspath(path)
 
         async def call() -> SavedCheckpoint:
+            if optimizer:
+                require_optimizer("save_checkpoint(optimizer=True)", self._info.optimizer)
             if self._writing is not None:  # so that the ranks' wait_for_checkpoint always means the last one
                 with contextlib.suppress(Exception):
                     await self._writing
@@ -236,7 +240,13 @@ class TrainerClient(Client):
         optimizer=False: the weights alone; the optimizer then starts as that of a new trainer.
         """
         absolute = os.path.abspath(path)
-        return self._in_turn("load_checkpoint", lambda: self._first("load_checkpoint", absolute, optimizer))
+
+        async def call() -> int:
+            if optimizer:
+                require_optimizer("load_checkpoint(optimizer=True)", self._info.optimizer)
+            return await self._first("load_checkpoint", absolute, optimizer)
+
+        return self._in_turn("load_checkpoint", call)
 
     def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
         """Write a new directory that transformers and vLLM load: config.json, safetensors and the tokenizer of hf_path, when it has one."""
@@ -251,7 +261,12 @@ class TrainerClient(Client):
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
         """Trace the next `steps` steps with torch.profiler; <directory>/rank-N.json is there when the last optim_step answers."""
         absolute = os.path.abspath(directory)
-        return self._in_turn("profile", lambda: self._first("profile", absolute, steps))
+
+        async def call() -> None:
+            require_optimizer("profile", self._info.optimizer)
+            await self._first("profile", absolute, steps)
+
+        return self._in_turn("profile", call)
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""
@@ -305,6 +320,8 @@ class TrainerClient(Client):
         samples = list(samples) if isinstance(samples, Sequence) else samples
 
         async def call() -> ForwardBackwardOutput:
+            if endpoint == "forward_backward":
+                require_optimizer(endpoint, self._info.optimizer)
             resolved = resolve(loss) if loss is not None else None
             if endpoint == "forward_backward" and resolved is None:
                 raise ValueError("unknown loss None; give a loss such as 'cross_entropy' or PPO()")

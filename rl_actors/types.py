@@ -204,6 +204,7 @@ class TrainerInfo:
     rank: int
     world_size: int
     pid: int
+    optimizer: str | None  # its name; None: the trainer only infers
     memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
 
 

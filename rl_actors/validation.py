@@ -131,6 +131,12 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
         )
 
 
+def require_optimizer(call: str, optimizer: Any) -> None:
+    """Raises ValueError when the trainer has no optimizer: for calls that train, and that read or write an optimizer's state."""
+    if optimizer is None:
+        raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
+
+
 def validate_optim_params(params: OptimParams) -> None:
     """Raises ValueError naming the field, its value and the limit."""
     if not isinstance(params, OptimParams):

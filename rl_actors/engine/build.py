@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
@@ -37,7 +37,7 @@ from rl_actors.engine import lora
 from rl_actors.engine.context import RowShards, WholeRows
 from rl_actors.engine.inputs import Batch
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
-from rl_actors.engine.optimizer import Hyperparameters
+from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
 from rl_actors.engine.stages import LocalModel, cut
 
 
@@ -46,8 +46,8 @@ class Parts:
     model: nn.Module  # whole, or what this rank's pipeline stages hold of it
     stages: list[PipelineStage]  # of a pipeline; else none
     num_parameters: int  # of the whole model
-    optimizers: OptimizersContainer
-    hyperparameters: Hyperparameters
+    optimizers: Any  # torchtitan's OptimizersContainer, or NoOptimizers
+    hyperparameters: Any  # Hyperparameters; None where there is no optimizer
     parallel_dims: ParallelDims
     device: torch.device
     rows: Callable[[Batch], Batch]  # a batch of whole rows -> what this rank holds of it, with attention masks
@@ -198,13 +198,16 @@ def build(config: TrainerConfig) -> Parts:
     with torch.no_grad():
         lora.initialise(model, config.lora.seed)
     model.train()
-    hyperparameters = Hyperparameters(config.optimizer, model, trained)
-    register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)
+    hyperparameters, optimizers = None, NoOptimizers()
+    if config.optimizer is not None:
+        hyperparameters = Hyperparameters(config.optimizer, model, trained)
+        optimizers = hyperparameters.optimizers
+        register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
     return Parts(
         model=model,
         stages=stages,
         num_parameters=num_parameters,
-        optimizers=hyperparameters.optimizers,
+        optimizers=optimizers,
         hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,

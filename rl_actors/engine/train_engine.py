@@ -28,7 +28,7 @@ from rl_actors.engine.step import OpenStep
 from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import merge, to_numbers
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
-from rl_actors.validation import validate_optim_params, validate_samples
+from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
 
 MAX_NAMES_REPORTED = 10
 
@@ -96,6 +96,7 @@ class TrainEngine:
 
         Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken.
         """
+        require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
@@ -108,6 +109,7 @@ class TrainEngine:
 
     def optim_step(self, params: OptimParams) -> OptimResult:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
+        require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
         validate_optim_params(params)
         self.parts.hyperparameters.validate(params)
@@ -148,6 +150,8 @@ class TrainEngine:
         holds something else, and RuntimeError with path and rank, from the answer, when it could not be written.
         """
         self.step.require("save_checkpoint")
+        if optimizer:
+            require_optimizer("save_checkpoint(optimizer=True)", self.config.optimizer)
         self.writer.wait()
         checkpoint.require_replaceable(path)
         return self.writer.start(self.parts, path, self.policy_version, optimizer=optimizer)
@@ -159,6 +163,8 @@ class TrainEngine:
         Raises ValueError, which changes nothing, when path is not a checkpoint of this model or holds no optimizer state.
         """
         self.step.require("load_checkpoint")
+        if optimizer:
+            require_optimizer("load_checkpoint(optimizer=True)", self.config.optimizer)
         self.writer.wait()
         checkpoint.require_checkpoint(self.parts, path, optimizer=optimizer)
         with self._breaking(weights=True):
@@ -192,6 +198,7 @@ class TrainEngine:
 
     def profile(self, directory: str, steps: int) -> None:
         """Trace the next `steps` steps into <directory>/rank-N.json. Refused in an open step: a trace holds whole ones."""
+        require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
         self.profiler.start(directory, steps)
 
@@ -212,6 +219,7 @@ class TrainEngine:
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             pid=os.getpid(),
+            optimizer=config.optimizer.name if config.optimizer is not None else None,
             memory_bytes=platform().memory_bytes(),
         )
 

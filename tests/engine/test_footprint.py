@@ -8,7 +8,7 @@ from references import ppo_samples
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-from rl_actors import PPO, LoRAConfig, ModelConfig, OptimParams, TrainerConfig
+from rl_actors import PPO, LoRAConfig, ModelConfig, OptimizerConfig, OptimParams, TrainerConfig
 from rl_actors.footprint import _held_parts, memory
 
 DENSE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "head_dim": 16}
@@ -30,7 +30,7 @@ def train(engine, lengths: list[int]) -> None:
 def held(engine) -> tuple[int, ...]:
     """Bytes of parameters, gradients, optimizer state and buffers."""
     parameters = list(engine.parts.model.parameters())
-    states = engine.parts.hyperparameters.optimizer.state.values()
+    states = [state for part in engine.parts.optimizers.optimizers for state in part.state.values()]
     grads = [p.grad for p in parameters if p.grad is not None]
     moments = [tensor for state in states for tensor in state.values()]
     kinds = (parameters, grads, moments, engine.parts.model.buffers())
@@ -60,6 +60,15 @@ def test_adapters_alone_have_gradients_and_optimizer_state(make_engine, untied_q
     expected = memory(engine.config)
     assert held(engine) == (expected.parameters, expected.gradients, expected.optimizer, expected.buffers)
     assert expected.gradients < 0.3 * expected.parameters
+
+
+def test_a_trainer_that_only_infers_holds_neither_gradients_nor_optimizer_state(make_engine, tied_qwen3):
+    engine = make_engine(optimizer=None)
+    engine.forward(ppo_samples([40, 7, 30]), PPO())
+    engine.discard_gradients()
+    expected, trains = memory(engine.config), memory(replace(engine.config, optimizer=OptimizerConfig()))
+    assert held(engine) == (expected.parameters, 0, 0, expected.buffers)
+    assert (expected.gradients, expected.optimizer) == (0, 0) and expected.activations < trains.activations
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])

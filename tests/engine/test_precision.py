@@ -44,9 +44,12 @@ def test_bfloat16_computes_near_float32_and_its_masters_are_float32(make_engine)
 
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(make_engine):
-    assert two_steps(make_engine(compile=CompileConfig(enable=True, components=["model"]))) == pytest.approx(
-        two_steps(make_engine()), rel=1e-5
-    )
+    engine, compiled = make_engine(), make_engine(compile=CompileConfig(enable=True, components=["model"]))
+    assert two_steps(compiled) == pytest.approx(two_steps(engine), rel=1e-5)
+    # Neither do they change a name.
+    assert compiled.parts.model.state_dict().keys() == engine.parts.model.state_dict().keys()
+    names = [[name for name, _ in made.parts.model.named_parameters()] for made in (engine, compiled)]
+    assert names[0] == names[1]
 
 
 def test_emulated_float8_is_not_compiled(make_engine):

@@ -198,7 +198,8 @@ class TestTrainer(PolicyTrainer):
             return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
         parameters = list(self.engine.parts.model.parameters())
-        states = self.engine.parts.hyperparameters.optimizer.state.values()
+        optimizers = self.engine.parts.optimizers.optimizers
+        states = [state for optimizer in optimizers for state in optimizer.state.values()]
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         moments = [tensor for state in states for tensor in state.values()]
         return tuple(map(size, (parameters, grads, moments, self.engine.parts.model.buffers())))
