@@ -3,16 +3,18 @@
 python -m controllers.grpo --config tiny
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from controllers.main import main
+from controllers.reference import spawn_reference, with_reference
 from controllers.rollouts import Batch, RolloutConfig, Rollouts
 from controllers.run import Run, RunConfig, Update, split
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SupervisedConfig, train_supervised
-from rl_actors import PPO, Sample, metrics, num_loss_tokens
+from rl_actors import KL, PPO, Sample, metrics, num_loss_tokens
 
 
 @dataclass(kw_only=True)
@@ -26,6 +28,10 @@ class GRPOConfig(RunConfig):
     """Lower bound of the probability ratio in the loss."""
     ratio_high: float = 1.28
     """Upper bound of the probability ratio in the loss."""
+    reference_kl: float = 0.0
+    """Weight in the loss of the KL divergence from the policy as GRPO began, which a second trainer beside the first holds; 0: none."""
+    reference_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Of that divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate by GRPO step."""
     warmup: SupervisedConfig = field(default_factory=SupervisedConfig)
@@ -38,6 +44,8 @@ class GRPOConfig(RunConfig):
         self.rollouts.validate()
         self.schedule.validate()
         self.warmup.validate()
+        if not 0 <= self.reference_kl < math.inf:
+            raise ValueError(f"reference_kl={self.reference_kl}; it must be a number of at least 0, finite")
         self.loss()
         if self.updates_per_step < 1:
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
@@ -47,7 +55,8 @@ class GRPOConfig(RunConfig):
             raise ValueError(f"max_warmup_steps={self.max_warmup_steps}; it must be at least 0")
 
     def loss(self) -> PPO:
-        return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high)
+        kl = KL(coefficient=self.reference_kl, estimator=self.reference_kl_estimator) if self.reference_kl else None
+        return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high, kl=kl)
 
 
 async def train_step(run: Run, samples: Sequence[Sample], learning_rate: float) -> list[Update]:
@@ -74,6 +83,9 @@ async def train(run: Run) -> None:
     first_step = max(run.state.get("step", 0), warmup_steps)
     last_step = warmup_steps + config.steps
     run.log.display.total_steps = last_step
+    reference = None
+    if config.reference_kl:
+        reference = await spawn_reference(run, has_begun=first_step > warmup_steps, warmup_steps=warmup_steps)
     await run.sync()
     for step in range(first_step, last_step):
         with run.timer("generate"):
@@ -81,8 +93,9 @@ async def train(run: Run) -> None:
         values = batch.metrics()
         if batch.samples:  # with no signal there is no gradient, so no step of the optimizer
             rate = schedule(step - warmup_steps)
+            samples = await with_reference(run, reference, batch.samples) if reference else batch.samples
             with run.timer("train"):
-                updates = await train_step(run, batch.samples, rate)
+                updates = await train_step(run, samples, rate)
             await run.sync()
             values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": rate}
         done, is_last = step + 1 - warmup_steps, step + 1 == last_step
@@ -126,7 +139,8 @@ def report(batch: Batch, updates: Sequence[Update], num_epochs: int) -> dict[str
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))
     results = [update.result for update in updates]
-    return {
+    values = {"kl/reference": first["kl_reference:mean"]} if "kl_reference:mean" in first else {}
+    return values | {
         "logprob_diff/mean": first["logprob_diff:mean"],
         "logprob_diff/max": first["logprob_diff:max"],
         "kl/policy_generator": first["kl_policy_generator:mean"],

@@ -33,6 +33,7 @@ class RunFolder:
         self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
         self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
+        self.reference = self.path / "reference"
 
     @property
     def holds_run(self) -> bool:

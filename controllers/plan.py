@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def describe(config: Any) -> str:
         "processes:",
         f"  {'controller':<12} this machine",
         *_ranks(trainer),
+        *_reference(config),
         f"  {'generator-0':<12} {_device(0)}, vLLM in {config.generator.dtype}",
     ]
     return "\n".join(lines)
@@ -49,6 +50,13 @@ def _ranks(trainer: TrainerConfig) -> list[str]:
         lines.append(f"  {f'trainer-{rank}':<12} {_device(rank)}" + (f": {named}" if named else ""))
     left = trainer.num_processes() - len(lines)
     return lines + ([f"  and {left} more trainer processes"] if left else [])
+
+
+def _reference(config: Any) -> list[str]:
+    if not getattr(config, "reference_kl", 0):
+        return []
+    held = size_text(footprint.memory(replace(config.trainer, optimizer=None)).total)
+    return [f"  {'reference':<12} as many processes as the trainer's, beside them, each with at most {held}"]
 
 
 def _device(rank: int) -> str:

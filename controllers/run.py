@@ -131,6 +131,7 @@ class Run:
     checkpoints: Checkpoints
     timer: Timer = field(default_factory=Timer)
     state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that is resumed; empty for a new run
+    spawn_reference: Any = None  # () -> a TrainerClient as the trainer was, without an optimizer; closed with the run
 
     async def update(self, samples: Sequence[Sample], loss: Loss, learning_rate: float) -> Update:
         """One optimizer step with the mean gradient over the samples' tokens."""
@@ -184,6 +185,12 @@ async def open_run(
         generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
         trainer = TrainerClient.spawn(trainer_config, transport=transport, logs=logs)
         clients.append(trainer)
+
+        def spawn_reference() -> Any:
+            infers = replace(trainer_config, optimizer=None)
+            clients.append(TrainerClient.spawn(infers, transport=transport, name="reference", logs=logs))
+            return clients[-1]
+
         generator = GeneratorClient.spawn(generator_config, transport=transport, logs=logs)
         clients.append(generator)
         with log.setup("starting trainer and generator"):
@@ -198,6 +205,7 @@ async def open_run(
             generator=generator,
             log=log,
             checkpoints=checkpoints,
+            spawn_reference=spawn_reference,
         )
         await checkpoints.finish()
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -136,6 +137,28 @@ def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(t
     assert all(record["policy_version"] is None for record in grpo)
 
 
+@pytest.mark.slow
+def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_the_same_reference(tmp_path):
+    folder = tmp_path / "run"
+    kl = ["--reference-kl", 0.1, "--schedule.learning-rate", 4e-3]
+    process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT, *PARITY, *kl)
+    output = finish(process)
+    assert process.returncode == 0, output
+    whole = read_jsonl(folder / "metrics.jsonl")
+    found = [record["kl/reference"] for record in whole if record["phase"] == "grpo"]
+    assert abs(found[0]) < 1e-9 and all(value > 1e-4 for value in found[1:]), found
+    shutil.rmtree(folder / "checkpoints" / "step-7")
+    process = start("--resume", folder)
+    output = finish(process)
+    assert process.returncode == 0, output
+    again = read_jsonl(folder / "metrics.jsonl")
+    assert [record["step"] for record in again] == list(range(7))
+    for key in ("kl/reference", "loss", "grad_norm"):
+        repeated, expected = ([record[key] for record in records[5:]] for records in (again, whole))
+        assert repeated == pytest.approx(expected, rel=1e-5), key
+    assert (folder / "logs/reference-0.log").exists()
+
+
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
 )
@@ -179,6 +202,7 @@ def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
         (["--schedule.learning-rate", "-1"], "learning_rate=-1.0"),
         (["--rollouts.group-size", "1"], "rollouts.group_size=1; it must be at least 2"),
         (["--updates-per-step", "0"], "updates_per_step=0; it must be at least 1"),
+        (["--reference-kl", "-0.1"], "reference_kl=-0.1; it must be a number of at least 0, finite"),
         (["--epochs-per-step", "0"], "epochs_per_step=0; it must be at least 1"),
         (["--rollouts.top-p", "2"], "rollouts.top_p=2.0; it must be in (0, 1]"),
         (["--alphabet", "0123"], "are not in the tokenizer's alphabet"),

@@ -1,8 +1,10 @@
 """What --plan prints, and that it starts and writes nothing."""
 
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from configs.tiny import tiny
@@ -27,6 +29,14 @@ def test_the_plan_shows_layout_memory_and_every_process():
         f"data_parallel_shard {shard}, tensor_parallel {tensor}" for shard in range(2) for tensor in range(2)
     ]
     assert "  generator-0  " in text and "  controller   " in text
+
+
+def test_a_reference_is_beside_the_trainer():
+    assert "reference" not in plan.describe(tiny())
+    text = plan.describe(replace(tiny(), reference_kl=0.1))
+    assert re.search(
+        r"  reference    as many processes as the trainer's, beside them, each with at most [\d.]+ MiB\n", text
+    )
 
 
 def test_a_long_list_of_ranks_is_cut():
