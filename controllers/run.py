@@ -182,6 +182,8 @@ async def open_run(
         with log.setup("starting transport"):
             await asyncio.wait_for(transport.open(), config.trainer.setup_timeout)
         trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)
+        if config.alphabet and (tokenizer_folder := folder.path.absolute() / "tokenizer").is_dir():
+            trainer_config.tokenizer_path = str(tokenizer_folder)
         generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
         trainer = TrainerClient.spawn(trainer_config, transport=transport, logs=logs)
         clients.append(trainer)

@@ -238,6 +238,8 @@ class TrainerConfig:
     """Not given, it is read from hf_path."""
     hf_path: str = ""
     """Hugging Face directory to load weights from; empty: random weights from `seed`."""
+    tokenizer_path: str = ""
+    """Directory whose tokenizer files checkpoints and exports hold, too; empty: hf_path."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing."""

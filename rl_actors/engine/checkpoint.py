@@ -1,7 +1,7 @@
 """Read and write DCP directories of the whole trainer. Collective over all ranks; hf.py knows Hugging Face directories."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
@@ -65,15 +65,18 @@ class CheckpointWriter:
     def _group(self) -> dist.ProcessGroup:
         return dist.new_group(backend="gloo")  # at the first save, which all ranks reach together
 
-    def start(self, parts: Parts, path: str, policy_version: int, *, optimizer: bool) -> "Future[None]":
+    def start(
+        self, parts: Parts, path: str, policy_version: int, *, optimizer: bool, add: Callable[[Path], None]
+    ) -> "Future[None]":
         """Copy the state to the CPU and return; the answer comes when the directory is whole on disk.
 
+        add(directory) puts more files into it, on rank 0.
         It raises RuntimeError with path and rank when a rank could not write; then `path` is what it was before.
         """
         self.wait()
         upload = dcp.async_save(
             _state(parts, policy_version, optimizer=optimizer),
-            storage_writer=_WholeDirectoryWriter(path),
+            storage_writer=_WholeDirectoryWriter(path, add),
             process_group=self._group,
         )
         written: Future[None] = Future()
@@ -94,9 +97,9 @@ class _WholeDirectoryWriter(FileSystemWriter):
     DCP runs prepare_global_plan and finish on its first rank alone, between its own collectives, and spreads their errors.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, add: Callable[[Path], None]) -> None:
         super().__init__(f"{path}.partial")
-        self.target = Path(path)
+        self.target, self.add = Path(path), add
 
     def prepare_global_plan(self, plans):
         shutil.rmtree(self.path)  # what a killed save left may hold files of more ranks than there are now
@@ -105,6 +108,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
 
     def finish(self, metadata, results) -> None:
         super().finish(metadata, results)
+        self.add(self.path)
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():

@@ -106,6 +106,21 @@ def state_dict(parts: Parts) -> dict[str, Tensor]:
     return parts.adapter.to_hf(others) | _expert_tensors(parts.adapter, experts)
 
 
+def require_tokenizer(path: str) -> None:
+    """Raises ValueError when path is no tokenizer's directory."""
+    if not (Path(path) / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"tokenizer_path={path!r} holds no tokenizer_config.json, so it is not a tokenizer's directory"
+        )
+
+
+def copy_tokenizer(source: str, target: Path) -> None:
+    """Copy the tokenizer files that `source` has; what one rank does for all."""
+    for name in TOKENIZER_FILES:
+        if source and (Path(source) / name).is_file():
+            shutil.copyfile(Path(source) / name, target / name)
+
+
 def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
     """Write a directory that transformers and vLLM load: under a temporary name and renamed, so it is whole or is not there.
 
@@ -118,9 +133,7 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
         partial.mkdir(parents=True)
         values = config.to_hf() | {"torch_dtype": dtype}
         (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-        for name in TOKENIZER_FILES:
-            if source and (Path(source) / name).is_file():
-                shutil.copyfile(Path(source) / name, partial / name)
+        copy_tokenizer(source, partial)
 
     _on_first_rank(begin)
     files = _Files(partial)

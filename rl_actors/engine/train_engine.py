@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,6 +43,8 @@ class TrainEngine:
         if config.hf_path:
             hf.require_same_model(config.model, config.hf_path)
             hf.require_same_tensors(config.model, config.hf_path)
+        if config.tokenizer_path:
+            hf.require_tokenizer(config.tokenizer_path)
         self.config = config
         self.parts: Parts = build(config)
         stages = self.parts.stages
@@ -144,7 +147,8 @@ class TrainEngine:
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
-        """Copy model, optimizer and version, and write them as a DCP directory while training goes on. Refused in an open step.
+        """Copy model, optimizer and version, and write them as a DCP directory while training goes on, beside the tokenizer's
+        files, where there are any. Refused in an open step.
 
         The answer is there when the directory is whole on disk; a second save waits for the first. Raises ValueError when path
         holds something else, and RuntimeError with path and rank, from the answer, when it could not be written.
@@ -154,7 +158,8 @@ class TrainEngine:
             require_optimizer("save_checkpoint(optimizer=True)", self.config.optimizer)
         self.writer.wait()
         checkpoint.require_replaceable(path)
-        return self.writer.start(self.parts, path, self.policy_version, optimizer=optimizer)
+        add_tokenizer = partial(hf.copy_tokenizer, self.config.tokenizer_path or self.config.hf_path)
+        return self.writer.start(self.parts, path, self.policy_version, optimizer=optimizer, add=add_tokenizer)
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
         """Read what save_checkpoint wrote, under any layout, and return its policy_version. Refused in an open step.
@@ -179,14 +184,15 @@ class TrainEngine:
         return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and, when hf_path has them, tokenizer files: whole or not there. Changes nothing here.
+        """Write config.json, safetensors and, where there are any, tokenizer files: whole or not there. Changes nothing here.
 
         Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
         """
         self.step.require("export_hf")
         self._require_hf("export_hf")
         hf.require_exportable(path, dtype)
-        hf.export(self.parts, self.config.model, path, source=self.config.hf_path, dtype=dtype)
+        source = self.config.tokenizer_path or self.config.hf_path
+        hf.export(self.parts, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
         """Write the adapters as peft reads them: whole or not there. Raises ValueError when there are none or path is taken."""

@@ -82,6 +82,7 @@ def test_a_run_leaves_every_file_and_a_line_a_step(finished_run):
     for name in ("config.json", "rollouts.jsonl", "report.html", "reward.png", "tokenizer/tokenizer.json"):
         assert (folder / name).stat().st_size > 0
     assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step-5", "step-7"}
+    assert (folder / "checkpoints/step-7/trainer/tokenizer.json").is_file()
     assert list((folder / "tensorboard").iterdir())
     assert {path.stem for path in (folder / "logs").iterdir()} >= {"controller", "trainer-0", "generator-0"}
     assert json.loads((folder / "outcome.json").read_text())["status"] == "finished"

@@ -1,5 +1,6 @@
 """What a checkpoint brings back, and what is refused in its place."""
 
+import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 from references import ppo_samples
 
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors.engine.checkpoint import _WholeDirectoryWriter, is_checkpoint
 from rl_actors.losses import PPO
 from rl_actors.types import OptimParams
@@ -49,6 +51,24 @@ def test_training_after_load_is_bit_equal_to_training_after_save(make_engine, tm
     # Saving is reading: it does not disturb the run.
     assert train(uninterrupted, (5, 6)) == first
     assert_bit_equal(state(uninterrupted), state(other))
+
+
+@pytest.mark.parametrize("place", ["hf_path", "tokenizer_path"])
+def test_checkpoints_and_exports_hold_the_tokenizer(make_engine, tied_qwen3, tmp_path, place):
+    there = tmp_path / "there"
+    shutil.copytree(tied_qwen3, there)
+    build_character_tokenizer(there, "01+")
+    engine = make_engine(**{place: str(there)})
+    engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    engine.export_hf(str(tmp_path / "exported"))
+    for path in (tmp_path / "checkpoint", tmp_path / "exported"):
+        assert load_tokenizer(path).encode("1+0") == [3, 4, 2]
+    assert make_engine().load_checkpoint(str(tmp_path / "checkpoint")) == 0
+
+
+def test_a_tokenizer_path_without_a_tokenizer_is_refused(make_engine):
+    with pytest.raises(ValueError, match="tokenizer_path='nowhere' holds no tokenizer_config.json"):
+        make_engine(tokenizer_path="nowhere")
 
 
 def test_a_saved_checkpoint_replaces_the_one_before_and_leaves_nothing_else(make_engine, tmp_path):
