@@ -42,6 +42,17 @@ def test_bfloat16_computes_near_float32_and_its_masters_are_float32(make_engine)
     assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
 
 
+def test_two_deterministic_runs_are_bit_equal(make_engine):
+    try:
+        engines = [make_engine(deterministic=True) for _ in range(2)]
+        assert torch.are_deterministic_algorithms_enabled()
+        assert two_steps(engines[0]) == two_steps(engines[1])
+        parameters = zip(*(engine.parts.model.parameters() for engine in engines), strict=True)
+        assert all(torch.equal(a, b) for a, b in parameters)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_numbers(make_engine):
     engine, compiled = make_engine(), make_engine(compile=CompileConfig(enable=True, components=["model"]))

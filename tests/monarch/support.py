@@ -169,6 +169,10 @@ class TestTrainer(PolicyTrainer):
         self.new_stream()
 
     @endpoint
+    async def shown(self) -> str:
+        return repr(self)
+
+    @endpoint
     async def pack(self, limits: dict[str, int]) -> None:
         """Plan the calls that follow with other limits."""
         self.engine.config = replace(self.engine.config, **limits)

@@ -9,7 +9,7 @@ import support
 import torch
 from support import FailingLoss, Gate, random_samples
 
-from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient
+from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient, layouts
 from rl_actors.policy_trainer import Order
 
 STEP = OptimParams(learning_rate=0.01)
@@ -22,6 +22,15 @@ def test_await_and_result_give_the_same(trainer):
     ours, theirs = trainer.forward(random_samples()).result(), asyncio.run(awaited())
     assert all(map(torch.equal, ours.logprobs, theirs.logprobs))
     assert ours.policy_version == theirs.policy_version
+
+
+def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
+    [info] = trainer.info().result()
+    assert trainer_mesh.shown.call_one().get(timeout=60) == "PolicyTrainer(0)"
+    assert (info.rank, info.world_size, info.optimizer) == (0, 1, "AdamW")
+    assert info.layout == dict.fromkeys(layouts.DEGREES, 1)
+    assert (info.dtype, info.device.partition(":")[0]) == ("float32", "cuda" if torch.cuda.is_available() else "cpu")
+    assert info.memory_bytes > info.num_parameters * 4
 
 
 def test_result_works_in_a_running_loop_as_in_jupyter(trainer):
