@@ -170,11 +170,11 @@ def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dic
     numbers["policy"] = [engine.forward_backward(half, POLICY) for half in halves]
     numbers["policy evaluated"] = [engine.forward(half, POLICY) for half in halves]
     numbers["policy gradients"] = gradients(engine)
-    numbers["policy grad_norm"] = engine.optim_step(STEP).grad_norm
+    numbers["policy step"] = engine.optim_step(STEP)
     numbers["sequence evaluated"] = [engine.forward(samples_with(*TRAINED), SEQUENCE, entropy=True)]
     numbers["sequence"] = [engine.forward_backward(samples_with(*TRAINED), SEQUENCE, entropy=True)]
     numbers["sequence gradients"] = gradients(engine)
-    numbers["sequence grad_norm"] = engine.optim_step(STEP).grad_norm
+    numbers["sequence step"] = engine.optim_step(STEP)
     return numbers
 
 
@@ -260,7 +260,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         for kind, known in gradients.items():
             known.update(answer[f"{kind} gradients"])
         pushed.update(answer["pushed"])
-        assert all(answer[f"{kind} grad_norm"] == first[f"{kind} grad_norm"] for kind in gradients)
+        assert all(answer[f"{kind} step"] == first[f"{kind} step"] for kind in gradients)
     counts = {"forward": [len(LENGTHS)], "policy": [9, len(LENGTHS) - 9], "sequence": [len(LENGTHS)]}
     counts |= {f"{kind} evaluated": counts[kind] for kind in gradients}
     return Numbers(
@@ -269,7 +269,7 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
             for kind, sizes in counts.items()
         },
         gradients=gradients,
-        grad_norms={kind: first[f"{kind} grad_norm"] for kind in gradients},
+        grad_norms={kind: first[f"{kind} step"].grad_norm for kind in gradients},
         pushed=pushed,
     )
 
