@@ -77,9 +77,17 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Log probability of every token after the first, given those before it, at temperature 1: float32 [T - 1] each."""
+        """Log probability of every token after the first, given those before it, at temperature 1: float32 [T - 1] each.
+
+        Raises ValueError under an adapter of the output projection.
+        """
         from vllm import SamplingParams as VLLMParams
 
+        if self.config.lora.unmerged and self.config.lora.train_unembed:
+            raise ValueError(
+                'compute_logprobs is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
+                "the output projection to sampled tokens alone; sync them merged"
+            )
         one_token = SamplingParams(max_tokens=1)
         validate_prompts(sequences, one_token, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)

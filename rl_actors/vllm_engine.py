@@ -28,10 +28,15 @@ CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def start_vllm(config: GeneratorConfig) -> Any:
-    """An LLMEngine in this process: on the weights of config.hf_path, else on random ones until the first pull."""
+    """An LLMEngine in this process: on the weights of config.hf_path, else on random ones until the first pull.
+
+    Raises ValueError for adapters that vLLM cannot apply on this machine.
+    """
     os.environ.update(ENGINE_ENV)
-    if not torch.cuda.is_available():
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
         os.environ.update(CPU_ENV)
+    require_adapters_possible(config, on_cpu=on_cpu)
     with model_directory(config) as directory:
         return _llm_engine(config, directory)
 
@@ -63,10 +68,6 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         }
     else:
         memory = {"gpu_memory_utilization": config.gpu_memory_utilization}
-        if config.lora.unmerged and config.dtype == "float32":
-            raise ValueError(
-                'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take bfloat16 alone'
-            )
     args = EngineArgs(
         model=directory,
         skip_tokenizer_init=True,
@@ -83,6 +84,22 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         **(adapter_options(config.lora) if config.lora.unmerged else {}),
     )
     return LLMEngine.from_engine_args(args)
+
+
+def require_adapters_possible(config: GeneratorConfig, *, on_cpu: bool) -> None:
+    """Raises ValueError naming the value and the reason for adapters that vLLM 0.32 cannot apply on such a machine."""
+    if not config.lora.unmerged:
+        return
+    if on_cpu and config.model.num_experts:
+        raise ValueError(
+            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: vLLM then runs experts in a Triton kernel, '
+            "which needs a GPU; sync them merged"
+        )
+    if not on_cpu and config.dtype == "float32":
+        raise ValueError(
+            'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take no float32; '
+            "set bfloat16, or sync them merged"
+        )
 
 
 def adapter_options(config: LoRAConfig) -> dict[str, Any]:
