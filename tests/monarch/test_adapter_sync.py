@@ -55,7 +55,10 @@ def base(tmp_path_factory) -> str:
     return save_random(tmp_path_factory.mktemp("base"), support.model_config())
 
 
-@pytest.fixture(scope="module", params=[pytest.param("merged", marks=pytest.mark.slow), "adapter"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("merged", "adapter")]
+
+
+@pytest.fixture(scope="module", params=SLOW)
 def pair(request, base):
     """Trainer and generator of a process each, and what the generator did before and during its first pull."""
     lora = replace(LORA, sync=request.param)
@@ -177,7 +180,7 @@ def test_adapters_that_do_not_fit_fail_and_leave_those_that_are_held(pair, kind)
     assert worst(pair.generator.compute_logprobs(SEQUENCES).result(), before) == 0
 
 
-@pytest.mark.parametrize("pair", ["adapter"], indirect=True)
+@pytest.mark.parametrize("pair", SLOW[1:], indirect=True)
 def test_vllm_loads_an_exported_adapter(pair, tmp_path):
     support.step(pair.trainer, seed=5)
     pair.trainer.export_lora(str(tmp_path / "adapter")).result()
