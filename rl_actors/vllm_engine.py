@@ -92,8 +92,8 @@ def require_adapters_possible(config: GeneratorConfig, *, on_cpu: bool) -> None:
         return
     if on_cpu and config.model.num_experts:
         raise ValueError(
-            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: vLLM then runs experts in a Triton kernel, '
-            "which needs a GPU; sync them merged"
+            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
+            "vLLM then runs experts in a Triton kernel, which needs a GPU"
         )
     if not on_cpu and config.dtype == "float32":
         raise ValueError(
