@@ -59,7 +59,7 @@ class RunConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Its model is the trainer's."""
+    """Its model and adapters are the trainer's."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """How weights get from the trainer to the generator."""
@@ -77,7 +77,9 @@ class RunConfig:
     """Report to this wandb project, too."""
 
     def __post_init__(self) -> None:
-        self.generator = replace(self.generator, model=self.trainer.model)
+        lora = self.trainer.lora
+        base = self.generator.hf_path or (self.trainer.hf_path if lora.unmerged else "")
+        self.generator = replace(self.generator, model=self.trainer.model, lora=lora, hf_path=base)
 
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
@@ -100,6 +102,10 @@ class RunConfig:
         for name, limit in longest.items():
             if self.max_tokens >= limit:
                 raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
+        if self.trainer.lora.unmerged and self.generator.hf_path != self.trainer.hf_path:
+            raise ValueError(
+                f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
+            )
         self.environment.validate()
         self.generator.validate()
         self.trainer.validate()

@@ -147,6 +147,7 @@ MOE_FIELDS = frozenset(
     }
 )
 HF_MODEL_TYPES = ("qwen3", "qwen3_moe")
+MAX_VLLM_RANK = 512
 
 
 @dataclass(kw_only=True)
@@ -206,6 +207,14 @@ class LoRAConfig:
     """An adapter on the output projection."""
     seed: int = 0
     """Of the adapters' first values, which are the same in every layout."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a push publishes. merged: whole weights with the adapters in them; adapter: the adapters alone, which the generator's vLLM
+    applies to the weights of hf_path."""
+
+    @property
+    def unmerged(self) -> bool:
+        """Whether there are adapters and generators get them alone."""
+        return self.rank > 0 and self.sync == "adapter"
 
     def validate(self, model: ModelConfig, hf_path: str) -> None:
         """Raises ValueError naming the value and the limit for adapters that this model cannot have."""
@@ -217,6 +226,10 @@ class LoRAConfig:
             raise ValueError(f"lora.rank={self.rank}, but train_attn, train_mlp and train_unembed are all False")
         if not hf_path:
             raise ValueError(f"lora.rank={self.rank} with an empty hf_path: a checkpoint holds the adapters alone")
+        if self.unmerged and self.rank > MAX_VLLM_RANK:
+            raise ValueError(
+                f'lora.rank={self.rank} with lora.sync="adapter"; vLLM takes at most {MAX_VLLM_RANK}, or sync them merged'
+            )
         if self.train_unembed and model.tie_word_embeddings:
             raise ValueError(
                 "lora.train_unembed=True with model.tie_word_embeddings=True: the merged head would not be tied"
@@ -327,6 +340,8 @@ class TrainerConfig:
 class GeneratorConfig:
     model: Annotated[ModelConfig, tyro.conf.Suppress] = field(default_factory=ModelConfig)
     """In a run it is the trainer's."""
+    lora: Annotated[LoRAConfig, tyro.conf.Suppress] = field(default_factory=LoRAConfig)
+    """The adapters that a pull brings when lora.sync is "adapter"; in a run they are the trainer's."""
     hf_path: str = ""
     """Hugging Face directory of config.json and weights; empty: weights come with the first pull."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -358,6 +373,10 @@ class GeneratorConfig:
                 raise ValueError(f"generator.{name}={getattr(self, name)}; it must be positive")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")
+        if self.lora.unmerged and not self.hf_path:
+            raise ValueError(
+                'generator.hf_path is empty with lora.sync="adapter": the weights under the adapters come from there'
+            )
         longest = self.model.max_position_embeddings
         if self.max_model_len > longest:
             raise ValueError(f"generator.max_model_len={self.max_model_len} exceeds max_position_embeddings={longest}")

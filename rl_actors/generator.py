@@ -6,6 +6,7 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint
 from torch import Tensor
 
+from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
 from rl_actors.errors import sends_errors
 from rl_actors.transports.base import Manifest, Transport, find
@@ -13,6 +14,8 @@ from rl_actors.types import Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import validate_prompts
 from rl_actors.vllm_engine import (
     EngineThread,
+    OneAdapter,
+    WholeWeights,
     model_directory,
     read_completion,
     read_prompt_logprobs,
@@ -40,7 +43,7 @@ class Generator(Actor):
         return GeneratorInfo(
             policy_version=self.engine.version,
             max_model_len=self.config.max_model_len,
-            vocab_size=self.expected_vocab_size,
+            vocab_size=self.vocab_size,
         )
 
     @property
@@ -51,8 +54,12 @@ class Generator(Actor):
 
     def _start(self) -> EngineThread:
         with model_directory(self.config) as directory:
-            self.expected = expected_tensors(directory)
-        return EngineThread(lambda: start_vllm(self.config))
+            parameters = expected_tensors(directory)
+        self.vocab_size = parameters["model.embed_tokens.weight"][0]
+        lora = self.config.lora
+        self.expected = adapters.shapes(lora, parameters) if lora.unmerged else parameters
+        weights = OneAdapter(self.config, self.expected) if lora.unmerged else WholeWeights()
+        return EngineThread(lambda: start_vllm(self.config), weights)
 
     @concurrent_endpoint
     @sends_errors
@@ -61,7 +68,7 @@ class Generator(Actor):
 
         Raises ValueError for a prompt that is empty or longer than max_model_len, and for parameters out of range.
         """
-        limits = {"max_model_len": self.config.max_model_len, "vocab_size": self.expected_vocab_size}
+        limits = {"max_model_len": self.config.max_model_len, "vocab_size": self.vocab_size}
         validate_prompts(prompts, params, **limits)
         requests = self.engine.start(prompts, lambda index: vllm_params(params, index), read_completion)
         results = await asyncio.wrap_future(requests)
@@ -70,20 +77,26 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Log probability of every token after the first, given those before it, at temperature 1: float32 [T - 1] each."""
+        """Log probability of every token after the first, given those before it, at temperature 1: float32 [T - 1] each.
+
+        Raises ValueError under an adapter of the output projection.
+        """
         from vllm import SamplingParams as VLLMParams
 
+        if self.config.lora.unmerged and self.config.lora.train_unembed:
+            raise ValueError(
+                'compute_logprobs is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
+                "the output projection to sampled tokens alone; sync them merged"
+            )
         one_token = SamplingParams(max_tokens=1)
-        validate_prompts(
-            sequences, one_token, max_model_len=self.config.max_model_len, vocab_size=self.expected_vocab_size
-        )
+        validate_prompts(sequences, one_token, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         return await asyncio.wrap_future(self.engine.start(sequences, lambda _: [params], read_prompt_logprobs))
 
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> int:
-        """Replace the weights by a published version; a no-op when it is held.
+        """Replace the weights, or the adapter, by a published version; a no-op when it is held.
 
         Raises TimeoutError when the version is not published in time, ValueError unless every parameter arrived whole.
         """
@@ -102,10 +115,6 @@ class Generator(Actor):
         return version
 
     held_key = ""
-
-    @property
-    def expected_vocab_size(self) -> int:
-        return self.expected["model.embed_tokens.weight"][0]
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:

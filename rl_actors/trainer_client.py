@@ -281,7 +281,9 @@ class TrainerClient(Client):
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
             # A sample of T positions is a sequence of T + 1 tokens.
             longest = min(self.config.max_sequence_length + 1, self.config.model.max_position_embeddings)
-            config = GeneratorConfig(model=self.config.model, max_model_len=longest)
+            lora = self.config.lora
+            base = self.config.hf_path if lora.unmerged else ""
+            config = GeneratorConfig(model=self.config.model, lora=lora, hf_path=base, max_model_len=longest)
         push = self.push_model_state_dict()
         generator = GeneratorClient.spawn(config, transport=lambda: self._transport, name=name, logs=logs)
         generator._pull_first(push)

@@ -5,16 +5,17 @@ import os
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from rl_actors import cpu_process
-from rl_actors.config import GeneratorConfig
+from rl_actors import adapters, cpu_process
+from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.types import Completion, SamplingParams
 
 NO_VERSION = -1
@@ -27,10 +28,15 @@ CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
 def start_vllm(config: GeneratorConfig) -> Any:
-    """An LLMEngine in this process: on the weights of config.hf_path, else on random ones until the first pull."""
+    """An LLMEngine in this process: on the weights of config.hf_path, else on random ones until the first pull.
+
+    Raises ValueError for adapters that vLLM cannot apply on this machine.
+    """
     os.environ.update(ENGINE_ENV)
-    if not torch.cuda.is_available():
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
         os.environ.update(CPU_ENV)
+    require_adapters_possible(config, on_cpu=on_cpu)
     with model_directory(config) as directory:
         return _llm_engine(config, directory)
 
@@ -75,8 +81,76 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         seed=config.seed,
         disable_log_stats=True,
         **memory,
+        **(adapter_options(config.lora) if config.lora.unmerged else {}),
     )
     return LLMEngine.from_engine_args(args)
+
+
+def require_adapters_possible(config: GeneratorConfig, *, on_cpu: bool) -> None:
+    """Raises ValueError naming the value and the reason for adapters that vLLM 0.32 cannot apply on such a machine."""
+    if not config.lora.unmerged:
+        return
+    if on_cpu and config.model.num_experts:
+        raise ValueError(
+            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
+            "vLLM then runs experts in a Triton kernel, which needs a GPU"
+        )
+    if not on_cpu and config.dtype == "float32":
+        raise ValueError(
+            'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take no float32; '
+            "set bfloat16, or sync them merged"
+        )
+
+
+def adapter_options(config: LoRAConfig) -> dict[str, Any]:
+    """vLLM's arguments for one adapter at a time, of these modules alone."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= config.rank),
+        "lora_target_modules": adapters.modules(config),
+    }
+
+
+class WholeWeights:
+    """What a pull brings is every parameter."""
+
+    request = None
+
+    def begin(self, engine: Any) -> None:
+        """Leave the weights that the engine was started with."""
+
+    def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
+        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+        engine.apply_model(_repack_tied_head)
+
+
+class OneAdapter:
+    """What a pull brings is the adapter that every request uses; the weights under it stay."""
+
+    request: Any = None
+
+    def __init__(self, config: GeneratorConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.config = config
+        self.shapes = shapes
+
+    def begin(self, engine: Any) -> None:
+        """An adapter of zeros: a request that runs during the first pull is to go on under what is pulled."""
+        self.load(engine, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
+        self.request = _adapter_request("loaded")  # by its number; vLLM reads the path of what is not loaded alone
+
+    def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
+        with tempfile.TemporaryDirectory(prefix="rl_actors_adapter_") as directory:
+            adapters.write(Path(directory), tensors, self.config.lora, base=self.config.hf_path)
+            engine.add_lora(_adapter_request(directory, load_inplace=True))
+
+
+def _adapter_request(path: str, **options: bool) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("adapter", 1, path, **options)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -103,9 +177,10 @@ class EngineThread:
     same cores it lets workers sleep between kernels.
     """
 
-    def __init__(self, start: Callable[[], Any]) -> None:
+    def __init__(self, start: Callable[[], Any], weights: WholeWeights | OneAdapter) -> None:
         """Wait until `start` has made the engine. Raises what it raises."""
         self.engine: Any = None
+        self.weights = weights
         self.version = NO_VERSION
         self.requests: dict[str, _Request] = {}
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -144,7 +219,9 @@ class EngineThread:
                     for params in all_params:
                         request_id = str(self.num_started)
                         self.num_started += 1
-                        self.engine.add_request(request_id, {"prompt_token_ids": list(prompt)}, params)
+                        self.engine.add_request(
+                            request_id, {"prompt_token_ids": list(prompt)}, params, lora_request=self.weights.request
+                        )
                         request = _Request(call=call, index=len(started), read=read, versions=[(0, self.version)])
                         self.requests[request_id] = request
                         started.append(request_id)
@@ -158,8 +235,7 @@ class EngineThread:
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Replace the weights between two steps. Running requests go on under the new ones, which their versions show."""
         self.version = NO_VERSION  # what a load that fails half way leaves
-        self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
-        self.engine.apply_model(_repack_tied_head)
+        self.weights.load(self.engine, tensors)
         # Keys and values of the old weights must not serve the new ones: running requests are computed again.
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
@@ -174,6 +250,7 @@ class EngineThread:
     def _run(self, start: Callable[[], Any], started: Future) -> None:
         try:
             self.engine = start()
+            self.weights.begin(self.engine)
         except BaseException as error:
             started.set_exception(error)
             return

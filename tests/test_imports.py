@@ -22,6 +22,7 @@ LEVELS = {
     "rl_actors.engine": 1,
     "rl_actors.meshes": 1,  # transports spawn processes of their own
     "rl_actors.transports": 1,
+    "rl_actors.adapters": 0,
     "rl_actors.config": 0,
     "rl_actors.footprint": 0,
     "rl_actors.layouts": 0,

@@ -121,6 +121,11 @@ def copy_tokenizer(source: str, target: Path) -> None:
             shutil.copyfile(Path(source) / name, target / name)
 
 
+def adapter_state_dict(parts: Parts) -> dict[str, Tensor]:
+    """The adapters alone, under peft's names, sharded as they lie."""
+    return lora.peft_state_dict(parts.model, parts.adapter.to_hf)
+
+
 def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
     """Write a directory that transformers and vLLM load: under a temporary name and renamed, so it is whole or is not there.
 

@@ -1,9 +1,8 @@
 """Low-rank adapters by torchtitan's converter: y = W x + (alpha / rank) B A x, with A and B trained and W frozen (arXiv 2106.09685).
 
-Here: which layers, reproducible first values, merged weights, and a directory for peft. Nothing here trains.
+Here: reproducible first values, merged weights, adapters under peft's names, and a directory for peft. Nothing here trains.
 """
 
-import json
 import math
 import shutil
 import zlib
@@ -11,33 +10,24 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.qwen3 import Qwen3Model
 
+from rl_actors import adapters
 from rl_actors.config import LoRAConfig
 from rl_actors.engine.gather import whole_tensors
-
-# torchtitan's config of a layer -> the modules that peft calls it; wk and wv are built from one config.
-ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
-MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
-UNEMBED = {"lm_head": ("lm_head",)}
-
-
-def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
-    """Which layers get adapters: torchtitan's names, and peft's."""
-    parts = ((config.train_attn, ATTENTION), (config.train_mlp, MLP), (config.train_unembed, UNEMBED))
-    return {name: peft_names for wanted, part in parts if wanted for name, peft_names in part.items()}
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
     """The model's config with adapters, everything else frozen; unchanged when rank is 0."""
     if not config.rank:
         return model_config
-    converter = LoRAConverter.Config(rank=config.rank, alpha=config.alpha, target_modules=list(targets(config)))
+    converter = LoRAConverter.Config(
+        rank=config.rank, alpha=config.alpha, target_modules=list(adapters.targets(config))
+    )
     return converter.build().convert(model_config)
 
 
@@ -75,34 +65,27 @@ def checkpointed(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in state.items() if name in names} if names else state
 
 
+def peft_state_dict(model: nn.Module, to_hf) -> dict[str, Tensor]:
+    """The adapters under peft's names, sharded as they lie."""
+    state = model.state_dict()
+    found: dict[str, Tensor] = {}
+    for name, _ in _layers(model):
+        (hf_name,) = to_hf({f"{name}.weight": torch.empty(0)})
+        a, b = adapters.names(hf_name)
+        found |= {a: state[f"{name}.lora_a.weight"], b: state[f"{name}.lora_b.weight"]}
+    return found
+
+
 def export(model: nn.Module, config: LoRAConfig, path: str, *, to_hf, base: str) -> Callable[[], None]:
     """Gather the adapters; returns what rank 0 is to call to write them as peft and vLLM read them over `base`: whole or not there."""
     target, partial = Path(path), Path(f"{path}.partial")
-    tensors: dict[str, Tensor] = {}
-    for name, whole in whole_tensors(checkpointed(model)):
-        if whole is not None:
-            layer, part, _ = name.rsplit(".", 2)
-            (hf_name,) = to_hf({f"{layer}.weight": torch.empty(0)})
-            peft_part = {"lora_a": "lora_A", "lora_b": "lora_B"}[part]
-            tensors[f"base_model.model.{hf_name.removesuffix('.weight')}.{peft_part}.weight"] = whole.contiguous()
-    values = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": [name for names in targets(config).values() for name in names],
-    }
+    gathered = whole_tensors(peft_state_dict(model, to_hf))
+    tensors = {name: whole.contiguous() for name, whole in gathered if whole is not None}
 
     def write() -> None:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        (partial / "adapter_config.json").write_text(json.dumps(values, indent=2) + "\n")
-        save_file(tensors, partial / "adapter_model.safetensors", metadata={"format": "pt"})
+        adapters.write(partial, tensors, config, base=base)
         partial.rename(target)
 
     return write

@@ -178,9 +178,11 @@ class TrainEngine:
         return self.policy_version
 
     def hf_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The weights under their Hugging Face names, sharded, cast to dtype; tied heads appear once."""
+        """What a push publishes, sharded, cast to dtype: the weights under their Hugging Face names, tied heads once, adapters merged;
+        with lora.sync="adapter" the adapters alone, under peft's names.
+        """
         self._require_hf("push_model_state_dict")
-        state = hf.state_dict(self.parts)
+        state = hf.adapter_state_dict(self.parts) if self.config.lora.unmerged else hf.state_dict(self.parts)
         return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:

@@ -1,6 +1,7 @@
 """Hugging Face directories, experts and adapters over two processes: load, train, push and export as one process does."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ LORA = LoRAConfig(rank=4, train_unembed=True)
 CASES = {
     "experts": (MOE, LoRAConfig(), "data_parallel_shard"),
     "adapters": (BASE, LORA, "data_parallel_shard"),
+    "adapters pushed alone": (BASE, replace(LORA, sync="adapter"), "data_parallel_shard"),
+    "adapters pushed alone, over tensor parallelism": (BASE, replace(LORA, sync="adapter"), "tensor_parallel"),
     "a vocabulary that the ranks do not divide": (SHAPES["odd vocabulary"], LoRAConfig(), "tensor_parallel"),
 }
 
@@ -29,7 +32,8 @@ def numbers(engine, directory: Path) -> dict:
     for _ in range(2):
         engine.forward_backward(SAMPLES, "cross_entropy")
         history.append(engine.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=50.0)).grad_norm)
-    engine.export_hf(str(directory / "export"))
+    export = engine.export_lora if engine.config.lora.unmerged else engine.export_hf
+    export(str(directory / "export"))
     pushed = engine.hf_state_dict()
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in pushed.items()}
     return {"grad_norms": history, "pushed": {name: x.clone() for name, x in whole.items()}}
@@ -54,7 +58,8 @@ def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, 
     expected = numbers(make_engine(path, lora=lora), tmp_path)
     (tmp_path / "export").rename(tmp_path / "expected")
     mp.spawn(child, args=(str(tmp_path), path, lora, layout), nprocs=2)
-    exported, reference = (load_file(tmp_path / name / "model.safetensors") for name in ("export", "expected"))
+    file = "adapter_model.safetensors" if lora.unmerged else "model.safetensors"
+    exported, reference = (load_file(tmp_path / name / file) for name in ("export", "expected"))
     assert exported.keys() == reference.keys()
     for rank in (0, 1):
         actual = torch.load(tmp_path / f"{rank}.pt")

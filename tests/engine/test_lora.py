@@ -8,6 +8,7 @@ from references import random_samples, reference_logprobs, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE
 
+from rl_actors import adapters
 from rl_actors.config import LoRAConfig, TrainerConfig
 from rl_actors.types import OptimParams
 
@@ -87,6 +88,20 @@ def test_pushed_and_exported_weights_are_merged(make_engine, base, tmp_path):
     assert all(torch.equal(exported[name], pushed[name]) for name in exported)
 
 
+@pytest.mark.parametrize("config", [ALL, ATTENTION], ids=["all", "attention"])
+def test_unmerged_what_is_pushed_is_what_export_lora_writes(make_engine, base, tmp_path, config):
+    engine = make_engine(base, lora=replace(config, sync="adapter"))
+    train(engine)
+    engine.export_lora(str(tmp_path / "adapter"))
+    exported = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    pushed = {name: x.full_tensor() for name, x in engine.hf_state_dict().items()}
+    weights = {name: tuple(tensor.shape) for name, tensor in load_file(f"{base}/model.safetensors").items()}
+    assert {name: tuple(x.shape) for name, x in pushed.items()} == adapters.shapes(config, weights)
+    assert exported.keys() == pushed.keys()
+    assert all(torch.equal(exported[name], pushed[name]) for name in exported)
+    assert {x.dtype for x in engine.hf_state_dict(torch.bfloat16).values()} == {torch.bfloat16}
+
+
 def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_bit_for_bit(make_engine, base, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 
@@ -120,6 +135,7 @@ def test_without_adapters_there_is_nothing_to_export(make_engine, base, tmp_path
         (BASE, {"rank": -1}, "lora.rank=-1"),
         (BASE, {"alpha": 0.0}, "lora.alpha=0.0"),
         (BASE, {"train_attn": False, "train_mlp": False}, "are all False"),
+        (BASE, {"rank": 513, "sync": "adapter"}, 'lora.rank=513 with lora.sync="adapter"; vLLM takes at most 512'),
         (replace(BASE, tie_word_embeddings=True), {"train_unembed": True}, "the merged head would not be tied"),
         (MOE, {}, "model.num_experts=4: torchtitan has no adapters for experts"),
     ],

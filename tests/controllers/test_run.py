@@ -1,0 +1,32 @@
+"""What a run's parts get from its config."""
+
+from dataclasses import replace
+
+import pytest
+
+from controllers.cli import config_from_json, config_to_json
+from controllers.run import RunConfig
+from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, TrainerConfig
+
+MODEL = ModelConfig(vocab_size=48, hidden_size=64, num_hidden_layers=2, head_dim=32)
+
+
+def config(sync: str, generator: GeneratorConfig | None = None) -> RunConfig:
+    lora = LoRAConfig(rank=4, sync=sync)
+    trainer = TrainerConfig(model=MODEL, hf_path="base", lora=lora)
+    return RunConfig(trainer=trainer, generator=generator or GeneratorConfig())
+
+
+def test_a_generator_of_adapters_gets_the_trainers_and_the_weights_under_them():
+    merged, unmerged = config("merged"), config("adapter")
+    unmerged.validate()
+    assert (merged.generator.lora, merged.generator.hf_path) == (merged.trainer.lora, "")
+    assert (unmerged.generator.lora, unmerged.generator.hf_path) == (unmerged.trainer.lora, "base")
+    assert unmerged.generator.model == MODEL
+    assert config_from_json(RunConfig, config_to_json(unmerged)) == unmerged
+    assert replace(unmerged, trainer=merged.trainer).generator.lora == merged.trainer.lora
+
+
+def test_adapters_over_other_weights_than_the_trainers_are_refused():
+    with pytest.raises(ValueError, match="generator.hf_path='other' is not trainer.hf_path='base'"):
+        config("adapter", GeneratorConfig(hf_path="other")).validate()
