@@ -4,6 +4,7 @@ Every rank must get the same calls in the same order, so one TrainerClient sends
 """
 
 import asyncio
+import gc
 import inspect
 import uuid
 from collections.abc import Callable, Sequence
@@ -58,6 +59,9 @@ class PolicyTrainer(Actor):
             self.engine = TrainEngine(self.config)
             self.rank = dist.get_rank()
             self.new_stream()
+            # What is there now stays: the collector looks through all of it otherwise whenever samples arrive.
+            gc.collect()
+            gc.freeze()
         self.session, self.last_number, self.last_reply = session, 0, None
         return self.engine.info()
 
