@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rl_actors import layouts
@@ -125,17 +124,14 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
 def _held_parts(config: TrainerConfig) -> list[Part]:
     """(block, its parameters) of the pipeline rank with the most parameters; the embedding and the head are no blocks.
 
-    torchtitan counts those as some blocks each, gives the first stages what is left over, and deals stages around the ranks.
+    torchtitan deals stages around the ranks.
     """
     num_layers, num_ranks = config.model.num_hidden_layers, config.parallelism.pipeline_parallel_degree
     before, behind = outer_weights(config)
     parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
     if num_ranks == 1:
         return [(None, before), *parts, (None, behind)]
-    first, num_stages = config.parallelism.pipeline_parallel_first_stage_less_layers, layouts.num_stages(config)
-    size, longer = divmod(layouts.num_units(config), num_stages)
-    ends = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(num_stages)]
-    stages = [parts[i:j] for i, j in pairwise([*ends, num_layers])]
+    stages = [[parts[layer] for layer in blocks] for blocks in layouts.stage_blocks(config)]
     stages[0], stages[-1] = [(None, before), *stages[0]], [*stages[-1], (None, behind)]
     ranks = [[part for stage in stages[rank::num_ranks] for part in stage] for rank in range(num_ranks)]
     return max(ranks, key=lambda held: sum(_elements(part) for _, part in held))

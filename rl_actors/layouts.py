@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -150,6 +151,8 @@ def _require_pipeline(config: TrainerConfig) -> None:
             f"activation_checkpointing={config.activation_checkpointing!r}: experts that are recomputed would count the padding of "
             "another microbatch"
         )
+    if (given := parallel.pipeline_parallel_layers_per_stage) is not None and given < 1:
+        raise ValueError(f"parallelism.pipeline_parallel_layers_per_stage={given}; it must be at least 1")
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
     units, stages, per_rank = num_units(config), num_stages(config), PIPELINE_SCHEDULES[schedule]
     if stages % degree or (stages == degree) != (per_rank == 1):
@@ -161,6 +164,12 @@ def _require_pipeline(config: TrainerConfig) -> None:
         raise ValueError(
             f"{pipeline} with {schedule} cuts model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
             f"where embedding and head count as {first} and {last} layers: too few layers"
+        )
+    blocks = stage_blocks(config)
+    if lora.rank and not (blocks[0] and (blocks[-1] or lora.train_unembed)):
+        raise ValueError(
+            f"{pipeline} with {schedule} and lora.rank={lora.rank} cuts model.num_hidden_layers={model.num_hidden_layers} into "
+            f"{stages} stages, of which the {'last' if blocks[0] else 'first'} has no block, and so nothing to train"
         )
 
 
@@ -174,9 +183,18 @@ def num_units(config: TrainerConfig) -> int:
 def num_stages(config: TrainerConfig) -> int:
     """The stages of all ranks of a pipeline together."""
     parallel = config.parallelism
-    if given := parallel.pipeline_parallel_layers_per_stage:
+    if (given := parallel.pipeline_parallel_layers_per_stage) is not None:
         return -(-num_units(config) // given)
     return parallel.pipeline_parallel_degree * PIPELINE_SCHEDULES[parallel.pipeline_parallel_schedule]
+
+
+def stage_blocks(config: TrainerConfig) -> list[range]:
+    """The blocks of every stage: torchtitan counts embedding and head as some blocks each, and gives the first stages what is left over."""
+    num_layers, stages = config.model.num_hidden_layers, num_stages(config)
+    first = config.parallelism.pipeline_parallel_first_stage_less_layers
+    size, longer = divmod(num_units(config), stages)
+    starts = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(stages)]
+    return [range(i, j) for i, j in pairwise([*starts, num_layers])]
 
 
 def is_possible(config: TrainerConfig) -> bool:

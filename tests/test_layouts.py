@@ -98,3 +98,24 @@ def test_what_was_not_compared_with_one_process_is_refused_in_a_pipeline(made, m
         ValueError, match=f"pipeline_parallel_{message} shown to be right so far; nearest on 4 processes"
     ):
         made.validate()
+
+
+@pytest.mark.parametrize(
+    ("less", "train_unembed", "without"),
+    [
+        ((1, 1), False, "first"),
+        ((1, 1), True, "first"),
+        ((0, 1), False, "last"),
+        ((0, 1), True, None),
+        ((0, 0), False, None),
+    ],
+)
+def test_adapters_need_a_block_at_both_ends_of_a_pipeline(less, train_unembed, without):
+    made = with_adapters(config(pipeline_parallel=4, tied=False))
+    made.lora.train_unembed, made.model.num_hidden_layers = train_unembed, 4 - sum(less)
+    made.parallelism.pipeline_parallel_first_stage_less_layers = less[0]
+    made.parallelism.pipeline_parallel_last_stage_less_layers = less[1]
+    if without is None:
+        return made.validate()
+    with pytest.raises(ValueError, match=f"lora.rank=4 cuts .* into 4 stages, of which the {without} has no block"):
+        made.validate()
