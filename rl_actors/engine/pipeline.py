@@ -3,7 +3,7 @@
 B rows, L row length, D hidden size.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,10 +18,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl_actors.config import TrainerConfig
 from rl_actors.engine.build import Parts
-from rl_actors.engine.gather import by_rank
+from rl_actors.engine.gather import raise_together
 from rl_actors.engine.inputs import Batch, Span
-from rl_actors.engine.logprobs import ChunkedLogprobs, Values
-from rl_actors.engine.packing import Microbatch
+from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss, Values
 from rl_actors.losses import Loss
 from rl_actors.metrics import Partials
 
@@ -38,14 +37,11 @@ SCHEDULES_KEPT = 4
 class SingleRunner:
     """One microbatch after another through the whole model."""
 
-    uniform = False
+    planned: Mapping[str, Any] = {}  # what it asks of `plan`
     reports = True
 
     def __init__(self, parts: Parts, logprobs: ChunkedLogprobs) -> None:
         self.parts, self.logprobs = parts, logprobs
-
-    def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        return microbatches
 
     def forward(self, batches: Iterable[Batch], *, with_entropy: bool) -> list[Outcome]:
         """The values without gradients."""
@@ -55,12 +51,13 @@ class SingleRunner:
         ]
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
-        """The values and metrics; adds the gradient of the loss."""
-        outcomes = []
+        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
+        steady, outcomes = SteadyLoss(loss), []
         for batch in batches:
-            values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, loss, with_entropy=with_entropy)
+            values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, steady, with_entropy=with_entropy)
             total.backward()
             outcomes.append((batch.spans, values, metrics))
+        raise_together(steady.failure)
         return outcomes
 
     def _hidden(self, batch: Batch) -> Tensor:
@@ -75,7 +72,6 @@ class PipelineRunner:
     A schedule moves tensors, so it is given the number of each microbatch, by which stages and loss find the rest.
     """
 
-    uniform = True
     _call: "_Call"  # while one runs
 
     def __init__(self, parts: Parts, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
@@ -83,19 +79,13 @@ class PipelineRunner:
         self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.is_first = any(stage.is_first for stage in parts.stages)
         self.reports = any(stage.is_last for stage in parts.stages)
-        self.group = parts.parallel_dims.get_mesh("pp").get_group()
+        num_ranks = parts.parallel_dims.get_mesh("pp").size()
+        # 1F1B takes one microbatch a rank or more, Interleaved1F1B a multiple of the ranks.
+        multiple = 1 if self._is_single() else num_ranks
+        self.planned = {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
         self._schedule = lru_cache(SCHEDULES_KEPT)(self._make_schedule)
         for stage in parts.stages:
             stage.submod.register_forward_pre_hook(self._find_inputs, with_kwargs=True, prepend=True)
-
-    def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """As many as the schedule takes, with rows of padding: 1F1B one a rank or more, Interleaved1F1B a multiple of the ranks."""
-        first, num_ranks = microbatches[0], self.group.size()
-        count = max(len(microbatches), num_ranks)
-        if not self._is_single():
-            count = -(-count // num_ranks) * num_ranks
-        blank = Microbatch(rows=((),) * len(first.rows), row_length=first.row_length)
-        return microbatches + [blank] * (count - len(microbatches))
 
     def forward(self, batches: Iterable[Batch], *, with_entropy: bool) -> list[Outcome]:
         """The values without gradients."""
@@ -107,10 +97,14 @@ class PipelineRunner:
         return self._run(list(batches), no_loss, training=False)
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
-        """The values and metrics; adds the gradient of the loss."""
+        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
+        steady = SteadyLoss(loss)
 
         def with_loss(hidden_BLD: Tensor, batch: Batch):
-            return self.logprobs.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)
+            made = self.logprobs.loss(hidden_BLD, batch, steady, with_entropy=with_entropy)
+            if steady.failure is not None:
+                raise steady.failure
+            return made
 
         return self._run(list(batches), with_loss, training=True)
 
@@ -129,13 +123,14 @@ class PipelineRunner:
                     target_mbs=numbers if self.reports else None,
                     return_outputs=False,
                 )
+        except BaseException:
+            self._schedule.cache_clear()  # it keeps the losses of the microbatches that were through
+            raise
         finally:
             del self._call
             for stage in stages:
                 stage.clear_runtime_states()
-        failures = by_rank(repr(call.failure) if call.failure else "", self.group)
-        if any(failures):
-            raise call.failure or RuntimeError(f"the loss failed on the last stage: {next(filter(None, failures))}")
+        raise_together(call.failure)
         return call.outcomes
 
     def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
@@ -151,13 +146,12 @@ class PipelineRunner:
         call = self._call
         batch = call.batches[number]
         try:
-            if call.failure is None:
-                values, metrics, total = call.compute(hidden_BLD, batch)
-                call.outcomes.append((batch.spans, values, metrics))
-                return total
+            values, metrics, total = call.compute(hidden_BLD, batch)
         except Exception as error:
             call.failure = error
-        return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
+            return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
+        call.outcomes.append((batch.spans, values, metrics))
+        return total
 
     def _is_single(self) -> bool:
         return issubclass(self.schedule_class, PipelineScheduleSingle)

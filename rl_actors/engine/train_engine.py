@@ -226,9 +226,9 @@ class TrainEngine:
             num_ranks=self.num_data_ranks,
             row_multiple=layouts.row_multiple(config),
             policy=config.packing,
-            uniform=self.runner.uniform,
+            **self.runner.planned,
         )
-        for microbatch in self.runner.fill(ranks[self.data_rank]):
+        for microbatch in ranks[self.data_rank]:
             yield self.parts.rows(make_batch(samples, microbatch, columns, self.parts.device))
 
     def _output(self, outcomes: list[Outcome]) -> RankOutput:

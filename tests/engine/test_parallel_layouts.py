@@ -138,6 +138,21 @@ def samples_with(*columns: str) -> list[Sample]:
 TRAINED = ("loss_weights", "advantages", "old_logprobs")
 
 
+class FailsOnTheLastRank:
+    def __call__(self, logprobs_BL: Tensor, **columns: Tensor):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ArithmeticError("the loss is broken")
+        return super().__call__(logprobs_BL, **columns)
+
+
+class FailingPolicy(FailsOnTheLastRank, PPO):
+    pass
+
+
+class FailingSequence(FailsOnTheLastRank, GSPO):
+    pass
+
+
 # --- what a rank does ---------------------------------------------------------------------------------------------
 
 
@@ -160,10 +175,22 @@ def gradients(engine) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in engine.parts.model.named_parameters() if p.grad is not None}
 
 
+def refused(engine) -> list[tuple[str, str]]:
+    """What a rank says when a loss failed on one alone, and the state it is in then: of many microbatches, and of one."""
+    answers = []
+    for samples, loss in ((samples_with(*TRAINED), FailingPolicy()), (samples_with(*TRAINED)[:3], FailingSequence())):
+        with pytest.raises((ArithmeticError, RuntimeError)) as failure:
+            engine.forward_backward(samples, loss)
+        answers.append((str(failure.value), engine.step.state))
+        engine.discard_gradients()
+    return answers
+
+
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Every kind of call, and a step between two of them."""
     engine = make_engine(path, parallelism, fields)
-    numbers: dict[str, Any] = {"pushed": {name: whole(tensor) for name, tensor in push(engine).items()}}
+    numbers: dict[str, Any] = {"refused": refused(engine)}
+    numbers["pushed"] = {name: whole(tensor) for name, tensor in push(engine).items()}
     numbers["forward"] = [engine.forward(samples_with("target_ids"), entropy=True)]
     policy_samples = samples_with(*TRAINED, "ref_logprobs")
     halves = (policy_samples[:9], policy_samples[9:])
@@ -283,6 +310,7 @@ def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     errors: dict[str, float] = {}
 
     def note(name: str, error: float) -> None:
+        assert math.isfinite(error), f"{name}: {error}"
         errors[name] = max(errors.get(name, 0.0), float(error))
 
     for kind, calls in expected.outputs.items():
@@ -315,7 +343,8 @@ def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
 def test_a_layout_gives_the_numbers_of_one_process(run, one_process, directory_of, parallelism, num_processes, model):
     config, fields = MODELS[model]
     expected = one_process(model)
-    actual = merged(run(num_processes, train, directory_of(model), parallelism, fields))
+    answers = run(num_processes, train, directory_of(model), parallelism, fields)
+    actual = merged(answers)
     errors = errors_of(actual, expected)
     print({name: f"{error:.1e}" for name, error in errors.items()})
     tolerance = 1e-4 if config.num_experts else 1e-5
@@ -328,6 +357,10 @@ def test_a_layout_gives_the_numbers_of_one_process(run, one_process, directory_o
         weights = load_file(f"{directory_of(model)}/model.safetensors")
         assert actual.pushed.keys() == weights.keys()
         assert all(torch.equal(actual.pushed[name], weight) for name, weight in weights.items())
+    *others, failed = [answer["refused"] for answer in answers]
+    assert failed == [("the loss is broken", "broken")] * 2
+    told = f"rank {num_processes - 1} failed: ArithmeticError('the loss is broken')"
+    assert all(answer == [(told, "broken")] * 2 for answer in others)
 
 
 MOVES = [  # saved under, loaded under, model

@@ -136,6 +136,17 @@ def refusing(engine) -> dict:
     }
 
 
+def interrupted(engine, directory: Path) -> None:
+    """What torch leaves half way, and a checkpoint that only the last stage cannot read, which all ranks name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # behind the last microbatch
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(MANY, PPO())
+    engine.discard_gradients()
+    with pytest.raises(ValueError, match="holds another model: model.layers.3"):
+        engine.load_checkpoint(str(directory / "three blocks"))
+
+
 def pushed(engine, directory: Path) -> None:
     names = {"stream": "stream", "version": engine.policy_version, "rank": dist.get_rank(), "gather": by_rank}
     asyncio.run(publish(FilesTransport(directory / "weights"), engine.hf_state_dict(), **names))
@@ -154,6 +165,8 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
         for key, value in case.layout.items():
             setattr(config.parallelism, key, value)
         engine = TrainEngine(config)
+        if name == "1F1B":
+            interrupted(engine, Path(directory))
         results = {} if case.fields else {"refused": refusing(engine)}
         results["trained"] = record(engine, folder)
         if not case.fields:
@@ -184,6 +197,8 @@ def run_group(tmp_path_factory):
                 one["resumed"] = going_on(engine, folder / f"{name} of one" / "checkpoint")
                 torch.save(one, folder / f"{name} of one" / "0.pt")
             world_size = 4 if group == "four" else 2
+            shallow = make_engine("", model=replace(MODEL, num_hidden_layers=3))
+            shallow.save_checkpoint(str(folder / "three blocks")).result()
             mp.spawn(child, args=(world_size, str(folder), bases), nprocs=world_size)
         return folders[group]
 
@@ -286,6 +301,7 @@ def test_more_stages_than_layers_are_refused_as_torchtitan_does():
         ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds the schedule of one number"),
         ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch says"),
         ({"pipeline_parallel_layers_per_stage": 2}, "1F1B and 2 layers a stage has 3 stages; it must be one a rank"),
+        ({"pipeline_parallel_layers_per_stage": 0}, "layers_per_stage=0; it must be at least 1"),
         ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; it must be two or more a rank"),
         ({"module_fqns_per_model_part": [["layers.0"]]}, "module_fqns_per_model_part"),
     ],
