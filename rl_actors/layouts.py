@@ -37,6 +37,21 @@ def row_multiple(config: TrainerConfig) -> int:
     return math.lcm(ROW_MULTIPLE, parts)
 
 
+def row_capacity(config: TrainerConfig) -> int:
+    """Positions that a row has at most: tokens_per_row, rounded down to the multiple."""
+    return in_multiples(config.tokens_per_row, row_multiple(config))
+
+
+def in_multiples(length: int, multiple: int) -> int:
+    """in_multiples(300, 64) -> 256"""
+    return length // multiple * multiple
+
+
+def all_degrees(config: TrainerConfig) -> dict[str, int]:
+    """The layout, and expert_parallel, whose ranks are those of the others."""
+    return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
+
+
 def described(layout: dict[str, int]) -> str:
     """described({"data_parallel_shard": 2, "tensor_parallel": 1}) -> "data_parallel_shard=2"."""
     return " x ".join(f"{name}={degree}" for name, degree in layout.items() if degree > 1) or "one process"
@@ -72,10 +87,9 @@ def require_possible(config: TrainerConfig) -> None:
             raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
     if parallel.pipeline_parallel_degree > 1:
         _require_pipeline(config)
-    multiple = row_multiple(config)
-    if (capacity := config.tokens_per_row // multiple * multiple) < config.max_sequence_length:
+    if (capacity := row_capacity(config)) < config.max_sequence_length:
         raise ValueError(
-            f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {multiple}, "
+            f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {row_multiple(config)}, "
             f"is below max_sequence_length={config.max_sequence_length}"
         )
 
@@ -207,7 +221,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
     """The layouts of as many processes that can be and differ least, as factors, from the one of the config."""
-    wanted = config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
+    wanted = all_degrees(config)
 
     def distance(layout: dict[str, int]) -> tuple[float, int]:
         steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)

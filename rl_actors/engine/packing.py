@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush, heapreplace
 
-from rl_actors.layouts import ROW_MULTIPLE, Policy
+from rl_actors.layouts import ROW_MULTIPLE, Policy, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
 """Row lengths between one power of two and the next, so that a call brings few new shapes to compile."""
@@ -52,7 +52,7 @@ def plan(
 
     Raises ValueError when a sample is longer than a row.
     """
-    capacity = tokens_per_row // row_multiple * row_multiple
+    capacity = in_multiples(tokens_per_row, row_multiple)
     for index, length in enumerate(lengths):
         if length > capacity:
             rounded = f", of which {capacity} are a multiple of {row_multiple}" if capacity < tokens_per_row else ""

@@ -200,7 +200,7 @@ class TrainEngine:
             max_sequence_length=config.max_sequence_length,
             tokens_per_row=config.tokens_per_row,
             max_call_bytes=config.max_call_bytes,
-            layout=config.layout(),
+            layout=layouts.all_degrees(config),
             device=str(self.parts.device),
             dtype=config.compute_dtype,
             rank=int(os.environ["RANK"]),
