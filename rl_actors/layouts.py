@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
@@ -87,11 +87,56 @@ def require_possible(config: TrainerConfig) -> None:
             raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
     if parallel.pipeline_parallel_degree > 1:
         _require_pipeline(config)
+    _require_shown(config)
     if (capacity := row_capacity(config)) < config.max_sequence_length:
         raise ValueError(
             f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {row_multiple(config)}, "
             f"is below max_sequence_length={config.max_sequence_length}"
         )
+
+
+def _require_shown(config: TrainerConfig) -> None:
+    """What nobody compared with one process: it may be right. tests/engine/test_parallel_layouts.py has what was."""
+    model, parallel, lora = config.model, config.parallelism, config.lora
+    cut = {name: degree for name, degree in all_degrees(config).items() if degree > 1}
+    features = {
+        "model.num_experts": model.num_experts,
+        "lora.rank": lora.rank,
+        "float8": config.float8,
+        "compile.enable": config.compile.enable,
+    }
+
+    def refuse(names: Iterable[str], feature: str = "") -> None:
+        named = ", ".join(f"{name}_degree={cut[name]}" for name in names)
+        beside = f" with {feature}={features[feature]}" if feature else ""
+        raise ValueError(f"parallelism.{named}{beside}: {NOT_SHOWN}")
+
+    for name in ("context_parallel", "expert_parallel"):
+        for feature in ("float8", "compile.enable"):
+            if name in cut and features[feature]:
+                refuse([name], feature)
+    if "context_parallel" in cut and "tensor_parallel" in cut and "expert_parallel" not in cut:
+        for feature in ("model.num_experts", "lora.rank"):
+            if features[feature]:
+                refuse(["context_parallel", "tensor_parallel"], feature)
+    if "pipeline_parallel" not in cut:
+        return
+    others = [name for name in cut if name != "pipeline_parallel"]
+    if len(others) > 1 or "expert_parallel" in cut:
+        refuse(["pipeline_parallel", *others])
+    for feature, shown in (
+        ("model.num_experts", {"data_parallel_shard"}),
+        ("lora.rank", {"data_parallel_shard", "context_parallel"}),
+    ):
+        if features[feature] and not set(others) <= shown:
+            refuse(["pipeline_parallel", *others], feature)
+    if parallel.pipeline_parallel_schedule == "Interleaved1F1B" and (model.num_experts or "context_parallel" in cut):
+        beside = (
+            f"model.num_experts={model.num_experts}"
+            if model.num_experts
+            else f"context_parallel_degree={cut['context_parallel']}"
+        )
+        raise ValueError(f"parallelism.pipeline_parallel_schedule='Interleaved1F1B' with {beside}: {NOT_SHOWN}")
 
 
 def _require_experts(config: TrainerConfig) -> None:
@@ -126,12 +171,6 @@ def _require_pipeline(config: TrainerConfig) -> None:
     model, parallel, lora = config.model, config.parallelism, config.lora
     degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
     pipeline = f"parallelism.pipeline_parallel_degree={degree}"
-    tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
-    for other, value in (("model.num_experts", model.num_experts), ("lora.rank", lora.rank)):
-        if tensor > 1 and value:
-            raise ValueError(f"{pipeline}, tensor_parallel_degree={tensor} with {other}={value}: {NOT_SHOWN}")
-    if expert > 1:
-        raise ValueError(f"{pipeline}, expert_parallel_degree={expert}: {NOT_SHOWN}")
     if model.tie_word_embeddings:
         raise ValueError(
             f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "

@@ -112,6 +112,11 @@ TABLE = [  # name, parallelism, processes, model
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks"),
     ("PP2xTP2", layout(pipeline=2, tensor=2), 4, "four blocks"),
     ("PP2xCP2", layout(pipeline=2, context=2), 4, "four blocks"),
+    ("PP2xDDP2", layout(pipeline=2, replicate=2), 4, "four blocks"),
+    ("PP4", layout(pipeline=4), 4, "four blocks"),  # with ranks that are neither the first nor the last
+    ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "experts"),
+    ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "adapters"),
+    ("PP2xCP2", layout(pipeline=2, context=2), 4, "adapters"),
 ]
 COLLECTIVE_TIMEOUT = 100.0  # seconds
 LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
