@@ -3,7 +3,7 @@
 B rows, L row length, D hidden size.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -31,7 +31,6 @@ Compute = Callable[[Tensor, Batch], tuple[Values, Partials, Tensor]]
 """(hidden_BLD, batch) -> (values, metrics, the loss)."""
 
 SCHEDULES_KEPT = 4
-"""A schedule holds the buffers in which a stage receives all microbatches of a call."""
 
 
 class SingleRunner:
@@ -47,13 +46,13 @@ class SingleRunner:
         """The values without gradients."""
         return [
             (batch.spans, self.logprobs.forward(self._hidden(batch), batch, with_entropy=with_entropy), {})
-            for batch in batches
+            for batch in map(self.parts.rows, batches)
         ]
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
         """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
         steady, outcomes = SteadyLoss(loss), []
-        for batch in batches:
+        for batch in map(self.parts.rows, batches):
             values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, steady, with_entropy=with_entropy)
             total.backward()
             outcomes.append((batch.spans, values, metrics))
@@ -79,7 +78,7 @@ class PipelineRunner:
         self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.is_first = any(stage.is_first for stage in parts.stages)
         self.reports = any(stage.is_last for stage in parts.stages)
-        num_ranks = parts.parallel_dims.get_mesh("pp").size()
+        self.num_ranks = num_ranks = parts.parallel_dims.get_mesh("pp").size()
         # 1F1B takes one microbatch a rank or more, Interleaved1F1B a multiple of the ranks.
         multiple = 1 if self._is_single() else num_ranks
         self.planned = {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
@@ -94,7 +93,7 @@ class PipelineRunner:
             values = self.logprobs.forward(hidden_BLD, batch, with_entropy=with_entropy)
             return values, {}, torch.zeros(())
 
-        return self._run(list(batches), no_loss, training=False)
+        return self._run(batches, no_loss, training=False)
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
         """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
@@ -106,19 +105,26 @@ class PipelineRunner:
                 raise steady.failure
             return made
 
-        return self._run(list(batches), with_loss, training=True)
+        return self._run(batches, with_loss, training=True)
 
-    def _run(self, batches: list[Batch], compute: Compute, *, training: bool) -> list[Outcome]:
-        call = self._call = _Call(batches=batches, compute=compute)
-        numbers = [torch.tensor(number) for number in range(len(batches))]
-        schedule, stages = self._schedule(batches[0].tokens_BL.shape, len(batches), training)
+    def _run(self, batches: Iterable[Batch], compute: Compute, *, training: bool) -> list[Outcome]:
+        whole = list(batches)
+        # Masks are made when a stage comes to a microbatch, and stay until the next stage of this rank has come to it.
+        held = lru_cache(self.num_ranks + 1)(lambda number: self.parts.rows(whole[number]))
+        call = self._call = _Call(batch=held, compute=compute)
+        numbers = [torch.tensor(number) for number in range(len(whole))]
+        shape = held(0).tokens_BL.shape
+        tokens_BL = torch.zeros((), dtype=torch.int64, device=self.parts.device).expand(
+            shape
+        )  # `_find_inputs` has those
+        schedule, stages = self._schedule(shape, len(whole), training)
         # `schedule.step` does the same around this, with one tensor for all microbatches.
         for stage in stages:
             stage.has_backward = training
         try:
             with self.parts.context():
                 schedule._step_microbatches(
-                    arg_mbs=[(batch.tokens_BL,) for batch in batches] if self.is_first else None,
+                    arg_mbs=[(tokens_BL,)] * len(whole) if self.is_first else None,
                     kwarg_mbs=[{"number": number} for number in numbers],
                     target_mbs=numbers if self.reports else None,
                     return_outputs=False,
@@ -134,9 +140,11 @@ class PipelineRunner:
         return call.outcomes
 
     def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
-        batch = self._call.batches[kwargs["number"]]
+        batch = self._call.batch(int(kwargs["number"]))
         self.parts.routers.begin(batch)
         (received,) = args
+        if not received.is_floating_point():
+            return (batch.tokens_BL,), _inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
             # Its gradient may be partial sums, which the stage before would take for whole.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
@@ -144,7 +152,7 @@ class PipelineRunner:
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
         call = self._call
-        batch = call.batches[number]
+        batch = call.batch(int(number))
         try:
             values, metrics, total = call.compute(hidden_BLD, batch)
         except Exception as error:
@@ -177,7 +185,7 @@ class PipelineRunner:
 
 @dataclass(kw_only=True)
 class _Call:
-    batches: list[Batch]
+    batch: Callable[[int], Batch]  # by number: what this rank holds of it
     compute: Compute
     outcomes: list[Outcome] = field(default_factory=list)
     failure: Exception | None = None
@@ -187,6 +195,7 @@ class _Stage(PipelineStage):
     """torchtitan's stage for microbatches of one shape.
 
     Where it is not told the shapes, torch runs a microbatch forward and backward to see them, through the loss, too.
+    Of a call torch's holds all that is received, and in a forward all that is sent; here a microbatch goes with its backward.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -204,8 +213,44 @@ class _Stage(PipelineStage):
             group=stage.group,
         )
 
+    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_forward_recv_info(*args, **kwargs)
+        for number in self.args_recv_info:
+            _release(self.args_recv_info[number])
+
+    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_backward_recv_info(*args, **kwargs)
+        for number in self.grad_recv_info:
+            _release(self.grad_recv_info[number])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int):
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int):
+        if self.has_backward:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        _release(self.args_recv_info[bwd_chunk_id])
+        _release(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def _allocate(self, received: Sequence[Any]) -> None:
+        for info in received:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
     def _post_metadata_inference_cleanup(self) -> None:
         """torch's drops the gradients that earlier calls accumulated; nothing was inferred, so there is nothing to clean up."""
+
+
+def _release(received: Sequence[Any]) -> None:
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta")
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

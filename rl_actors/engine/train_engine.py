@@ -229,7 +229,7 @@ class TrainEngine:
             **self.runner.planned,
         )
         for microbatch in ranks[self.data_rank]:
-            yield self.parts.rows(make_batch(samples, microbatch, columns, self.parts.device))
+            yield make_batch(samples, microbatch, columns, self.parts.device)
 
     def _output(self, outcomes: list[Outcome]) -> RankOutput:
         spans = [(values, span) for spans, values, _ in outcomes for span in spans] if self.reports_samples else []

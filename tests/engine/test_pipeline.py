@@ -14,6 +14,7 @@ import torch.multiprocessing as mp
 from references import ppo_samples, random_samples, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE
+from torch.distributed.pipelining import PipelineStage
 from torchtitan.config import CompileConfig
 
 from rl_actors.config import LoRAConfig, TrainerConfig
@@ -48,8 +49,8 @@ CASES = {
     "experts": Case(fields={"model": replace(MOE, num_hidden_layers=4), "load_balance_coeff": 1e-3}, tolerance=1e-4),
     "adapters": Case(layout=INTERLEAVED, fields={"lora": LoRAConfig(rank=4, train_unembed=True)}),
     "recomputation": Case(layout=INTERLEAVED, fields={"activation_checkpointing": "full"}),
-    "bfloat16": Case(fields={"compute_dtype": "bfloat16"}, tolerance=3e-2),
-    "float8": Case(fields={"float8": True}, tolerance=1e-3),
+    "bfloat16": Case(fields={"compute_dtype": "bfloat16"}),
+    "float8": Case(fields={"float8": True}),
     "compiled": Case(fields={"compile": CompileConfig(enable=True, components=["model"])}),
     "FSDP2": Case(layout={"data_parallel_shard_degree": 2}),
     "FSDP2 Interleaved1F1B": Case(layout={"data_parallel_shard_degree": 2, **INTERLEAVED}),
@@ -147,6 +148,31 @@ def interrupted(engine, directory: Path) -> None:
         engine.load_checkpoint(str(directory / "three blocks"))
 
 
+def num_received(engine) -> list[int]:
+    """How many received tensors, and outputs to be sent, a stage has before each microbatch of long calls, and behind them."""
+    counts: list[int] = []
+    stages = set()
+    forward_one_chunk = PipelineStage.forward_one_chunk
+
+    def count(stage) -> int:
+        received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        buffers = [info.buffer for infos in received for info in infos if info.buffer is not None]
+        return sum(not buffer.is_meta for buffer in buffers) + len(stage.fwd_cache)
+
+    def counting(stage, *args, **kwargs):
+        stages.add(stage)
+        counts.append(count(stage))
+        return forward_one_chunk(stage, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineStage, "forward_one_chunk", counting)
+        engine.forward(MANY * 4)
+        engine.forward_backward(MANY * 4, PPO())
+    engine.discard_gradients()
+    assert len(counts) > 12 and all(count(stage) == 0 for stage in stages)
+    return counts
+
+
 def pushed(engine, directory: Path) -> None:
     names = {"stream": "stream", "version": engine.policy_version, "rank": dist.get_rank(), "gather": by_rank}
     asyncio.run(publish(FilesTransport(directory / "weights"), engine.hf_state_dict(), **names))
@@ -167,6 +193,7 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
         engine = TrainEngine(config)
         if name == "1F1B":
             interrupted(engine, Path(directory))
+            assert max(num_received(engine)) <= 2
         results = {} if case.fields else {"refused": refusing(engine)}
         results["trained"] = record(engine, folder)
         if not case.fields:
