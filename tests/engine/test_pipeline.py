@@ -4,7 +4,6 @@ import asyncio
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -291,70 +290,6 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     refused = [rank["refused"] for rank in ranks]
     assert_same(refused, one["refused"], case.tolerance)
     assert {rank["spoilt"] for rank in refused} == {("broken", True, (refused[-1]["spoilt_name"],))}
-
-
-def pipelined(**layout) -> TrainerConfig:
-    config = TrainerConfig(model=MODEL, max_sequence_length=64, tokens_per_row=64)
-    for name, value in {"pipeline_parallel_degree": 2, **layout}.items():
-        setattr(config.parallelism, name, value)
-    return config
-
-
-def test_tied_heads_are_refused_because_torchtitan_does_not_tie_across_stages():
-    config = pipelined()
-    config.model = replace(MODEL, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="pipeline_parallel_degree=2 with model.tie_word_embeddings=True: .* stages"):
-        config.validate()
-    from rl_actors.engine.build import qwen3_config
-
-    with pytest.raises(NotImplementedError, match="Weight tying is not supported with Pipeline Parallel"):
-        qwen3_config(config.model).update_from_config(config=SimpleNamespace(parallelism=config.parallelism))
-
-
-def test_more_stages_than_layers_are_refused_as_torchtitan_does():
-    config = pipelined(pipeline_parallel_degree=4, **INTERLEAVED)
-    with pytest.raises(ValueError, match="num_hidden_layers=4 into 8 stages, .* 1 and 1 layers: too few layers"):
-        config.validate()
-    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
-
-    with pytest.raises(ValueError, match=r"Number of stages \(8\) cannot be greater than effective layers \(6\)"):
-        _generate_llm_fqn_per_model_part(8, 4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"pipeline_parallel_schedule": "GPipe"}, "schedule='GPipe'; it must be one of 1F1B, Interleaved1F1B"),
-        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds the schedule of one number"),
-        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch says"),
-        ({"pipeline_parallel_layers_per_stage": 2}, "1F1B and 2 layers a stage has 3 stages; it must be one a rank"),
-        ({"pipeline_parallel_layers_per_stage": 0}, "layers_per_stage=0; it must be at least 1"),
-        ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; it must be two or more a rank"),
-        ({"module_fqns_per_model_part": [["layers.0"]]}, "module_fqns_per_model_part"),
-    ],
-)
-def test_a_pipeline_that_cannot_run_is_refused(layout, message):
-    with pytest.raises(ValueError, match=message):
-        pipelined(**layout).validate()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"lora": LoRAConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True)},
-            "an adapter on the output projection alone: no stage but the last",
-        ),
-        (
-            {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
-            "load_balance_coeff=0.001 and activation_checkpointing='full': experts that are recomputed",
-        ),
-    ],
-)
-def test_what_stages_cannot_do_is_refused(fields, message):
-    config = replace(pipelined(), **{"hf_path": "base", **fields})
-    with pytest.raises(ValueError, match=message):
-        config.validate()
 
 
 @pytest.mark.slow
