@@ -114,9 +114,8 @@ class PipelineRunner:
         call = self._call = _Call(batch=held, compute=compute)
         numbers = [torch.tensor(number) for number in range(len(whole))]
         shape = held(0).tokens_BL.shape
-        tokens_BL = torch.zeros((), dtype=torch.int64, device=self.parts.device).expand(
-            shape
-        )  # `_find_inputs` has those
+        # `_find_inputs` puts the tokens in its place.
+        nothing_BL = torch.zeros((), dtype=torch.int64, device=self.parts.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
         # `schedule.step` does the same around this, with one tensor for all microbatches.
         for stage in stages:
@@ -124,7 +123,7 @@ class PipelineRunner:
         try:
             with self.parts.context():
                 schedule._step_microbatches(
-                    arg_mbs=[(tokens_BL,)] * len(whole) if self.is_first else None,
+                    arg_mbs=[(nothing_BL,)] * len(whole) if self.is_first else None,
                     kwarg_mbs=[{"number": number} for number in numbers],
                     target_mbs=numbers if self.reports else None,
                     return_outputs=False,
