@@ -17,11 +17,10 @@ def describe(config: Any) -> str:
     """The plan of a run's config, in lines."""
     trainer: TrainerConfig = config.trainer
     multiple = layouts.row_multiple(trainer)
-    row = trainer.tokens_per_row // multiple * multiple
+    row = layouts.row_capacity(trainer)
     held = footprint.memory(trainer)
-    expert = trainer.parallelism.expert_parallel_degree
     lines = [
-        f"layout: {layouts.described(trainer.layout() | {'expert_parallel': expert})}",
+        f"layout: {layouts.described(layouts.all_degrees(trainer))}",
         f"rows: at most {row:,} positions, multiples of {multiple}; {trainer.packing}, at most {trainer.rows_per_microbatch} in a microbatch",
         f"activation checkpointing: {trainer.activation_checkpointing}; forward and backward pass in {trainer.compute_dtype}",
         "memory of the fullest rank, without what libraries take:",
@@ -40,13 +39,17 @@ def describe(config: Any) -> str:
 
 
 def _ranks(trainer: TrainerConfig) -> list[str]:
-    """One line a rank with its place in every dimension that is cut; the last dimension is that of neighbours."""
-    layout = trainer.layout()
+    """One line a rank with its place in every dimension that is cut; the last dimension is that of neighbours.
+
+    Neighbours hold different experts, whatever else they share.
+    """
+    layout, expert = trainer.layout(), trainer.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(name for name in layout if name != "pipeline_parallel")]
     places = itertools.product(*(range(layout[name]) for name in order))
     lines = []
     for rank, place in enumerate(itertools.islice(places, RANKS_SHOWN)):
-        named = ", ".join(f"{name} {i}" for name, i in zip(order, place, strict=True) if layout[name] > 1)
+        cut = [f"{name} {i}" for name, i in zip(order, place, strict=True) if layout[name] > 1]
+        named = ", ".join(cut + ([f"expert_parallel {rank % expert}"] if expert > 1 else []))
         lines.append(f"  {f'trainer-{rank}':<12} {_device(rank)}" + (f": {named}" if named else ""))
     left = trainer.num_processes() - len(lines)
     return lines + ([f"  and {left} more trainer processes"] if left else [])

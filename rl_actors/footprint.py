@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from rl_actors import layouts
@@ -126,17 +125,14 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
 def _held_parts(config: TrainerConfig) -> list[Part]:
     """(block, its parameters) of the pipeline rank with the most parameters; the embedding and the head are no blocks.
 
-    torchtitan counts those as some blocks each, gives the first stages what is left over, and deals stages around the ranks.
+    torchtitan deals stages around the ranks.
     """
     num_layers, num_ranks = config.model.num_hidden_layers, config.parallelism.pipeline_parallel_degree
     before, behind = outer_weights(config)
     parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
     if num_ranks == 1:
         return [(None, before), *parts, (None, behind)]
-    first, num_stages = config.parallelism.pipeline_parallel_first_stage_less_layers, layouts.num_stages(config)
-    size, longer = divmod(layouts.num_units(config), num_stages)
-    ends = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(num_stages)]
-    stages = [parts[i:j] for i, j in pairwise([*ends, num_layers])]
+    stages = [[parts[layer] for layer in blocks] for blocks in layouts.stage_blocks(config)]
     stages[0], stages[-1] = [(None, before), *stages[0]], [*stages[-1], (None, behind)]
     ranks = [[part for stage in stages[rank::num_ranks] for part in stage] for rank in range(num_ranks)]
     return max(ranks, key=lambda held: sum(_elements(part) for _, part in held))
@@ -172,55 +168,86 @@ def _activations(config: TrainerConfig) -> int:
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
     size = 2 if config.compute_dtype == "bfloat16" else FLOAT32
-    positions = config.tokens_per_row * config.rows_per_microbatch // parallel.context_parallel_degree
+    context = parallel.context_parallel_degree
+    positions = layouts.row_capacity(config) * config.rows_per_microbatch // context
     d = model.hidden_size / (tensor if parallel.enable_sequence_parallel else 1)
     kept = running = 0.0
     for layer in range(model.num_hidden_layers):
-        saved = _saved_by_block(model, layer, d, tensor)
-        kept += {"none": saved, "selective": _saved_selectively(model, layer, d, tensor), "full": d}[
+        saved = _saved_by_block(model, layer, d, tensor, context)
+        kept += {"none": saved, "selective": _saved_selectively(model, layer, d, tensor, context), "full": d}[
             config.activation_checkpointing
         ]
         running = max(running, saved)
     if config.optimizer is None:
         kept = 0.0
-    # The first of P stages has P microbatches under way, of a P-th of the blocks each.
-    blocks = positions * size * (kept + running)
+    blocks = positions * size * (kept * _under_way(config) + running)
     hidden = positions * model.hidden_size * (size + FLOAT32)  # what the head reads, and its gradient
     logits = 4 * FLOAT32 * min(config.logprob_chunk_tokens, positions) * model.vocab_size / tensor
     return int(blocks + hidden + logits + _gathered(config, size))
 
 
-def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int) -> float:
-    """Elements a position."""
+def _under_way(config: TrainerConfig) -> float:
+    """How many times all blocks' activations of one microbatch the first rank of a pipeline holds at most.
+
+    Of p ranks with v stages each, it has done p (v - 1) + 2 (p - 1) forwards of a stage before it goes on with one forward and one
+    backward in turn; with one stage a rank it has done p - 1.
+    """
+    ranks = config.parallelism.pipeline_parallel_degree
+    if ranks == 1:
+        return 1.0
+    of_rank = layouts.num_stages(config) // ranks
+    ahead = ranks - 1 if of_rank == 1 else ranks * (of_rank - 1) + 2 * (ranks - 1)
+    return (ahead + 1) / (ranks * of_rank)
+
+
+def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
+    """Elements a position. Context parallelism gathers the keys and values of whole rows for attention."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
     # Norms and projections read four of D; q and k before their norms, q, k and v in attention, its output twice.
-    attention = 4 * d + (q + kv) + (q + 2 * kv) + 2 * q
+    attention = 4 * d + (q + kv) + (q + 2 * kv * context) + 2 * q
     if not model.has_experts(layer):
         return attention + 4 * model.intermediate_size / tensor
     # Each of a token's experts reads a copy of it and writes one.
     return attention + model.num_experts_per_tok * (2 * model.hidden_size + 4 * model.moe_intermediate_size) / tensor
 
 
-def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int) -> float:
+def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
     """Elements a position: the block's input, attention, and every second matrix product."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
     width = (
         model.num_experts_per_tok * model.moe_intermediate_size if model.has_experts(layer) else model.intermediate_size
     )
-    return 2 * d + (q + 2 * kv) + q + width / tensor
+    return 2 * d + (q + 2 * kv * context) + q + width / tensor
 
 
 def _gathered(config: TrainerConfig, size: int) -> float:
-    """Bytes of two whole blocks, embedding and head in the compute dtype, and of as many gradients that wait for reduction."""
+    """Bytes of weights that FSDP gathered in the compute dtype, and of their float32 gradients that wait for reduction.
+
+    Two whole blocks at a time, embedding and head; in a pipeline all that the rank holds, by torchtitan's default until the call ends.
+    """
     parallel = config.parallelism
     if parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1 and size == FLOAT32:
         return 0.0
-    before, behind = outer_weights(config)
-    blocks = [block_weights(config, layer) for layer in range(config.model.num_hidden_layers)]
+    parts, is_pipeline = _held_parts(config), parallel.pipeline_parallel_degree > 1
+    policy = parallel.fsdp_reshard_after_forward
+    keeps_weights = policy == "never" or (policy == "default" and is_pipeline)
 
-    def elements(weights: list[Weight]) -> int:
-        return sum(weight.count * math.prod(_local_shape(weight, config, gathered=True)) for weight in weights)
+    def elements(*, whole: bool, trained: bool) -> float:
+        counts = [
+            (
+                layer,
+                sum(
+                    weight.count * math.prod(_local_shape(weight, config, gathered=True))
+                    for weight in weights
+                    if weight.trained or not trained
+                ),
+            )
+            for layer, weights in parts
+        ]
+        blocks = [count for layer, count in counts if layer is not None]
+        outer = sum(count for layer, count in counts if layer is None)
+        return outer + (sum(blocks) if whole else 2 * max(blocks, default=0))
 
-    return (2 * max(map(elements, blocks)) + elements(before) + elements(behind)) * (size + FLOAT32)
+    return elements(whole=keeps_weights, trained=False) * size + elements(whole=is_pipeline, trained=True) * FLOAT32

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -34,6 +35,21 @@ def row_multiple(config: TrainerConfig) -> int:
     if config.parallelism.expert_parallel_degree > 1:
         parts = math.lcm(parts, context * tensor)
     return math.lcm(ROW_MULTIPLE, parts)
+
+
+def row_capacity(config: TrainerConfig) -> int:
+    """Positions that a row has at most: tokens_per_row, rounded down to the multiple."""
+    return in_multiples(config.tokens_per_row, row_multiple(config))
+
+
+def in_multiples(length: int, multiple: int) -> int:
+    """in_multiples(300, 64) -> 256"""
+    return length // multiple * multiple
+
+
+def all_degrees(config: TrainerConfig) -> dict[str, int]:
+    """The layout, and expert_parallel, whose ranks are those of the others."""
+    return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
 
 
 def described(layout: dict[str, int]) -> str:
@@ -71,12 +87,56 @@ def require_possible(config: TrainerConfig) -> None:
             raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
     if parallel.pipeline_parallel_degree > 1:
         _require_pipeline(config)
-    multiple = row_multiple(config)
-    if (capacity := config.tokens_per_row // multiple * multiple) < config.max_sequence_length:
+    _require_shown(config)
+    if (capacity := row_capacity(config)) < config.max_sequence_length:
         raise ValueError(
-            f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {multiple}, "
+            f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {row_multiple(config)}, "
             f"is below max_sequence_length={config.max_sequence_length}"
         )
+
+
+def _require_shown(config: TrainerConfig) -> None:
+    """What nobody compared with one process: it may be right. tests/engine/test_parallel_layouts.py has what was."""
+    model, parallel, lora = config.model, config.parallelism, config.lora
+    cut = {name: degree for name, degree in all_degrees(config).items() if degree > 1}
+    features = {
+        "model.num_experts": model.num_experts,
+        "lora.rank": lora.rank,
+        "float8": config.float8,
+        "compile.enable": config.compile.enable,
+    }
+
+    def refuse(names: Iterable[str], feature: str = "") -> None:
+        named = ", ".join(f"{name}_degree={cut[name]}" for name in names)
+        beside = f" with {feature}={features[feature]}" if feature else ""
+        raise ValueError(f"parallelism.{named}{beside}: {NOT_SHOWN}")
+
+    for name in ("context_parallel", "expert_parallel"):
+        for feature in ("float8", "compile.enable"):
+            if name in cut and features[feature]:
+                refuse([name], feature)
+    if "context_parallel" in cut and "tensor_parallel" in cut and "expert_parallel" not in cut:
+        for feature in ("model.num_experts", "lora.rank"):
+            if features[feature]:
+                refuse(["context_parallel", "tensor_parallel"], feature)
+    if "pipeline_parallel" not in cut:
+        return
+    others = [name for name in cut if name != "pipeline_parallel"]
+    if len(others) > 1 or "expert_parallel" in cut:
+        refuse(["pipeline_parallel", *others])
+    for feature, shown in (
+        ("model.num_experts", {"data_parallel_shard"}),
+        ("lora.rank", {"data_parallel_shard", "context_parallel"}),
+    ):
+        if features[feature] and not set(others) <= shown:
+            refuse(["pipeline_parallel", *others], feature)
+    if parallel.pipeline_parallel_schedule == "Interleaved1F1B" and (model.num_experts or "context_parallel" in cut):
+        beside = (
+            f"model.num_experts={model.num_experts}"
+            if model.num_experts
+            else f"context_parallel_degree={cut['context_parallel']}"
+        )
+        raise ValueError(f"parallelism.pipeline_parallel_schedule='Interleaved1F1B' with {beside}: {NOT_SHOWN}")
 
 
 def _require_experts(config: TrainerConfig) -> None:
@@ -111,12 +171,6 @@ def _require_pipeline(config: TrainerConfig) -> None:
     model, parallel, lora = config.model, config.parallelism, config.lora
     degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
     pipeline = f"parallelism.pipeline_parallel_degree={degree}"
-    tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
-    for other, value in (("model.num_experts", model.num_experts), ("lora.rank", lora.rank)):
-        if tensor > 1 and value:
-            raise ValueError(f"{pipeline}, tensor_parallel_degree={tensor} with {other}={value}: {NOT_SHOWN}")
-    if expert > 1:
-        raise ValueError(f"{pipeline}, expert_parallel_degree={expert}: {NOT_SHOWN}")
     if model.tie_word_embeddings:
         raise ValueError(
             f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "
@@ -150,6 +204,8 @@ def _require_pipeline(config: TrainerConfig) -> None:
             f"activation_checkpointing={config.activation_checkpointing!r}: experts that are recomputed would count the padding of "
             "another microbatch"
         )
+    if (given := parallel.pipeline_parallel_layers_per_stage) is not None and given < 1:
+        raise ValueError(f"parallelism.pipeline_parallel_layers_per_stage={given}; it must be at least 1")
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
     units, stages, per_rank = num_units(config), num_stages(config), PIPELINE_SCHEDULES[schedule]
     if stages % degree or (stages == degree) != (per_rank == 1):
@@ -161,6 +217,12 @@ def _require_pipeline(config: TrainerConfig) -> None:
         raise ValueError(
             f"{pipeline} with {schedule} cuts model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
             f"where embedding and head count as {first} and {last} layers: too few layers"
+        )
+    blocks = stage_blocks(config)
+    if lora.rank and not (blocks[0] and (blocks[-1] or lora.train_unembed)):
+        raise ValueError(
+            f"{pipeline} with {schedule} and lora.rank={lora.rank} cuts model.num_hidden_layers={model.num_hidden_layers} into "
+            f"{stages} stages, of which the {'last' if blocks[0] else 'first'} has no block, and so nothing to train"
         )
 
 
@@ -174,9 +236,18 @@ def num_units(config: TrainerConfig) -> int:
 def num_stages(config: TrainerConfig) -> int:
     """The stages of all ranks of a pipeline together."""
     parallel = config.parallelism
-    if given := parallel.pipeline_parallel_layers_per_stage:
+    if (given := parallel.pipeline_parallel_layers_per_stage) is not None:
         return -(-num_units(config) // given)
     return parallel.pipeline_parallel_degree * PIPELINE_SCHEDULES[parallel.pipeline_parallel_schedule]
+
+
+def stage_blocks(config: TrainerConfig) -> list[range]:
+    """The blocks of every stage: torchtitan counts embedding and head as some blocks each, and gives the first stages what is left over."""
+    num_layers, stages = config.model.num_hidden_layers, num_stages(config)
+    first = config.parallelism.pipeline_parallel_first_stage_less_layers
+    size, longer = divmod(num_units(config), stages)
+    starts = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(stages)]
+    return [range(i, j) for i, j in pairwise([*starts, num_layers])]
 
 
 def is_possible(config: TrainerConfig) -> bool:
@@ -189,7 +260,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
     """The layouts of as many processes that can be and differ least, as factors, from the one of the config."""
-    wanted = config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
+    wanted = all_degrees(config)
 
     def distance(layout: dict[str, int]) -> tuple[float, int]:
         steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)

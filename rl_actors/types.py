@@ -198,7 +198,7 @@ class TrainerInfo:
     max_sequence_length: int
     tokens_per_row: int
     max_call_bytes: int
-    layout: dict[str, int]  # data_parallel_shard, tensor_parallel, … -> degree
+    layout: dict[str, int]  # data_parallel_shard, tensor_parallel, …, expert_parallel -> degree
     device: str
     dtype: str
     rank: int

@@ -19,7 +19,8 @@ def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, tied: bool = 
 def test_a_layout_that_can_be_is_not_refused():
     assert is_possible(config(data_parallel_shard=2, tensor_parallel=4))
     config(data_parallel_shard=2, tensor_parallel=4).validate()
-    config(data_parallel_shard=2, context_parallel=2, tensor_parallel=2, pipeline_parallel=2, tied=False).validate()
+    config(data_parallel_shard=2, context_parallel=2, tensor_parallel=2).validate()
+    config(data_parallel_shard=2, pipeline_parallel=2, tied=False).validate()
     config(experts=8, data_parallel_shard=2, context_parallel=2, tensor_parallel=2, expert_parallel=8).validate()
 
 
@@ -81,20 +82,80 @@ def with_adapters(made: TrainerConfig) -> TrainerConfig:
 PP2 = {"pipeline_parallel": 2, "tied": False}
 
 
+def interleaved(made: TrainerConfig) -> TrainerConfig:
+    made.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+    return made
+
+
+def compiled(made: TrainerConfig) -> TrainerConfig:
+    made.compile.enable = True
+    return made
+
+
 @pytest.mark.parametrize(
     ("made", "message"),
     [
         (
             config(**PP2, experts=8, tensor_parallel=2),
-            "degree=2, tensor_parallel_degree=2 with model.num_experts=8: not",
+            "pipeline_parallel_degree=2, tensor_parallel_degree=2 with model.num_experts=8",
         ),
-        (with_adapters(config(**PP2, tensor_parallel=2)), "degree=2, tensor_parallel_degree=2 with lora.rank=4: not"),
-        (config(**PP2, experts=8, data_parallel_shard=2, expert_parallel=2), "degree=2, expert_parallel_degree=2: not"),
+        (config(**PP2, experts=8, context_parallel=2), "context_parallel_degree=2 with model.num_experts=8"),
+        (
+            config(**PP2, experts=8, data_parallel_replicate=2),
+            "data_parallel_replicate_degree=2 with model.num_experts=8",
+        ),
+        (with_adapters(config(**PP2, tensor_parallel=2)), "tensor_parallel_degree=2 with lora.rank=4"),
+        (with_adapters(config(**PP2, data_parallel_replicate=2)), "data_parallel_replicate_degree=2 with lora.rank=4"),
+        (
+            config(**PP2, experts=8, data_parallel_shard=2, expert_parallel=2),
+            "data_parallel_shard_degree=2, expert_parallel_degree=2",
+        ),
+        (config(**PP2, tensor_parallel=2, context_parallel=2), "context_parallel_degree=2, tensor_parallel_degree=2"),
+        (
+            config(**PP2, tensor_parallel=2, data_parallel_shard=2),
+            "data_parallel_shard_degree=2, tensor_parallel_degree=2",
+        ),
+        (interleaved(config(**PP2, experts=8)), "schedule='Interleaved1F1B' with model.num_experts=8"),
+        (interleaved(config(**PP2, context_parallel=2)), "schedule='Interleaved1F1B' with context_parallel_degree=2"),
+        (
+            config(context_parallel=2, tensor_parallel=2, experts=8),
+            "context_parallel_degree=2, tensor_parallel_degree=2 with model.num_experts=8",
+        ),
+        (with_adapters(config(context_parallel=2, tensor_parallel=2)), "tensor_parallel_degree=2 with lora.rank=4"),
+        (compiled(config(context_parallel=2)), "context_parallel_degree=2 with compile.enable=True"),
+        (
+            compiled(config(data_parallel_shard=2, expert_parallel=2, experts=8)),
+            "expert_parallel_degree=2 with compile.enable=True",
+        ),
     ],
-    ids=["experts under TP2", "adapters under TP2", "EP2"],
+    ids=str,
 )
-def test_what_was_not_compared_with_one_process_is_refused_in_a_pipeline(made, message):
-    with pytest.raises(
-        ValueError, match=f"pipeline_parallel_{message} shown to be right so far; nearest on 4 processes"
-    ):
+def test_what_was_not_compared_with_one_process_is_refused(made, message):
+    made.tokens_per_row = 4096
+    with pytest.raises(ValueError, match=f"{message}: not shown to be right so far; nearest on"):
+        made.validate()
+    for layout in nearest(made):
+        for name, degree in layout.items():
+            setattr(made.parallelism, f"{name}_degree", degree)
+        made.validate()
+
+
+@pytest.mark.parametrize(
+    ("less", "train_unembed", "without"),
+    [
+        ((1, 1), False, "first"),
+        ((1, 1), True, "first"),
+        ((0, 1), False, "last"),
+        ((0, 1), True, None),
+        ((0, 0), False, None),
+    ],
+)
+def test_adapters_need_a_block_at_both_ends_of_a_pipeline(less, train_unembed, without):
+    made = with_adapters(config(pipeline_parallel=4, tied=False))
+    made.lora.train_unembed, made.model.num_hidden_layers = train_unembed, 4 - sum(less)
+    made.parallelism.pipeline_parallel_first_stage_less_layers = less[0]
+    made.parallelism.pipeline_parallel_last_stage_less_layers = less[1]
+    if without is None:
+        return made.validate()
+    with pytest.raises(ValueError, match=f"lora.rank=4 cuts .* into 4 stages, of which the {without} has no block"):
         made.validate()

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
 from rl_actors.engine.build import Parts
-from rl_actors.engine.gather import by_rank
+from rl_actors.engine.gather import by_rank, on_all_ranks
 from rl_actors.engine.lora import checkpointed
 
 METADATA = ".metadata"
@@ -28,7 +28,7 @@ def is_checkpoint(path: str | Path) -> bool:
 
 def require_checkpoint(parts: Parts, path: str, *, optimizer: bool) -> None:
     """Raises ValueError on every rank when any rank finds no such checkpoint of this model there; nothing was touched."""
-    if not _all(is_checkpoint(path)):
+    if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if hasattr(entry, "size")}
@@ -38,9 +38,11 @@ def require_checkpoint(parts: Parts, path: str, *, optimizer: bool) -> None:
     ]
     known = set().union(*by_rank(list(here)))  # under pipeline parallelism the ranks of a stage have their own
     differing += [f"{name} is unknown here" for name in there if name.startswith("model.") and name not in known]
-    if not _all(not differing):
+    # Under pipeline parallelism each rank knows of its own parts alone.
+    differing = list(dict.fromkeys(text for of_rank in by_rank(differing) for text in of_rank))
+    if differing:
         raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
-    if not _all(not optimizer or any(name.startswith("optimizer.") for name in saved)):
+    if not on_all_ranks(not optimizer or any(name.startswith("optimizer.") for name in saved)):
         raise ValueError(f"{path} holds no optimizer state; optimizer=False loads its weights alone")
 
 
@@ -48,7 +50,7 @@ def require_replaceable(path: str | Path) -> None:
     """Raises ValueError on every rank when saving to path would delete something other than a checkpoint."""
     target = Path(path)
     taken = target.exists() and not is_checkpoint(target) and not (target.is_dir() and not any(target.iterdir()))
-    if not _all(not taken):
+    if not on_all_ranks(not taken):
         raise ValueError(f"{path} exists and is not a checkpoint: it holds no {METADATA}, so it is not replaced")
 
 
@@ -166,10 +168,3 @@ def _plain_errors(what: str) -> Iterator[None]:
     except CheckpointException as error:
         rank, (cause, _) = next(iter(error.failures.items()))
         raise RuntimeError(f"{what} failed on {len(error.failures)} ranks; on rank {rank}: {cause!r}") from error
-
-
-def _all(holds: bool) -> bool:
-    """The logical and over the ranks, on CPU tensors, so that the same call works over gloo and beside NCCL."""
-    flag = torch.tensor(int(holds))
-    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-    return bool(flag)

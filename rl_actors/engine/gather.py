@@ -16,6 +16,22 @@ def by_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def on_all_ranks(holds: bool) -> bool:
+    """The logical and over the ranks, on CPU tensors, so that the same call works over gloo and beside NCCL."""
+    flag = torch.tensor(int(holds))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def raise_together(failure: Exception | None) -> None:
+    """Raises on every rank when one failed: its own failure where there is one, elsewhere RuntimeError with the first rank's."""
+    if on_all_ranks(failure is None):
+        return
+    failures = by_rank(repr(failure) if failure is not None else "")
+    rank = next(rank for rank, text in enumerate(failures) if text)
+    raise failure or RuntimeError(f"rank {rank} failed: {failures[rank]}")
+
+
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """Every tensor that any rank has in its state, one at a time: whole and on the CPU on rank 0, None elsewhere.
 

@@ -20,8 +20,8 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import Parts, qwen3_config
-from rl_actors.engine.checkpoint import _all, _plain_errors
-from rl_actors.engine.gather import whole_tensors
+from rl_actors.engine.checkpoint import _plain_errors
+from rl_actors.engine.gather import on_all_ranks, whole_tensors
 
 MAX_NAMES_REPORTED = 5
 MAX_FILE_BYTES = 4 << 30
@@ -170,7 +170,7 @@ def require_exportable(path: str, dtype: str) -> None:
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     target = Path(path)
-    if not _all(not target.exists() or (target.is_dir() and not any(target.iterdir()))):
+    if not on_all_ranks(not target.exists() or (target.is_dir() and not any(target.iterdir()))):
         raise ValueError(f"{path} exists and is not an empty directory; export_hf replaces nothing")
 
 
@@ -251,5 +251,5 @@ def _on_first_rank(work: Callable[[], None]) -> None:
             work()
         except Exception as error:
             failure = error
-    if not _all(failure is None):
+    if not on_all_ranks(failure is None):
         raise failure or RuntimeError("rank 0 could not write the files")

@@ -18,6 +18,34 @@ Values = dict[str, Tensor]
 """What is computed at every position: "logprobs" [B, L], and "entropy" [B, L], "target_logprobs" [B, L, K] where wanted."""
 
 
+class SteadyLoss:
+    """A loss that goes on after it has failed, as zero: other ranks may not have failed, and wait for this one in their collectives.
+
+    Who runs it raises `failure` once all microbatches are through.
+    """
+
+    def __init__(self, loss: Loss) -> None:
+        self.loss = loss
+        self.reads = made_for(loss)
+        self.whole_sequence: bool = getattr(loss, "whole_sequence", False)
+        self.failure: Exception | None = None
+
+    def gradients(self, values: Values, columns_BL: dict[str, Tensor]) -> tuple[Values, Partials]:
+        """(its gradient with respect to the logprobs and what else it reads of the values, metrics with loss:sum)."""
+        names = ["logprobs", *sorted(self.reads & set(values))]
+        leaves = [values[name].detach().requires_grad_() for name in names]
+        if self.failure is None:
+            try:
+                with torch.enable_grad():
+                    total, metrics = self.loss(leaves[0], **columns_BL, **dict(zip(names[1:], leaves[1:], strict=True)))
+                gradients = torch.autograd.grad(total, leaves, materialize_grads=True)
+                metrics = merge([{"loss:sum": total.detach(), **metrics}])
+                return dict(zip(names, gradients, strict=True)), metrics
+            except Exception as error:
+                self.failure = error
+        return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
+
+
 class ChunkedLogprobs:
     """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
 
@@ -39,7 +67,7 @@ class ChunkedLogprobs:
         return batch.gather(self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0])
 
     def evaluate(
-        self, hidden_BLD: Tensor, batch: Batch, loss: Loss | None, *, with_entropy: bool = False
+        self, hidden_BLD: Tensor, batch: Batch, loss: SteadyLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
         """The values and, of a loss, the metrics; under no_grad."""
         if loss is None:
@@ -47,39 +75,37 @@ class ChunkedLogprobs:
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
 
     def loss(
-        self, hidden_BLD: Tensor, batch: Batch, loss: Loss, *, with_entropy: bool = False
+        self, hidden_BLD: Tensor, batch: Batch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """The values of whole rows, metrics, and the loss, which was back-propagated through the head; its `backward` goes through the model.
+        """The values of whole rows, metrics, and what was back-propagated through the head; its `backward` goes through the model.
 
         A loss of single positions gets each chunk as it comes. A `whole_sequence` loss gets the values of whole samples first; its
         gradient with respect to them is then what the chunks back-propagate.
         """
-        with_entropy = with_entropy or "entropy" in made_for(loss)
-        if getattr(loss, "whole_sequence", False):
+        with_entropy = with_entropy or "entropy" in loss.reads
+        if loss.whole_sequence:
             return self._whole_sequence(hidden_BLD, batch, loss, with_entropy)
 
         def of_columns(values: Values, columns_BL: dict[str, Tensor]):
-            return _call(loss, values, columns_BL)
+            gradients, metrics = loss.gradients(values, columns_BL)
+            return _product(values, gradients), metrics
 
         values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
         return batch.gather(values), metrics, total
 
-    def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: Loss, with_entropy: bool):
+    def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: SteadyLoss, with_entropy: bool):
         with torch.no_grad():
             values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)
         rows = batch.one_a_row()
-        leaves = {name: rows.unpack(value).requires_grad_() for name, value in values.items()}
         columns = {name: rows.unpack(column) for name, column in batch.gather(batch.columns).items()}
-        whole, metrics = _call(loss, leaves, columns)
+        whole_gradients, metrics = loss.gradients({name: rows.unpack(x) for name, x in values.items()}, columns)
         metrics = metrics if batch.is_counted() else {}
         if not torch.is_grad_enabled():
-            return values, metrics, whole
-        whole.backward()
-        whole_gradients = {name: rows.pack(leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None}
-        gradients = batch.take(whole_gradients)
+            return values, metrics, torch.zeros(())
+        gradients = batch.take({name: rows.pack(gradient) for name, gradient in whole_gradients.items()})
 
         def product(values: Values, gradients_BL: dict[str, Tensor]):
-            return sum((values[name] * gradient).sum() for name, gradient in gradients_BL.items()), {}
+            return _product(values, gradients_BL), {}
 
         total = self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2]
         return values, metrics, total
@@ -88,7 +114,6 @@ class ChunkedLogprobs:
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
         chunks: list[Values] = []
         partials: list[Partials] = []
-        failures: list[Exception] = []
 
         def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, top_k=None, **chunk: Any):
             logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
@@ -99,14 +124,9 @@ class ChunkedLogprobs:
                 values["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
             values = {name: value.unflatten(0, targets_BL.shape) for name, value in values.items()}
             chunks.append({name: value.detach() for name, value in values.items()})
-            try:
-                value, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
-            except Exception as error:
-                # The wrapper reduces the head's gradient with the last chunk; left before, it would come with the next call's.
-                failures.append(error)
-                return values["logprobs"].sum() * 0, {}
+            total, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
             partials.append(metrics)
-            return value, {}
+            return total, {}
 
         self.wrapper.num_chunks = self._num_chunks(*batch.tokens_BL.shape)
         self.wrapper.loss_fn = chunk_loss
@@ -114,8 +134,6 @@ class ChunkedLogprobs:
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
-        if failures:
-            raise failures[0]
         values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
         return values, merge(partials), total
 
@@ -125,8 +143,6 @@ class ChunkedLogprobs:
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
 
 
-def _call(loss: Loss, values: Values, columns_BL: dict[str, Tensor]) -> tuple[Tensor, Partials]:
-    """Gives the loss its columns and what it reads of the values; `loss:sum` is there whether or not it reports one."""
-    made = {name: values[name] for name in made_for(loss) if name in values}
-    value, metrics = loss(values["logprobs"], **columns_BL, **made)
-    return value, {"loss:sum": value.detach(), **metrics}
+def _product(values: Values, gradients: Values) -> Tensor:
+    """What has these gradients with respect to the values."""
+    return torch.stack([(values[name] * gradient).sum() for name, gradient in gradients.items()]).sum()

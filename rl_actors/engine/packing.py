@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush, heapreplace
 
-from rl_actors.layouts import ROW_MULTIPLE, Policy
+from rl_actors.layouts import ROW_MULTIPLE, Policy, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
 """Row lengths between one power of two and the next, so that a call brings few new shapes to compile."""
@@ -33,6 +33,8 @@ def plan(
     num_ranks: int,
     row_multiple: int = ROW_MULTIPLE,
     uniform: bool = False,
+    min_microbatches: int = 1,
+    microbatch_multiple: int = 1,
     policy: Policy = "packed",
 ) -> Plan:
     """Rows and microbatches of every rank; each rank gets as many, of the same shapes.
@@ -43,13 +45,14 @@ def plan(
 
     Rows of a microbatch are alike in length and attention cost, and as long as the longest, rounded up to a `bucket`;
     tokens_per_row is rounded down to a multiple of row_multiple. uniform: all microbatches of the call have the same number
-    of rows and the same row length, as a pipeline needs.
+    of rows and the same row length, as a pipeline needs; their number is a multiple of microbatch_multiple and at least
+    min_microbatches, with rows of padding where samples are too few.
 
     plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (2,), rank 1 the row (0, 1)
 
     Raises ValueError when a sample is longer than a row.
     """
-    capacity = tokens_per_row // row_multiple * row_multiple
+    capacity = in_multiples(tokens_per_row, row_multiple)
     for index, length in enumerate(lengths):
         if length > capacity:
             rounded = f", of which {capacity} are a multiple of {row_multiple}" if capacity < tokens_per_row else ""
@@ -59,7 +62,8 @@ def plan(
         return capacity * rows_per_microbatch // row_length if policy == "token_budget" else rows_per_microbatch
 
     to_bucket = partial(bucket, multiple=row_multiple, capacity=capacity)
-    deal = partial(_deal, lengths, to_bucket=to_bucket, most_rows=most_rows, num_ranks=num_ranks, uniform=uniform)
+    cut = partial(_deal_uniform, at_least=min_microbatches, multiple=microbatch_multiple) if uniform else _deal
+    deal = partial(cut, lengths, to_bucket=to_bucket, most_rows=most_rows, num_ranks=num_ranks)
     if policy != "packed":
         return deal([(index,) for index in range(len(lengths))])
     rows = first_fit_decreasing(lengths, capacity)
@@ -142,26 +146,56 @@ def _deal(
     to_bucket: Callable[[int], int],
     most_rows: Callable[[int], int],
     num_ranks: int,
-    uniform: bool,
 ) -> Plan:
     """Microbatches of neighbours in (row length, attention cost), so that all ranks are busy for as long in each."""
-    row_lengths = [to_bucket(sum(lengths[index] for index in row)) for row in rows]
-    costs = [attention_cost(lengths, row) for row in rows]
-    order = sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
+    row_lengths, costs, order = _in_order(lengths, rows, to_bucket)
     ranks: Plan = [[] for _ in range(num_ranks)]
     start = 0
     while start < len(order):
-        row_length = row_lengths[order[0 if uniform else start]]
-        most = most_rows(row_length)
-        left = _divide_up(len(order) - (0 if uniform else start), num_ranks)
-        # Uniform: as few microbatches as can be, and then as few rows in each.
-        num_rows = _divide_up(left, _divide_up(left, most)) if uniform else min(most, left)
+        row_length = row_lengths[order[start]]
+        num_rows = min(most_rows(row_length), _divide_up(len(order) - start, num_ranks))
         taken = order[start : start + num_rows * num_ranks]
-        for rank, members in enumerate(_balance(taken, costs, num_ranks, num_rows)):
-            padding = [()] * (num_rows - len(members))
-            ranks[rank].append(Microbatch(rows=(*(rows[r] for r in members), *padding), row_length=row_length))
+        _add_microbatch(ranks, rows, _balance(taken, costs, num_ranks, num_rows), num_rows, row_length)
         start += len(taken)
     return ranks
+
+
+def _deal_uniform(
+    lengths: Sequence[int],
+    rows: list[Row],
+    *,
+    to_bucket: Callable[[int], int],
+    most_rows: Callable[[int], int],
+    num_ranks: int,
+    at_least: int,
+    multiple: int,
+) -> Plan:
+    """The same with microbatches of one shape: as few as can be, and then as few rows in each."""
+    row_lengths, costs, order = _in_order(lengths, rows, to_bucket)
+    row_length, of_rank = row_lengths[order[0]], _divide_up(len(order), num_ranks)
+    count = _round_up(max(_divide_up(of_rank, most_rows(row_length)), min(at_least, of_rank)), multiple)
+    num_rows = _divide_up(of_rank, count)
+    ranks: Plan = [[] for _ in range(num_ranks)]
+    # Behind the last row: microbatches of padding.
+    for start in range(0, num_ranks * num_rows * _round_up(max(count, at_least), multiple), num_ranks * num_rows):
+        taken = order[start : start + num_ranks * num_rows]
+        _add_microbatch(ranks, rows, _balance(taken, costs, num_ranks, num_rows), num_rows, row_length)
+    return ranks
+
+
+def _in_order(
+    lengths: Sequence[int], rows: list[Row], to_bucket: Callable[[int], int]
+) -> tuple[list[int], list[int], list[int]]:
+    """(length and attention cost of every row, the rows from the longest and costliest on)."""
+    row_lengths = [to_bucket(sum(lengths[index] for index in row)) for row in rows]
+    costs = [attention_cost(lengths, row) for row in rows]
+    return row_lengths, costs, sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
+
+
+def _add_microbatch(ranks: Plan, rows: list[Row], members: list[list[int]], num_rows: int, row_length: int) -> None:
+    for batches, of_rank in zip(ranks, members, strict=True):
+        padding = [()] * (num_rows - len(of_rank))
+        batches.append(Microbatch(rows=(*(rows[r] for r in of_rank), *padding), row_length=row_length))
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
@@ -178,3 +212,7 @@ def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) 
 
 def _divide_up(value: int, divisor: int) -> int:
     return -(-value // divisor)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return _divide_up(value, multiple) * multiple

@@ -3,7 +3,7 @@
 B rows, L row length, D hidden size.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -18,10 +18,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl_actors.config import TrainerConfig
 from rl_actors.engine.build import Parts
-from rl_actors.engine.gather import by_rank
+from rl_actors.engine.gather import raise_together
 from rl_actors.engine.inputs import Batch, Span
-from rl_actors.engine.logprobs import ChunkedLogprobs, Values
-from rl_actors.engine.packing import Microbatch
+from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss, Values
 from rl_actors.losses import Loss
 from rl_actors.metrics import Partials
 
@@ -32,35 +31,36 @@ Compute = Callable[[Tensor, Batch], tuple[Values, Partials, Tensor]]
 """(hidden_BLD, batch) -> (values, metrics, the loss)."""
 
 SCHEDULES_KEPT = 4
-"""A schedule holds the buffers in which a stage receives all microbatches of a call."""
 
 
 class SingleRunner:
     """One microbatch after another through the whole model."""
 
-    uniform = False
+    planned: Mapping[str, Any] = {}  # what it asks of `plan`
     reports = True
 
     def __init__(self, parts: Parts, logprobs: ChunkedLogprobs) -> None:
         self.parts, self.logprobs = parts, logprobs
 
-    def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        return microbatches
-
     def forward(self, batches: Iterable[Batch], loss: Loss | None, *, with_entropy: bool) -> list[Outcome]:
-        """The values and, of a loss, the metrics, without gradients."""
-        return [
-            (batch.spans, *self.logprobs.evaluate(self._hidden(batch), batch, loss, with_entropy=with_entropy))
-            for batch in batches
+        """The values and, of a loss, the metrics, without gradients. A loss that fails on one rank raises on all."""
+        steady = None if loss is None else SteadyLoss(loss)
+        outcomes = [
+            (batch.spans, *self.logprobs.evaluate(self._hidden(batch), batch, steady, with_entropy=with_entropy))
+            for batch in map(self.parts.rows, batches)
         ]
+        if steady is not None:
+            raise_together(steady.failure)
+        return outcomes
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
-        """The values and metrics; adds the gradient of the loss."""
-        outcomes = []
-        for batch in batches:
-            values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, loss, with_entropy=with_entropy)
+        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
+        steady, outcomes = SteadyLoss(loss), []
+        for batch in map(self.parts.rows, batches):
+            values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, steady, with_entropy=with_entropy)
             total.backward()
             outcomes.append((batch.spans, values, metrics))
+        raise_together(steady.failure)
         return outcomes
 
     def _hidden(self, batch: Batch) -> Tensor:
@@ -75,7 +75,6 @@ class PipelineRunner:
     A schedule moves tensors, so it is given the number of each microbatch, by which stages and loss find the rest.
     """
 
-    uniform = True
     _call: "_Call"  # while one runs
 
     def __init__(self, parts: Parts, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
@@ -83,64 +82,75 @@ class PipelineRunner:
         self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.is_first = any(stage.is_first for stage in parts.stages)
         self.reports = any(stage.is_last for stage in parts.stages)
-        self.group = parts.parallel_dims.get_mesh("pp").get_group()
+        self.num_ranks = num_ranks = parts.parallel_dims.get_mesh("pp").size()
+        # 1F1B takes one microbatch a rank or more, Interleaved1F1B a multiple of the ranks.
+        multiple = 1 if self._is_single() else num_ranks
+        self.planned = {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
         self._schedule = lru_cache(SCHEDULES_KEPT)(self._make_schedule)
         for stage in parts.stages:
             stage.submod.register_forward_pre_hook(self._find_inputs, with_kwargs=True, prepend=True)
 
-    def fill(self, microbatches: list[Microbatch]) -> list[Microbatch]:
-        """As many as the schedule takes, with rows of padding: 1F1B one a rank or more, Interleaved1F1B a multiple of the ranks."""
-        first, num_ranks = microbatches[0], self.group.size()
-        count = max(len(microbatches), num_ranks)
-        if not self._is_single():
-            count = -(-count // num_ranks) * num_ranks
-        blank = Microbatch(rows=((),) * len(first.rows), row_length=first.row_length)
-        return microbatches + [blank] * (count - len(microbatches))
-
     def forward(self, batches: Iterable[Batch], loss: Loss | None, *, with_entropy: bool) -> list[Outcome]:
-        """The values and, of a loss, the metrics, without gradients."""
+        """The values and, of a loss, the metrics, without gradients. A loss that fails on one rank raises on all."""
+        steady = None if loss is None else SteadyLoss(loss)
 
         def evaluate(hidden_BLD: Tensor, batch: Batch):
-            return *self.logprobs.evaluate(hidden_BLD, batch, loss, with_entropy=with_entropy), torch.zeros(())
+            made = self.logprobs.evaluate(hidden_BLD, batch, steady, with_entropy=with_entropy)
+            if steady is not None and steady.failure is not None:
+                raise steady.failure
+            return *made, torch.zeros(())
 
-        return self._run(list(batches), evaluate, training=False)
+        return self._run(batches, evaluate, training=False)
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
-        """The values and metrics; adds the gradient of the loss."""
+        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
+        steady = SteadyLoss(loss)
 
         def with_loss(hidden_BLD: Tensor, batch: Batch):
-            return self.logprobs.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)
+            made = self.logprobs.loss(hidden_BLD, batch, steady, with_entropy=with_entropy)
+            if steady.failure is not None:
+                raise steady.failure
+            return made
 
-        return self._run(list(batches), with_loss, training=True)
+        return self._run(batches, with_loss, training=True)
 
-    def _run(self, batches: list[Batch], compute: Compute, *, training: bool) -> list[Outcome]:
-        call = self._call = _Call(batches=batches, compute=compute)
-        numbers = [torch.tensor(number) for number in range(len(batches))]
-        schedule, stages = self._schedule(batches[0].tokens_BL.shape, len(batches), training)
+    def _run(self, batches: Iterable[Batch], compute: Compute, *, training: bool) -> list[Outcome]:
+        whole = list(batches)
+        # Masks are made when a stage comes to a microbatch, and stay until the next stage of this rank has come to it.
+        held = lru_cache(self.num_ranks + 1)(lambda number: self.parts.rows(whole[number]))
+        call = self._call = _Call(batch=held, compute=compute)
+        numbers = [torch.tensor(number) for number in range(len(whole))]
+        shape = held(0).tokens_BL.shape
+        # `_find_inputs` puts the tokens in its place.
+        nothing_BL = torch.zeros((), dtype=torch.int64, device=self.parts.device).expand(shape)
+        schedule, stages = self._schedule(shape, len(whole), training)
         # `schedule.step` does the same around this, with one tensor for all microbatches.
         for stage in stages:
             stage.has_backward = training
         try:
             with self.parts.context():
                 schedule._step_microbatches(
-                    arg_mbs=[(batch.tokens_BL,) for batch in batches] if self.is_first else None,
+                    arg_mbs=[(nothing_BL,)] * len(whole) if self.is_first else None,
                     kwarg_mbs=[{"number": number} for number in numbers],
                     target_mbs=numbers if self.reports else None,
                     return_outputs=False,
                 )
+        except BaseException:
+            self._schedule.cache_clear()  # it keeps the losses of the microbatches that were through
+            raise
         finally:
             del self._call
             for stage in stages:
                 stage.clear_runtime_states()
-        failures = by_rank(repr(call.failure) if call.failure else "", self.group)
-        if any(failures):
-            raise call.failure or RuntimeError(f"the loss failed on the last stage: {next(filter(None, failures))}")
+        raise_together(call.failure)
         return call.outcomes
 
     def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
-        batch = self._call.batches[kwargs["number"]]
+        batch = self._call.batch(int(kwargs["number"]))
         self.parts.routers.begin(batch)
         (received,) = args
+        if not received.is_floating_point():
+            return (batch.tokens_BL,), _inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
             # Its gradient may be partial sums, which the stage before would take for whole.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
@@ -148,15 +158,14 @@ class PipelineRunner:
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
         call = self._call
-        batch = call.batches[number]
+        batch = call.batch(int(number))
         try:
-            if call.failure is None:
-                values, metrics, total = call.compute(hidden_BLD, batch)
-                call.outcomes.append((batch.spans, values, metrics))
-                return total
+            values, metrics, total = call.compute(hidden_BLD, batch)
         except Exception as error:
             call.failure = error
-        return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
+            return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
+        call.outcomes.append((batch.spans, values, metrics))
+        return total
 
     def _is_single(self) -> bool:
         return issubclass(self.schedule_class, PipelineScheduleSingle)
@@ -182,7 +191,7 @@ class PipelineRunner:
 
 @dataclass(kw_only=True)
 class _Call:
-    batches: list[Batch]
+    batch: Callable[[int], Batch]  # by number: what this rank holds of it
     compute: Compute
     outcomes: list[Outcome] = field(default_factory=list)
     failure: Exception | None = None
@@ -192,6 +201,7 @@ class _Stage(PipelineStage):
     """torchtitan's stage for microbatches of one shape.
 
     Where it is not told the shapes, torch runs a microbatch forward and backward to see them, through the loss, too.
+    Of a call torch's holds all that is received, and in a forward all that is sent; here a microbatch goes with its backward.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -209,8 +219,44 @@ class _Stage(PipelineStage):
             group=stage.group,
         )
 
+    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_forward_recv_info(*args, **kwargs)
+        for number in self.args_recv_info:
+            _release(self.args_recv_info[number])
+
+    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_backward_recv_info(*args, **kwargs)
+        for number in self.grad_recv_info:
+            _release(self.grad_recv_info[number])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int):
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int):
+        if self.has_backward:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        _release(self.args_recv_info[bwd_chunk_id])
+        _release(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def _allocate(self, received: Sequence[Any]) -> None:
+        for info in received:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
     def _post_metadata_inference_cleanup(self) -> None:
         """torch's drops the gradients that earlier calls accumulated; nothing was inferred, so there is nothing to clean up."""
+
+
+def _release(received: Sequence[Any]) -> None:
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta")
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

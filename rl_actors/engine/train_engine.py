@@ -221,7 +221,7 @@ class TrainEngine:
             max_sequence_length=config.max_sequence_length,
             tokens_per_row=config.tokens_per_row,
             max_call_bytes=config.max_call_bytes,
-            layout=config.layout(),
+            layout=layouts.all_degrees(config),
             device=str(self.parts.device),
             dtype=config.compute_dtype,
             rank=int(os.environ["RANK"]),
@@ -248,10 +248,10 @@ class TrainEngine:
             num_ranks=self.num_data_ranks,
             row_multiple=layouts.row_multiple(config),
             policy=config.packing,
-            uniform=self.runner.uniform,
+            **self.runner.planned,
         )
-        for microbatch in self.runner.fill(ranks[self.data_rank]):
-            yield self.parts.rows(make_batch(samples, microbatch, columns, self.parts.device))
+        for microbatch in ranks[self.data_rank]:
+            yield make_batch(samples, microbatch, columns, self.parts.device)
 
     def _output(self, outcomes: list[Outcome]) -> RankOutput:
         spans = [(values, span) for spans, values, _ in outcomes for span in spans] if self.reports_samples else []

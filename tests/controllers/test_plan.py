@@ -7,6 +7,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from configs.tiny import tiny
 from controllers import plan
 from rl_actors.footprint import memory
@@ -37,6 +39,41 @@ def test_a_reference_is_beside_the_trainer():
     assert re.search(
         r"  reference    as many processes as the trainer's, beside them, each with at most [\d.]+ MiB\n", text
     )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "fields", "layout", "multiple", "places"),
+    [
+        (
+            {"pipeline_parallel": 2, "data_parallel_shard": 2},
+            {"tie_word_embeddings": False},
+            "data_parallel_shard=2 x pipeline_parallel=2",
+            64,
+            [f"pipeline_parallel {stage}, data_parallel_shard {shard}" for stage in range(2) for shard in range(2)],
+        ),
+        ({"context_parallel": 2}, {}, "context_parallel=2", 256, ["context_parallel 0", "context_parallel 1"]),
+        (
+            {"data_parallel_shard": 4, "expert_parallel": 2},
+            {"num_experts": 8},
+            "data_parallel_shard=4 x expert_parallel=2",
+            64,
+            [f"data_parallel_shard {shard}, expert_parallel {shard % 2}" for shard in range(4)],
+        ),
+    ],
+    ids=["PP2xFSDP2", "CP2", "FSDP4, EP2"],
+)
+def test_the_plan_shows_the_place_of_a_rank_in_every_layout(degrees, fields, layout, multiple, places):
+    config = tiny()
+    config.trainer.model = replace(config.trainer.model, **fields)
+    config.trainer.tokens_per_row = multiple
+    for name, degree in degrees.items():
+        setattr(config.trainer.parallelism, f"{name}_degree", degree)
+    config.trainer.validate()
+    text = plan.describe(config)
+    assert f"layout: {layout}\n" in text
+    assert f"rows: at most {multiple} positions, multiples of {multiple}; packed" in text
+    assert [line.split(": ")[1] for line in text.splitlines() if line.startswith("  trainer-")] == places
+    assert f"  {'total':<12} {plan.size_text(memory(config.trainer).total)} of" in text
 
 
 def test_a_long_list_of_ranks_is_cut():

@@ -1,15 +1,17 @@
 """The memory arithmetic against an engine: parameters, gradients and optimizer to the byte, activations within a factor."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 from references import ppo_samples
+from torch.distributed.pipelining.schedules import _get_warmup_ops
 from torch.distributed.tensor import DTensor
 from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from rl_actors import PPO, LoRAConfig, ModelConfig, OptimizerConfig, OptimParams, TrainerConfig
-from rl_actors.footprint import _held_parts, memory
+from rl_actors.footprint import _gathered, _held_parts, _under_way, memory
 
 DENSE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -85,6 +87,43 @@ def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ran
     most = max(len(rank) - ("norm" in rank) for rank in (ranks[0], ranks[-1]))
     assert len(blocks) + 1 == most
     assert blocks in ([name for name in rank if "layers" in name] for rank in (ranks[0], ranks[-1]))
+
+
+def of_layout(**degrees) -> TrainerConfig:
+    config = TrainerConfig(model=replace(MODELS["untied"], num_hidden_layers=14), max_sequence_length=64)
+    for name, degree in degrees.items():
+        setattr(config.parallelism, f"{name}_degree", degree)
+    config.tokens_per_row = 128 * config.parallelism.context_parallel_degree
+    return config
+
+
+@pytest.mark.parametrize(("num_ranks", "of_rank"), [(2, 1), (2, 2), (4, 1), (4, 2), (2, 4)])
+def test_the_first_rank_of_a_pipeline_has_as_much_under_way_as_torch_starts(num_ranks, of_rank):
+    config = of_layout(pipeline_parallel=num_ranks)
+    if of_rank > 1:
+        config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
+        config.parallelism.pipeline_parallel_layers_per_stage = -(-16 // (num_ranks * of_rank))
+    started = _get_warmup_ops(0, of_rank, num_ranks, num_ranks, 8 * num_ranks) if of_rank > 1 else num_ranks - 1
+    assert _under_way(config) == pytest.approx((started + 1) / (num_ranks * of_rank))
+    if of_rank == 1:
+        assert memory(config).activations == memory(of_layout()).activations
+
+
+def test_context_parallelism_holds_the_keys_and_values_of_whole_rows():
+    one, two = of_layout(), of_layout(context_parallel=2)
+    model = one.model
+    others = 128 * 15 * 4 * 2 * model.num_key_value_heads * model.head_dim  # of the other rank; one block is run again
+    assert memory(two).activations - memory(one).activations == int(_gathered(two, 4)) + others
+
+
+def test_a_pipeline_keeps_what_fsdp_gathers_until_the_call_ends():
+    config = of_layout(pipeline_parallel=2, data_parallel_shard=2)
+    held = sum(weight.count * math.prod(weight.shape) for _, part in _held_parts(config) for weight in part)
+    assert _gathered(config, 4) == 8 * held
+    config.parallelism.fsdp_reshard_after_forward = "always"
+    assert 4 * held < _gathered(config, 4) < 6 * held
+    config.parallelism.pipeline_parallel_degree = 1
+    assert _gathered(config, 4) < 4 * held
 
 
 def peak_of(call) -> int:

@@ -21,7 +21,8 @@ def calls(draw):
     lengths = draw(st.lists(st.integers(1, tokens_per_row // multiple * multiple), min_size=1, max_size=60))
     limits = {"rows_per_microbatch": draw(st.integers(1, 5)), "num_ranks": draw(st.integers(1, 5))}
     kind = {"policy": draw(st.sampled_from(POLICIES)), "uniform": draw(st.booleans())}
-    return lengths, {"tokens_per_row": tokens_per_row, "row_multiple": multiple, **kind, **limits}
+    pipeline = {"min_microbatches": draw(st.integers(1, 5)), "microbatch_multiple": draw(st.integers(1, 4))}
+    return lengths, {"tokens_per_row": tokens_per_row, "row_multiple": multiple, **kind, **limits, **pipeline}
 
 
 plans = settings(derandomize=True, deadline=None, max_examples=300)
@@ -104,6 +105,7 @@ def test_uniform_microbatches_have_one_shape(call):
     lengths, limits = call
     (rank, *_) = plan(lengths, **{**limits, "uniform": True})
     assert len({(len(batch.rows), batch.row_length) for batch in rank}) == 1
+    assert len(rank) >= limits["min_microbatches"] and len(rank) % limits["microbatch_multiple"] == 0
 
 
 @plans
@@ -175,6 +177,22 @@ def test_ranks_share_the_samples_rather_than_get_padding():
     ]
 
 
+def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_has_ranks():
+    limits = {"tokens_per_row": 128, "rows_per_microbatch": 4, "num_ranks": 1, "uniform": True}
+    assert plan([128, 128, 100], min_microbatches=2, **limits) == [
+        [Microbatch(rows=((0,), (1,)), row_length=128), Microbatch(rows=((2,), ()), row_length=128)]
+    ]
+    # One row would hold all three; beside it there would be one of padding.
+    assert plan([60, 30, 20], min_microbatches=2, **limits) == [
+        [Microbatch(rows=((0,),), row_length=64), Microbatch(rows=((1, 2),), row_length=64)]
+    ]
+    shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
+    assert shapes == [4, 4]
+    limits["rows_per_microbatch"] = 3
+    shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
+    assert shapes == [2, 2, 2, 2]  # three of three rows would take one of padding with them
+
+
 def test_a_rank_without_samples_gets_rows_of_padding():
     ranks = plan([7], tokens_per_row=64, rows_per_microbatch=4, num_ranks=3)
     assert [rank[0].rows for rank in ranks] == [((0,),), ((),), ((),)]
@@ -193,13 +211,23 @@ def test_a_sample_longer_than_a_row_is_refused_by_name():
         plan([8, 9], tokens_per_row=8, row_multiple=8, rows_per_microbatch=1, num_ranks=1)
 
 
+@pytest.mark.parametrize("uniform", [False, True])
+@pytest.mark.parametrize("row_multiple", [64, 256])
 @pytest.mark.parametrize(("num_ranks", "rows_per_microbatch"), [(1, 1), (1, 4), (8, 1), (8, 4)])
-def test_ten_thousand_long_tailed_samples_are_planned_in_no_time_with_little_padding(num_ranks, rows_per_microbatch):
+def test_ten_thousand_long_tailed_samples_are_planned_in_no_time_with_little_padding(
+    num_ranks, rows_per_microbatch, row_multiple, uniform
+):
     lengths = long_tailed(10_000)
-    start = time.process_time()
-    ranks = plan(lengths, tokens_per_row=4096, rows_per_microbatch=rows_per_microbatch, num_ranks=num_ranks)
-    assert time.process_time() - start < 0.2
-    assert waste(lengths, ranks) < 0.01  # measured: 0.02 % on one rank, 0.2 % on eight
+    limits = {"tokens_per_row": 4096, "rows_per_microbatch": rows_per_microbatch, "num_ranks": num_ranks}
+    pipeline = {"uniform": True, "min_microbatches": 4, "microbatch_multiple": 4} if uniform else {}
+    seconds = []
+    for _ in range(3):  # in one of them Python may look for garbage in all that tests have imported
+        start = time.process_time()
+        ranks = plan(lengths, row_multiple=row_multiple, **limits, **pipeline)
+        seconds.append(time.process_time() - start)
+    assert min(seconds) < 0.2
+    # Measured: 0.02 % on one rank, 0.2 % on eight; in a pipeline of four, whose 283 rows a rank become 288, up to 1.9 %.
+    assert waste(lengths, ranks) < (0.025 if uniform else 0.01)
     assert len({(len(batch.rows), batch.row_length) for batch in ranks[0]}) <= 3
 
 

@@ -4,7 +4,6 @@ import asyncio
 import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -14,6 +13,7 @@ import torch.multiprocessing as mp
 from references import ppo_samples, random_samples, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE
+from torch.distributed.pipelining import PipelineStage
 from torchtitan.config import CompileConfig
 
 from rl_actors.config import LoRAConfig, TrainerConfig
@@ -48,8 +48,8 @@ CASES = {
     "experts": Case(fields={"model": replace(MOE, num_hidden_layers=4), "load_balance_coeff": 1e-3}, tolerance=1e-4),
     "adapters": Case(layout=INTERLEAVED, fields={"lora": LoRAConfig(rank=4, train_unembed=True)}),
     "recomputation": Case(layout=INTERLEAVED, fields={"activation_checkpointing": "full"}),
-    "bfloat16": Case(fields={"compute_dtype": "bfloat16"}, tolerance=3e-2),
-    "float8": Case(fields={"float8": True}, tolerance=1e-3),
+    "bfloat16": Case(fields={"compute_dtype": "bfloat16"}),
+    "float8": Case(fields={"float8": True}),
     "compiled": Case(fields={"compile": CompileConfig(enable=True, components=["model"])}),
     "FSDP2": Case(layout={"data_parallel_shard_degree": 2}),
     "FSDP2 Interleaved1F1B": Case(layout={"data_parallel_shard_degree": 2, **INTERLEAVED}),
@@ -138,6 +138,42 @@ def refusing(engine) -> dict:
     }
 
 
+def interrupted(engine, directory: Path) -> None:
+    """What torch leaves half way, and a checkpoint that only the last stage cannot read, which all ranks name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # behind the last microbatch
+        with pytest.raises(ZeroDivisionError):
+            engine.forward_backward(MANY, PPO())
+    engine.discard_gradients()
+    with pytest.raises(ValueError, match="holds another model: model.layers.3"):
+        engine.load_checkpoint(str(directory / "three blocks"))
+
+
+def num_received(engine) -> list[int]:
+    """How many received tensors, and outputs to be sent, a stage has before each microbatch of long calls, and behind them."""
+    counts: list[int] = []
+    stages = set()
+    forward_one_chunk = PipelineStage.forward_one_chunk
+
+    def count(stage) -> int:
+        received = (*stage.args_recv_info.values(), *stage.grad_recv_info.values())
+        buffers = [info.buffer for infos in received for info in infos if info.buffer is not None]
+        return sum(not buffer.is_meta for buffer in buffers) + len(stage.fwd_cache)
+
+    def counting(stage, *args, **kwargs):
+        stages.add(stage)
+        counts.append(count(stage))
+        return forward_one_chunk(stage, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PipelineStage, "forward_one_chunk", counting)
+        engine.forward(MANY * 4)
+        engine.forward_backward(MANY * 4, PPO())
+    engine.discard_gradients()
+    assert len(counts) > 12 and all(count(stage) == 0 for stage in stages)
+    return counts
+
+
 def pushed(engine, directory: Path) -> None:
     names = {"stream": "stream", "version": engine.policy_version, "rank": dist.get_rank(), "gather": by_rank}
     asyncio.run(publish(FilesTransport(directory / "weights"), engine.hf_state_dict(), **names))
@@ -156,6 +192,9 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
         for key, value in case.layout.items():
             setattr(config.parallelism, key, value)
         engine = TrainEngine(config)
+        if name == "1F1B":
+            interrupted(engine, Path(directory))
+            assert max(num_received(engine)) <= 2
         results = {} if case.fields else {"refused": refusing(engine)}
         results["trained"] = record(engine, folder)
         if not case.fields:
@@ -186,6 +225,8 @@ def run_group(tmp_path_factory):
                 one["resumed"] = going_on(engine, folder / f"{name} of one" / "checkpoint")
                 torch.save(one, folder / f"{name} of one" / "0.pt")
             world_size = 4 if group == "four" else 2
+            shallow = make_engine("", model=replace(MODEL, num_hidden_layers=3))
+            shallow.save_checkpoint(str(folder / "three blocks")).result()
             mp.spawn(child, args=(world_size, str(folder), bases), nprocs=world_size)
         return folders[group]
 
@@ -251,69 +292,6 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     refused = [rank["refused"] for rank in ranks]
     assert_same(refused, one["refused"], case.tolerance)
     assert {rank["spoilt"] for rank in refused} == {("broken", True, (refused[-1]["spoilt_name"],))}
-
-
-def pipelined(**layout) -> TrainerConfig:
-    config = TrainerConfig(model=MODEL, max_sequence_length=64, tokens_per_row=64)
-    for name, value in {"pipeline_parallel_degree": 2, **layout}.items():
-        setattr(config.parallelism, name, value)
-    return config
-
-
-def test_tied_heads_are_refused_because_torchtitan_does_not_tie_across_stages():
-    config = pipelined()
-    config.model = replace(MODEL, tie_word_embeddings=True)
-    with pytest.raises(ValueError, match="pipeline_parallel_degree=2 with model.tie_word_embeddings=True: .* stages"):
-        config.validate()
-    from rl_actors.engine.build import qwen3_config
-
-    with pytest.raises(NotImplementedError, match="Weight tying is not supported with Pipeline Parallel"):
-        qwen3_config(config.model).update_from_config(config=SimpleNamespace(parallelism=config.parallelism))
-
-
-def test_more_stages_than_layers_are_refused_as_torchtitan_does():
-    config = pipelined(pipeline_parallel_degree=4, **INTERLEAVED)
-    with pytest.raises(ValueError, match="num_hidden_layers=4 into 8 stages, .* 1 and 1 layers: too few layers"):
-        config.validate()
-    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
-
-    with pytest.raises(ValueError, match=r"Number of stages \(8\) cannot be greater than effective layers \(6\)"):
-        _generate_llm_fqn_per_model_part(8, 4)
-
-
-@pytest.mark.parametrize(
-    ("layout", "message"),
-    [
-        ({"pipeline_parallel_schedule": "GPipe"}, "schedule='GPipe'; it must be one of 1F1B, Interleaved1F1B"),
-        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds the schedule of one number"),
-        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch says"),
-        ({"pipeline_parallel_layers_per_stage": 2}, "1F1B and 2 layers a stage has 3 stages; it must be one a rank"),
-        ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; it must be two or more a rank"),
-        ({"module_fqns_per_model_part": [["layers.0"]]}, "module_fqns_per_model_part"),
-    ],
-)
-def test_a_pipeline_that_cannot_run_is_refused(layout, message):
-    with pytest.raises(ValueError, match=message):
-        pipelined(**layout).validate()
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"lora": LoRAConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True)},
-            "an adapter on the output projection alone: no stage but the last",
-        ),
-        (
-            {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
-            "load_balance_coeff=0.001 and activation_checkpointing='full': experts that are recomputed",
-        ),
-    ],
-)
-def test_what_stages_cannot_do_is_refused(fields, message):
-    config = replace(pipelined(), **{"hf_path": "base", **fields})
-    with pytest.raises(ValueError, match=message):
-        config.validate()
 
 
 @pytest.mark.slow

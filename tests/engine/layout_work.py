@@ -1,0 +1,202 @@
+"""What tests of layouts run: models, samples, what a rank does with them, and the processes, forked from one that has imported torch."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from references import VOCAB_SIZE, ppo_samples
+from torch import Tensor
+
+from rl_actors import layouts
+from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
+from rl_actors.losses import GSPO, KL, PPO
+from rl_actors.types import OptimParams, Sample
+
+TIED = ModelConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=512,
+    rope_theta=10_000.0,
+    tie_word_embeddings=True,
+)
+UNTIED = replace(TIED, tie_word_embeddings=False)
+FOUR_BLOCKS = replace(UNTIED, num_hidden_layers=4)
+EXPERTS = replace(UNTIED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+ADAPTERS = LoRAConfig(rank=4, train_unembed=True)
+MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
+    "tied": (TIED, {}),
+    "untied": (UNTIED, {}),
+    "four blocks": (FOUR_BLOCKS, {}),
+    "experts": (EXPERTS, {}),
+    "balanced experts": (EXPERTS, {"load_balance_coeff": 0.01}),
+    "adapters": (UNTIED, {"lora": ADAPTERS}),
+    "adapters beside experts": (EXPERTS, {"lora": LoRAConfig(rank=4, train_mlp=False)}),
+}
+
+
+def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fields) -> dict[str, Any]:
+    """The fields of ParallelismConfig."""
+    degrees = {
+        "data_parallel_replicate_degree": replicate,
+        "data_parallel_shard_degree": shard,
+        "context_parallel_degree": context,
+        "tensor_parallel_degree": tensor,
+        "expert_parallel_degree": expert,
+        "pipeline_parallel_degree": pipeline,
+    }
+    return {**degrees, **fields}
+
+
+NO_SP = {"enable_sequence_parallel": False}
+INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
+COLLECTIVE_TIMEOUT = 100.0  # seconds
+LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
+POLICY = PPO(ratio_low=0.8, ratio_high=1.28, kl=KL(coefficient=0.1), entropy_coefficient=0.05)
+SEQUENCE = GSPO(ratio_low=0.5, ratio_high=2.0, sequence_mean=True)
+# A large eps: Adam's first step is the sign of the gradient, which noise may turn.
+STEP = OptimParams(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, grad_divisor=100.0, grad_clip_norm=1.0)
+
+
+def samples_with(*columns: str) -> list[Sample]:
+    draw = torch.Generator().manual_seed(7)
+    samples = []
+    for sample in ppo_samples(LENGTHS):
+        length = len(sample)
+        extra = {
+            "ref_logprobs": -4 * torch.rand(length, generator=draw),
+            "target_ids": torch.randint(VOCAB_SIZE, (length, 3), generator=draw),
+        }
+        all_columns = {**sample.columns, **extra}
+        samples.append(replace(sample, columns={name: all_columns[name] for name in columns}))
+    return samples
+
+
+TRAINED = ("loss_weights", "advantages", "old_logprobs")
+
+
+class FailsOnTheLastRank:
+    def __call__(self, logprobs_BL: Tensor, **columns: Tensor):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raise ArithmeticError("the loss is broken")
+        return super().__call__(logprobs_BL, **columns)
+
+
+class FailingPolicy(FailsOnTheLastRank, PPO):
+    pass
+
+
+class FailingSequence(FailsOnTheLastRank, GSPO):
+    pass
+
+
+def make_engine(path: str, parallelism: dict[str, Any], fields: dict[str, Any]):
+    from rl_actors.engine.train_engine import TrainEngine
+
+    limits = {"max_sequence_length": 256, "rows_per_microbatch": 2, "logprob_chunk_tokens": 100}
+    config = TrainerConfig(hf_path=path, **limits, **fields)
+    for name, value in parallelism.items():
+        setattr(config.parallelism, name, value)
+    config.tokens_per_row = max(256, layouts.row_multiple(config))
+    return TrainEngine(config)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+
+
+def gradients(engine) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in engine.parts.model.named_parameters() if p.grad is not None}
+
+
+def refused(engine) -> list[tuple[str, str]]:
+    """What a rank says when a loss failed on one alone, and the state it is in then: of many microbatches, and of one."""
+    answers = []
+    for samples, loss in ((samples_with(*TRAINED), FailingPolicy()), (samples_with(*TRAINED)[:3], FailingSequence())):
+        with pytest.raises((ArithmeticError, RuntimeError)) as failure:
+            engine.forward_backward(samples, loss)
+        answers.append((str(failure.value), engine.step.state))
+        engine.discard_gradients()
+    return answers
+
+
+def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Every kind of call, and a step between two of them."""
+    engine = make_engine(path, parallelism, fields)
+    numbers: dict[str, Any] = {"refused": refused(engine), "layout": engine.info().layout}
+    numbers["pushed"] = {name: whole(tensor) for name, tensor in push(engine).items()}
+    numbers["forward"] = [engine.forward(samples_with("target_ids"), entropy=True)]
+    policy_samples = samples_with(*TRAINED, "ref_logprobs")
+    halves = (policy_samples[:9], policy_samples[9:])
+    numbers["policy"] = [engine.forward_backward(half, POLICY) for half in halves]
+    numbers["policy evaluated"] = [engine.forward(half, POLICY) for half in halves]
+    numbers["policy gradients"] = gradients(engine)
+    numbers["policy step"] = engine.optim_step(STEP)
+    numbers["pushed later"] = {name: whole(tensor) for name, tensor in push(engine).items()}
+    numbers["sequence evaluated"] = [engine.forward(samples_with(*TRAINED), SEQUENCE, entropy=True)]
+    numbers["sequence"] = [engine.forward_backward(samples_with(*TRAINED), SEQUENCE, entropy=True)]
+    numbers["sequence gradients"] = gradients(engine)
+    numbers["sequence step"] = engine.optim_step(STEP)
+    return numbers
+
+
+def push(engine) -> dict[str, Tensor]:
+    return {} if engine.config.load_balance_coeff else engine.hf_state_dict()
+
+
+def save(path: str, parallelism: dict[str, Any], fields: dict[str, Any], checkpoint: str) -> list[tuple[Any, float]]:
+    engine = make_engine(path, parallelism, fields)
+    for _ in range(2):
+        engine.forward_backward(samples_with(*TRAINED), "ppo")
+        engine.optim_step(STEP)
+    engine.save_checkpoint(checkpoint).result()
+    return go_on(engine)
+
+
+def load(path: str, parallelism: dict[str, Any], fields: dict[str, Any], checkpoint: str) -> list[tuple[Any, float]]:
+    engine = make_engine(path, parallelism, fields)
+    assert engine.load_checkpoint(checkpoint) == 2
+    return go_on(engine)
+
+
+def go_on(engine) -> list[tuple[Any, float]]:
+    """Two steps: the second shows whether the optimizer's state came along."""
+    steps = []
+    for _ in range(2):
+        output = engine.forward_backward(samples_with(*TRAINED), "ppo")
+        steps.append((output, engine.optim_step(STEP).grad_norm))
+    return steps
+
+
+def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) -> None:
+    torch.set_num_threads(1)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
+    )
+    torch.save(work(*args), f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def run_processes(tmp_path_factory, num_processes: int, work: Callable, *args) -> list[Any]:
+    """What work(*args) returns on each rank, in new processes that find everything imported.
+
+    Raises ProcessRaisedException with the traceback of a rank that failed.
+    """
+    mp.get_context("forkserver").set_forkserver_preload(["rl_actors.engine.train_engine", "references"])
+    folder = tmp_path_factory.mktemp("run")
+    mp.start_processes(
+        child, args=(num_processes, str(folder), work, args), nprocs=num_processes, start_method="forkserver"
+    )
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_processes)]
