@@ -1,11 +1,15 @@
 """Fixtures for all tests; being here also puts this folder, with references.py, on the import path."""
 
+import signal
+
 import pytest
 from references import save_qwen3
 
 from rl_actors import cpu_process
 
 cpu_process.choose_kernels()  # the references compute here
+# A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
