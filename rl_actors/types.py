@@ -151,7 +151,7 @@ class ForwardBackwardOutput:
 class RankOutput:
     """What one rank adds to a ForwardBackwardOutput; replicas of a data-parallel rank add nothing, so that each sample is there once.
 
-    It is defined here so that a client can read it without torchtitan.
+    It is defined here so that a client can read it without the engine and its models.
     """
 
     indices: list[int]  # of the samples this rank ran
