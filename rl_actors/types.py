@@ -149,7 +149,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """What one rank adds to a ForwardBackwardOutput. It is defined here so that a client can read it without torchtitan.
+    """What one rank adds to a ForwardBackwardOutput. It is defined here so that a client can read it without the engine and its models.
 
     Of the replicas of a data-parallel rank, and of the stages of a pipeline, one adds something, so that each sample is there once;
     of the ranks that share its rows one adds samples, and each its own metrics.
