@@ -19,7 +19,8 @@ def sends_errors(method: Callable[..., Any]) -> Callable[..., Any]:
             return await method(self, *args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client tells where it was raised
+            if not hasattr(error, "rank"):  # a failure that one rank told all others says whose it is
+                sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client tells where it was raised
             raise sent  # noqa: B904  # `from` would bring the error that cannot travel
 
     return call

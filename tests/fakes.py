@@ -1,5 +1,7 @@
 """Stand-ins for tests, each named for what it is."""
 
+from typing import Any
+
 from controllers.environments import Problem
 
 
@@ -33,3 +35,23 @@ def parity_reward(*, seed: int, num_held_out: int) -> ParityReward:
 
 def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantReward:
     return ConstantReward(reward, min(num_held_out, 50))
+
+
+class ReplayingGenerator:
+    """A generator that answers as another did, call by call, whatever the weights; `recording` holds what is left to answer."""
+
+    recording: list[Any]
+
+    @classmethod
+    def spawn(cls, config, **_):
+        return cls()
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def pull_model_state_dict(self, version):
+        return version
+
+    async def generate(self, prompts, params):
+        return self.recording.pop(0)

@@ -1,5 +1,8 @@
 """What the ranks tell each other of themselves: small values, and whole tensors one at a time. Collective; knows no model."""
 
+import contextlib
+import pickle
+import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,12 +27,25 @@ def on_all_ranks(holds: bool) -> bool:
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank when one failed: its own failure where there is one, elsewhere RuntimeError with the first rank's."""
+    """Raises on every rank when one failed: its own failure where there is one, elsewhere the first failing rank's.
+
+    That has the rank as its attribute `rank` and the traceback as a note; one that cannot be pickled becomes a RuntimeError with its words.
+    """
     if on_all_ranks(failure is None):
         return
-    failures = by_rank(repr(failure) if failure is not None else "")
-    rank = next(rank for rank, text in enumerate(failures) if text)
-    raise failure or RuntimeError(f"rank {rank} failed: {failures[rank]}")
+    failures = by_rank(failure and _sendable(failure))
+    rank = next(rank for rank, sent in enumerate(failures) if sent is not None)
+    first = failure or pickle.loads(failures[rank])
+    first.rank = dist.get_rank() if failure else rank
+    raise first
+
+
+def _sendable(failure: Exception) -> bytes:
+    copy: Exception = RuntimeError(repr(failure))
+    with contextlib.suppress(Exception):
+        copy = pickle.loads(pickle.dumps(failure))
+    copy.add_note("".join(traceback.format_exception(failure)))
+    return pickle.dumps(copy)
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:

@@ -117,6 +117,7 @@ def test_resuming_goes_on_where_the_newest_checkpoint_is(finished_run):
     assert after[7]["policy_version"] == before[-1]["policy_version"] + 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_scored_as_the_run_scored_it(finished_run):
     folder = finished_run[0]
     process = start("--eval-only", folder / "checkpoints" / "step-7")

@@ -119,7 +119,7 @@ class FailsHalfWay(PPO):
 
 def refusing(engine) -> dict:
     """A loss that fails half way, on the last stage, and a gradient that is not finite on one stage. The weights stay."""
-    with pytest.raises((ArithmeticError, RuntimeError), match="the loss is broken"):
+    with pytest.raises(ArithmeticError, match="the loss is broken"):
         engine.forward_backward(MANY, FailsHalfWay())
     state = engine.step.state
     engine.discard_gradients()
@@ -312,7 +312,7 @@ def test_a_client_pushes_the_weights_of_all_stages_and_loads_them_back(tmp_path)
             before = await trainer.forward(MANY)
             output = await trainer.forward_backward(MANY, loss=PPO())
             torch.testing.assert_close(output.logprobs, before.logprobs)
-            with pytest.raises((ArithmeticError, RuntimeError), match="the loss is broken"):
+            with pytest.raises(ArithmeticError, match="the loss is broken"):
                 await trainer.forward_backward(MANY, FailsHalfWay())
             await trainer.discard_gradients()
             await trainer.forward_backward(MANY, loss=PPO())

@@ -23,7 +23,7 @@ SIX_EXPERTS = replace(EXPERTS, num_experts=6)
     ("model", "degrees"),
     [
         pytest.param(DENSE, {"data_parallel_shard": 2}, id="FSDP2"),
-        pytest.param(EXPERTS, {"data_parallel_shard": 2}, id="experts, FSDP2"),
+        pytest.param(EXPERTS, {"data_parallel_shard": 2}, id="experts, FSDP2", marks=pytest.mark.slow),
         pytest.param(DENSE, {"context_parallel": 2}, id="CP2", marks=pytest.mark.slow),
         pytest.param(DENSE, {"pipeline_parallel": 2}, id="PP2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"tensor_parallel": 2}, id="experts, TP2", marks=pytest.mark.slow),

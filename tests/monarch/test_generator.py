@@ -190,6 +190,7 @@ def test_a_pull_of_an_unpublished_version_is_a_timeout_that_names_it_and_the_new
         generator.pull_model_state_dict(999, timeout=0.2).result()
 
 
+@pytest.mark.slow
 def test_an_untied_model_is_replaced_whole():
     """Also the head, whose kernel vLLM packs on its own; the tied one is what all other tests run."""
     transport = MemoryTransport()
