@@ -22,6 +22,8 @@ LAYOUTS = {
     "PP2": {"pipeline_parallel_degree": 2},
 }
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
+# Rounding alone differs, and training amplifies it: six optimizer steps, each a division by the root of second moments, a step of the run.
+FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-5, 5e-4
 
 
 class RecordingGenerator(rl_actors.GeneratorClient):
@@ -83,6 +85,13 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, name, **degrees)
         assert recording == []
+        worst: dict[str, float] = {}
         for step, (record, known) in enumerate(zip(found, expected, strict=True)):
-            print(name, step, {key: f"{abs(record[key] - known[key]):.1e} of {known[key]:.1e}" for key in COMPARED})
             assert record["reward/mean"] == known["reward/mean"]
+            for key in COMPARED:
+                later = LATER_GRAD_NORM if key == "grad_norm" else LATER
+                tolerance = (FIRST if step == 0 else later) if degrees else 0.0
+                error = abs(record[key] - known[key]) / max(1.0, abs(known[key]))
+                worst[key] = max(worst.get(key, 0.0), error)
+                assert error <= tolerance, f"{name}: {key} of step {step} is {record[key]}, not {known[key]}"
+        print(name, {key: f"{error:.1e}" for key, error in worst.items()})
