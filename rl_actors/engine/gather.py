@@ -36,7 +36,7 @@ def raise_together(failure: Exception | None) -> None:
     failures = by_rank(failure and _sendable(failure))
     rank = next(rank for rank, sent in enumerate(failures) if sent is not None)
     first = failure or pickle.loads(failures[rank])
-    first.rank = dist.get_rank() if failure else rank
+    setattr(first, "rank", dist.get_rank() if failure else rank)  # noqa: B010
     raise first
 
 

@@ -95,26 +95,22 @@ class PipelineRunner:
         steady = None if loss is None else SteadyLoss(loss)
 
         def evaluate(hidden_BLD: Tensor, batch: Batch):
-            made = self.logprobs.evaluate(hidden_BLD, batch, steady, with_entropy=with_entropy)
-            if steady is not None and steady.failure is not None:
-                raise steady.failure
-            return *made, torch.zeros(())
+            return *self.logprobs.evaluate(hidden_BLD, batch, steady, with_entropy=with_entropy), torch.zeros(())
 
-        return self._run(batches, evaluate, training=False)
+        return self._run(batches, evaluate, steady, training=False)
 
     def forward_backward(self, batches: Iterable[Batch], loss: Loss, *, with_entropy: bool) -> list[Outcome]:
         """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
         steady = SteadyLoss(loss)
 
         def with_loss(hidden_BLD: Tensor, batch: Batch):
-            made = self.logprobs.loss(hidden_BLD, batch, steady, with_entropy=with_entropy)
-            if steady.failure is not None:
-                raise steady.failure
-            return made
+            return self.logprobs.loss(hidden_BLD, batch, steady, with_entropy=with_entropy)
 
-        return self._run(batches, with_loss, training=True)
+        return self._run(batches, with_loss, steady, training=True)
 
-    def _run(self, batches: Iterable[Batch], compute: Compute, *, training: bool) -> list[Outcome]:
+    def _run(
+        self, batches: Iterable[Batch], compute: Compute, steady: SteadyLoss | None, *, training: bool
+    ) -> list[Outcome]:
         whole = list(batches)
         # Masks are made when a stage comes to a microbatch, and stay until the next stage of this rank has come to it.
         held = lru_cache(self.num_ranks + 1)(lambda number: self.parts.rows(whole[number]))
@@ -142,7 +138,7 @@ class PipelineRunner:
             del self._call
             for stage in stages:
                 stage.clear_runtime_states()
-        raise_together(call.failure)
+        raise_together(call.failure or (steady.failure if steady is not None else None))
         return call.outcomes
 
     def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
