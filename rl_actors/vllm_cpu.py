@@ -1,4 +1,4 @@
-"""What vLLM 0.32's reload of weights leaves out on a CPU, where kernels compute with weights packed from the model's. Elsewhere it leaves out nothing."""
+"""What vLLM 0.32's reload of weights leaves out on a CPU, where kernels compute with weights packed from the model's. Not for a GPU."""
 
 import contextlib
 from collections.abc import Iterator
