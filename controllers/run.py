@@ -111,6 +111,7 @@ class RunConfig:
         self.trainer.validate()
         if self.trainer.optimizer is None:
             raise ValueError("trainer.optimizer=None: a run trains")
+        self.trainer.require_hf("generation")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
 

@@ -335,6 +335,14 @@ class TrainerConfig:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
         layouts.validate(self)
 
+    def require_hf(self, call: str) -> None:
+        """Raises ValueError naming the call, the value and the reason for a model that Hugging Face's Qwen3, and so vLLM, cannot be."""
+        if self.model.num_experts and self.load_balance_coeff:
+            raise ValueError(
+                f"{call} is not possible with load_balance_coeff={self.load_balance_coeff:g}: Hugging Face's Qwen3 has no place for "
+                "the expert bias, so the weights would route otherwise there"
+            )
+
 
 @dataclass(kw_only=True)
 class GeneratorConfig:

@@ -118,13 +118,31 @@ class Generator(Actor):
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, from transformers' model of config.json; a tied head is not a parameter of its own."""
+    """Name and shape of every tensor of a Hugging Face directory of the model; a tied head is not a tensor of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    tensors: dict[str, tuple[int, ...]] = {}
+    for name, parameter in model.named_parameters():
+        tensors |= by_expert(name, tuple(parameter.shape))
+    return tensors
+
+
+def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """transformers' model stacks the experts of a block, and the outputs of gate and up; directories and pushes name each.
+
+    by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
+        -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}
+    """
+    block, _, stacked = name.rpartition(".")
+    if not block.endswith(".experts"):
+        return {name: shape}
+    num_experts, num_outputs, num_inputs = shape
+    parts = stacked.removesuffix("_proj").split("_")
+    part_shape = (num_outputs // len(parts), num_inputs)
+    return {f"{block}.{expert}.{part}_proj.weight": part_shape for expert in range(num_experts) for part in parts}
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], manifest: Manifest) -> None:

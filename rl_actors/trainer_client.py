@@ -275,7 +275,12 @@ class TrainerClient(Client):
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
     ) -> GeneratorClient:
-        """A generator of the trainer's model, with its current weights. Returns at once; the first answer waits for it."""
+        """A generator of the trainer's model, with its current weights. Returns at once; the first answer waits for it.
+
+        Raises ValueError for weights that vLLM cannot route as the trainer does.
+        """
+        if self.config is not None:
+            self.config.require_hf("spawn_generator")
         if config is None:
             if self.config is None:
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")

@@ -14,7 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from rl_actors import adapters, cpu_process
+from rl_actors import adapters, cpu_process, vllm_cpu
 from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.types import Completion, SamplingParams
 
@@ -123,8 +123,10 @@ class WholeWeights:
         """Leave the weights that the engine was started with."""
 
     def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
-        engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
-        engine.apply_model(_repack_tied_head)
+        from vllm.platforms import current_platform
+
+        with vllm_cpu.packed_anew(engine) if current_platform.is_cpu() else contextlib.nullcontext():
+            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
 
 
 class OneAdapter:
@@ -299,13 +301,6 @@ def _running_future() -> Future:
     future: Future = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _repack_tied_head(model: Any) -> None:
-    """vLLM's reload leaves the CPU kernel of a tied head with the weights it was packed from at start; pack it again."""
-    head = model.lm_head
-    if hasattr(head, "cpu_linear") and model.config.tie_word_embeddings:
-        head.quant_method.process_weights_after_loading(head)
 
 
 def vllm_params(params: SamplingParams, prompt: int) -> list[Any]:

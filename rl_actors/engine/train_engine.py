@@ -181,7 +181,7 @@ class TrainEngine:
         """What a push publishes, sharded, cast to dtype: the weights under their Hugging Face names, tied heads once, adapters merged;
         with lora.sync="adapter" the adapters alone, under peft's names.
         """
-        self._require_hf("push_model_state_dict")
+        self.config.require_hf("push_model_state_dict")
         state = hf.adapter_state_dict(self.parts) if self.config.lora.unmerged else hf.state_dict(self.parts)
         return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
 
@@ -191,7 +191,7 @@ class TrainEngine:
         Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
         """
         self.step.require("export_hf")
-        self._require_hf("export_hf")
+        self.config.require_hf("export_hf")
         hf.require_exportable(path, dtype)
         source = self.config.tokenizer_path or self.config.hf_path
         hf.export(self.parts, self.config.model, path, source=source, dtype=dtype)
@@ -230,14 +230,6 @@ class TrainEngine:
             optimizer=config.optimizer.name if config.optimizer is not None else None,
             memory_bytes=platform().memory_bytes(),
         )
-
-    def _require_hf(self, call: str) -> None:
-        coefficient = self.config.load_balance_coeff
-        if self.config.model.num_experts and coefficient:
-            raise ValueError(
-                f"{call} is not possible with load_balance_coeff={coefficient:g}: Hugging Face's Qwen3 has no place for the expert bias, "
-                "so the weights would route otherwise there"
-            )
 
     def _batches(self, samples: Sequence[Sample], columns) -> Iterator[Batch]:
         config = self.config

@@ -30,3 +30,10 @@ def test_a_generator_of_adapters_gets_the_trainers_and_the_weights_under_them():
 def test_adapters_over_other_weights_than_the_trainers_are_refused():
     with pytest.raises(ValueError, match="generator.hf_path='other' is not trainer.hf_path='base'"):
         config("adapter", GeneratorConfig(hf_path="other")).validate()
+
+
+def test_an_expert_bias_that_the_generator_could_not_have_is_refused():
+    model = replace(MODEL, num_experts=4, num_experts_per_tok=2)
+    trainer = TrainerConfig(model=model, hf_path="base", load_balance_coeff=0.01)
+    with pytest.raises(ValueError, match="generation is not possible with load_balance_coeff=0.01"):
+        RunConfig(trainer=trainer, generator=GeneratorConfig()).validate()
