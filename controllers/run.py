@@ -113,6 +113,9 @@ class RunConfig:
             raise ValueError("trainer.optimizer=None: a run trains")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
+    def validate_resumed(self, folder: RunFolder) -> None:
+        """Raises ValueError naming the field for what the run in this folder cannot go on with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
