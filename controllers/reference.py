@@ -23,6 +23,8 @@ async def spawn_reference(run: Run, *, has_begun: bool, warmup_steps: int) -> An
     Without a warm-up they are those of hf_path, which both read, and nothing is written.
     """
     reference = run.spawn_reference()
+    with run.log.setup("starting reference"):
+        await reference.ready()
     if _is_written_down(run.config, warmup_steps):
         path = str(run.folder.reference)
         if not has_begun:
