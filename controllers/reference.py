@@ -42,8 +42,8 @@ def require_reference(config: Any, folder: RunFolder) -> None:
         return  # GRPO has not begun, and will write them down
     if _is_written_down(config, state["warmup_steps"]) and not folder.reference.is_dir():
         raise ValueError(
-            f"reference_kl={config.reference_kl}: this run did GRPO steps without a reference, "
-            f"so {folder.reference} was not written; resume it with reference_kl=0 or start a new run"
+            f"reference_kl={config.reference_kl} needs the weights that GRPO began with, but {folder.reference} is not there: "
+            "this run began with reference_kl=0; resume it so, or start a new one"
         )
 
 
@@ -80,8 +80,7 @@ def penalise(
     kl_t is the estimate of `kl` between old_logprobs, which sampled, and ref_logprobs; its sum over the completion comes off the
     task's reward before the advantages of a group, so all tokens of a completion share one: RLOO (arXiv 2402.14740), as TRL's
     RLOOTrainer and for GRPO verl's use_kl_in_reward do it. An advantage divided by a standard deviation divides the penalty, too.
-    With k1 the penalty is the log ratio of the whole sequence, whose expectation is the KL, and REINFORCE on it has the gradient of
-    the KL; with k2 and k3 it has another (Tang and Munos, arXiv 2506.09477).
+    With k1 the penalty is the log ratio of the whole completion and the gradient in the mean that of the KL; with k2 and k3 it is not.
     One group, two completions of two tokens, rewards 1 and 0, old - ref 0.5 and 0 at each token, coefficient 0.1, dr_grpo:
     R = 0.9 and 0, advantages 0.45 and -0.45.
     """
@@ -95,12 +94,12 @@ def penalise(
     rewards_GN = torch.tensor([group.rewards for group in groups])
     penalties_GN = kl.coefficient * divergences.view(rewards_GN.shape)
     advantages = ADVANTAGES[advantage](rewards_GN - penalties_GN).flatten()
-    penalised = [
+    changed = [
         _with_advantage(sample, trained * value)
         for sample, trained, value in zip(samples, trained_T, advantages, strict=True)
     ]
     num_tokens = sum(int(trained.sum()) for trained in trained_T)
-    return penalised, {
+    return changed, {
         "kl/reference": float(divergences.sum()) / num_tokens,
         "reward/kl_penalty": float(penalties_GN.mean()),
     }

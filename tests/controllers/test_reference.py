@@ -143,6 +143,41 @@ def test_the_example_of_the_docstring():
     assert advantages == [pytest.approx([0.45, 0.45]), pytest.approx([-0.45, -0.45])]
 
 
+def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
+    """In the mean over all completions of two tokens out of three, by enumeration in float64."""
+    draw = torch.Generator().manual_seed(2)
+    logits, reference = (torch.randn(4, 3, generator=draw, dtype=torch.float64) for _ in range(2))
+    logits.requires_grad_()
+    pairs = [(a, b) for a in range(3) for b in range(3)]
+    rewards = torch.rand(9, generator=draw)
+
+    def logprobs_ST(logits_43):  # row 0 is of the first token, row 1 + a of the second after the first token a
+        rows = torch.log_softmax(logits_43, -1)
+        return torch.stack([torch.stack([rows[0, a], rows[1 + a, b]]) for a, b in pairs])
+
+    policy_ST, reference_ST = logprobs_ST(logits), logprobs_ST(reference)
+    log_S, reference_S = policy_ST.sum(1), reference_ST.sum(1)
+    expected = (log_S.exp() * (rewards - 0.7 * (log_S - reference_S))).sum()
+    [gradient] = torch.autograd.grad(expected, logits, retain_graph=True)
+
+    completions = [
+        Completion(tokens=list(pair), logprobs=row, policy_versions=[0, 0], finish_reason="length")
+        for pair, row in zip(pairs, policy_ST.tolist(), strict=True)
+    ]
+    samples = [to_sample([0], completion, 0.0, 1.0) for completion in completions]
+    samples = [
+        replace(s, columns={**s.columns, "ref_logprobs": row.float()})
+        for s, row in zip(samples, reference_ST, strict=True)
+    ]
+    found, _ = penalise(
+        [group_of([0], completions, rewards.tolist())], samples, KL(coefficient=0.7, estimator="k1"), "dr_grpo"
+    )
+    advantages_ST = torch.stack([sample.columns["advantages"] for sample in found]).double()
+    surrogate = (log_S.detach().exp() * (advantages_ST * policy_ST).sum(1)).sum()
+    [actual] = torch.autograd.grad(surrogate, logits)
+    torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
+
+
 def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFolder:
     folder = RunFolder(path)
     checkpoint = folder.checkpoints / f"step-{step}"
@@ -171,8 +206,10 @@ def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, 
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, warmup_steps=warmup_steps)
     status, error = resume(monkeypatch, capsys, folder, "--reference-kl", "0.05", "--reference-kl-in", kind)
     assert status == 2
-    assert "error: reference_kl=0.05: this run did GRPO steps without a reference" in error
-    assert f"{folder.reference} was not written; resume it with reference_kl=0 or start a new run" in error
+    assert (
+        f"error: reference_kl=0.05 needs the weights that GRPO began with, but {folder.reference} is not there" in error
+    )
+    assert "this run began with reference_kl=0; resume it so, or start a new one" in error
     assert resume(monkeypatch, capsys, folder) == (None, "")
 
 
