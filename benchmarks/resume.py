@@ -26,7 +26,7 @@ from controllers.metrics import RunFolder, read_jsonl
 ROOT = Path(__file__).parents[1]
 MARKER = "RL_ACTORS_RESUME_MARKER"
 TOLERANCE = 1e-5  # relative and absolute: fresh generation, whose sums of floats may come in another order
-RUN_TIMEOUT = 300.0
+RUN_TIMEOUT = 600.0  # on two cores under a load of 9, starting alone took more than 300 s
 END_TIMEOUT = 60.0  # until a killed run's processes are gone
 VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
 WARMUP_STEPS, GRPO_STEPS = 3, 12

@@ -175,6 +175,8 @@ def _from_plain(kind: Any, value: Any, name: str) -> Any:
         return value
     if origin in (Union, UnionType):
         for option in args:
+            if is_dataclass(option) and isinstance(value, dict):
+                return _dataclass_from_plain(option, value, name)  # whose error names the field
             with contextlib.suppress(ValueError):
                 return _from_plain(option, value, name)
     if is_dataclass(origin) and isinstance(value, dict):

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from controllers.main import main
-from controllers.reference import spawn_reference, with_reference
+from controllers.metrics import RunFolder
+from controllers.reference import apply_reference, require_reference, spawn_reference
 from controllers.rollouts import Batch, RolloutConfig, Rollouts
 from controllers.run import Run, RunConfig, Update, split
 from controllers.schedules import ScheduleConfig
@@ -29,9 +30,13 @@ class GRPOConfig(RunConfig):
     ratio_high: float = 1.28
     """Upper bound of the probability ratio in the loss."""
     reference_kl: float = 0.0
-    """Weight in the loss of the KL divergence from the policy as GRPO began, which a second trainer beside the first holds; 0: none."""
-    reference_kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Of that divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d."""
+    """Weight of the KL divergence from the policy as GRPO began, which a second trainer beside the first holds; 0: none."""
+    reference_kl_in: Literal["loss", "reward"] = "loss"
+    """loss: every token's divergence is added to its loss; reward: a completion's, summed over its tokens, is subtracted from its
+    reward before the advantages."""
+    reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """Of that divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+    None: k3 in the loss, k1 in the reward."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate by GRPO step."""
     warmup: SupervisedConfig = field(default_factory=SupervisedConfig)
@@ -54,8 +59,17 @@ class GRPOConfig(RunConfig):
         if self.max_warmup_steps < 0:
             raise ValueError(f"max_warmup_steps={self.max_warmup_steps}; it must be at least 0")
 
+    def validate_resumed(self, folder: RunFolder) -> None:
+        super().validate_resumed(folder)
+        if self.reference_kl:
+            require_reference(self, folder)
+
+    def kl(self) -> KL:
+        estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
+        return KL(coefficient=self.reference_kl, estimator=estimator)
+
     def loss(self) -> PPO:
-        kl = KL(coefficient=self.reference_kl, estimator=self.reference_kl_estimator) if self.reference_kl else None
+        kl = self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None
         return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high, kl=kl)
 
 
@@ -93,7 +107,10 @@ async def train(run: Run) -> None:
         values = batch.metrics()
         if batch.samples:  # with no signal there is no gradient, so no step of the optimizer
             rate = schedule(step - warmup_steps)
-            samples = await with_reference(run, reference, batch.samples) if reference else batch.samples
+            samples = batch.samples
+            if reference:
+                samples, penalty = await apply_reference(run, reference, batch)
+                values |= penalty
             with run.timer("train"):
                 updates = await train_step(run, samples, rate)
             await run.sync()

@@ -48,6 +48,8 @@ def main(controller: str) -> None:
     try:
         if invocation.eval_only:
             checkpoints.read(invocation.eval_only)
+        if invocation.resume:
+            invocation.config.validate_resumed(RunFolder(invocation.resume))
         environment, tokenizer = _environment_and_tokenizer(invocation.config)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)

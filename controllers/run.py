@@ -114,6 +114,9 @@ class RunConfig:
         self.trainer.require_hf("generation")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
+    def validate_resumed(self, folder: RunFolder) -> None:
+        """Raises ValueError naming the field for what the run in this folder cannot go on with."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:

@@ -21,7 +21,7 @@ import monarch.actor
 from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this_host
 from torch.distributed import TCPStore
 
-from rl_actors.logs import route_process_output
+from rl_actors.logs import route_logs, route_process_output
 
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
@@ -37,7 +37,7 @@ _SUPERVISION = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRoute:
-    """Where the output of spawned processes goes: `<directory>/<name>-<rank>.log`, and with tee also to the terminal."""
+    """Where output and logging of spawned processes go: `<directory>/<name>-<rank>.log`, and with tee also to the terminal."""
 
     directory: Path
     tee: bool = False
@@ -166,7 +166,9 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     ctypes.CDLL(None).signal(signal.SIGINT, ctypes.c_void_p(signal.SIG_IGN))
     if logs is not None:
         rank = os.environ["RANK"]
-        route_process_output(logs.directory / f"{name}-{rank}.log", f"[{name} {rank}] " if logs.tee else None)
+        path, label = logs.directory / f"{name}-{rank}.log", f"{name} {rank}"
+        route_process_output(path, f"[{label}] " if logs.tee else None)
+        route_logs(path, label=label)
 
 
 def _prepare_this_process() -> None:

@@ -1,12 +1,14 @@
 """The command line: what it resolves to, what it refuses, and that a config survives its JSON."""
 
 import json
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import pytest
 
+from configs import CONFIGS as REAL_CONFIGS
 from controllers import cli
 from controllers.environments import EnvironmentConfig
 from controllers.schedules import ScheduleConfig
@@ -235,6 +237,38 @@ def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_by_name(capsys, te
         cli.config_from_json(RunConfig, text)
     Path("bad.json").write_text(text)
     assert refusal(capsys, "--config", "bad.json").startswith(f"{PROG}: error: bad.json: ")
+
+
+def dataclasses_in(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Where a config holds dataclasses, itself included: (), ("trainer",), ("trainer", "optimizer"), …"""
+    if is_dataclass(value):
+        yield path
+        for name in value.__dataclass_fields__:
+            yield from dataclasses_in(getattr(value, name), (*path, name))
+
+
+@pytest.mark.parametrize("controller", REAL_CONFIGS)
+def test_a_typo_in_any_dataclass_of_a_real_config_is_refused_by_its_dotted_name(controller):
+    config = next(iter(REAL_CONFIGS[controller].values()))()
+    paths = list(dataclasses_in(config))
+    assert {(), ("trainer", "optimizer"), ("trainer", "parallelism"), ("generator", "lora")} <= set(paths)
+    for path in paths:
+        values = json.loads(cli.config_to_json(config))
+        nested = values
+        for name in path:
+            nested = nested[name]
+        nested["a_typo"] = 3
+        with pytest.raises(ValueError) as refused:
+            cli.config_from_json(type(config), json.dumps(values))
+        assert str(refused.value).startswith(f"{'.'.join((*path, 'a_typo'))} is not a field; did you mean ")
+
+
+def test_a_typo_in_the_optional_optimizer_names_the_field_that_was_meant():
+    with pytest.raises(ValueError, match=r"trainer\.optimizer\.nmae is not a field; did you mean name"):
+        cli.config_from_json(RunConfig, '{"trainer": {"optimizer": {"nmae": "AdamW"}}}')
+    with pytest.raises(ValueError, match=r"trainer\.optimizer\.groups\[?.*=.* is not"):
+        cli.config_from_json(RunConfig, '{"trainer": {"optimizer": {"groups": {"norm": [1.0]}}}}')
+    assert cli.config_from_json(RunConfig, '{"trainer": {"optimizer": null}}').trainer.optimizer is None
 
 
 def test_print_config_shows_what_config_takes(capsys, monkeypatch):

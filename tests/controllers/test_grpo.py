@@ -105,16 +105,30 @@ def test_the_config_of_a_run_runs_again(finished_run, tmp_path):
     assert not (tmp_path / "again").exists()
 
 
-def test_resuming_goes_on_where_the_newest_checkpoint_is(finished_run):
+@pytest.fixture(scope="module")
+def resumed_run(finished_run) -> tuple[list[dict], list[dict], str]:
+    """Its records, those after two steps more, and what the terminal showed of these, with --verbose."""
     folder = finished_run[0]
     before = read_jsonl(folder / "metrics.jsonl")
-    process = start("--resume", folder, "--steps", 6)
+    process = start("--resume", folder, "--steps", 6, "--verbose")
     output = finish(process)
     assert process.returncode == 0, output
-    after = read_jsonl(folder / "metrics.jsonl")
+    return before, read_jsonl(folder / "metrics.jsonl"), output
+
+
+def test_resuming_goes_on_where_the_newest_checkpoint_is(resumed_run):
+    before, after, _ = resumed_run
     assert [record["step"] for record in after] == list(range(9))
     assert after[:7] == before
     assert after[7]["policy_version"] == before[-1]["policy_version"] + 1
+
+
+def test_verbose_shows_the_logs_of_the_actors_with_name_and_rank(finished_run, resumed_run):
+    shown, mesh = resumed_run[2], "Building device mesh with parallelism"  # torchtitan says so in every trainer
+    assert [line for line in shown.splitlines() if line.startswith("[trainer 0] ") and mesh in line], shown
+    assert [line for line in shown.splitlines() if line.startswith("[generator 0] ")], shown
+    assert mesh in (finished_run[0] / "logs/trainer-0.log").read_text()
+    assert mesh not in finished_run[1]
 
 
 @pytest.mark.slow
@@ -140,15 +154,18 @@ def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(t
 
 
 @pytest.mark.slow
-def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_the_same_reference(tmp_path):
+@pytest.mark.parametrize("kind", ["loss", "reward"])
+def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_the_same_reference(tmp_path, kind):
     folder = tmp_path / "run"
-    kl = ["--reference-kl", 0.1, "--schedule.learning-rate", 4e-3]
+    kl = ["--reference-kl", 0.1, "--reference-kl-in", kind, "--schedule.learning-rate", 4e-3]
     process = start("--config", "tiny", "--output-dir", folder, "--steps", 4, *SHORT, *PARITY, *kl)
     output = finish(process)
     assert process.returncode == 0, output
     whole = read_jsonl(folder / "metrics.jsonl")
     found = [record["kl/reference"] for record in whole if record["phase"] == "grpo"]
-    assert abs(found[0]) < 1e-9 and all(value > 1e-4 for value in found[1:]), found
+    # In the reward it is k1 between the generator's logprobs and the reference's, which differ by rounding at first.
+    assert abs(found[0]) < {"loss": 1e-9, "reward": 1e-5}[kind] and all(abs(value) > 1e-4 for value in found[1:]), found
+    assert [("reward/kl_penalty" in record) for record in whole if record["phase"] == "grpo"] == [kind == "reward"] * 4
     shutil.rmtree(folder / "checkpoints" / "step-7")
     process = start("--resume", folder)
     output = finish(process)

@@ -1,0 +1,61 @@
+"""GRPO trains adapters over an exported Hugging Face directory, synced merged into the weights or alone as vLLM's adapter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from configs.tiny import tiny
+from controllers.metrics import read_jsonl
+from rl_actors import MemoryTransport, TrainerClient
+
+ROOT = Path(__file__).parents[2]
+FLAGS = {
+    "--steps": 4,
+    "--max-warmup-steps": 0,
+    "--validate-every": 2,
+    "--checkpoint-every": 4,
+    "--rollouts.groups-per-step": 16,
+    "--schedule.learning-rate": 2e-2,
+    "--updates-per-step": 1,
+    "--epochs-per-step": 1,
+    # The weights of hf_path are the reference: its divergence says how far the adapters moved the policy.
+    "--reference-kl": 0.01,
+    "--reference-kl-in": "reward",
+    # A reward that random weights earn half of the time, so that every step has a signal.
+    "--environment.task": "tests.fakes:parity_reward",
+    "--environment.options": "{}",
+    "--trainer.lora.rank": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> str:
+    """What export_hf writes of the tiny config's random weights."""
+    path = str(tmp_path_factory.mktemp("base") / "exported")
+    with TrainerClient.spawn(tiny().trainer, transport=MemoryTransport()) as trainer:
+        trainer.export_hf(path).result()
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_run_with_adapters_samples_from_what_it_trains(base, tmp_path, sync):
+    before = load_file(f"{base}/model.safetensors")
+    options = FLAGS | {"--trainer.lora.sync": sync, "--trainer.hf-path": base}
+    flags = ["--config", "tiny", "--output-dir", tmp_path / "run", *(item for flag in options.items() for item in flag)]
+    command = [sys.executable, "-m", "controllers.grpo", *map(str, flags)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    records = read_jsonl(tmp_path / "run/metrics.jsonl")
+    assert [record.get("policy_version") for record in records] == [1, 2, 3, 4]
+    assert all(0 < record["reward/mean"] < 1 and record["grad_norm"] > 0 for record in records)
+    assert all(record["logprob_diff/max"] < 1e-4 and record["policy_lag"] == 0 for record in records), records
+    assert abs(records[0]["kl/reference"]) < 1e-5 and abs(records[-1]["kl/reference"]) > 1e-2, records
+    assert all("validation/accuracy" in record for record in records[1::2])
+    after = load_file(f"{base}/model.safetensors")
+    assert all(before[name].equal(tensor) for name, tensor in after.items())

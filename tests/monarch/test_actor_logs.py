@@ -1,0 +1,40 @@
+"""What trainer actors log reaches the terminal of the process that spawned them, with actor name and rank."""
+
+import asyncio
+import logging
+import os
+import sys
+
+import support
+from monarch.actor import endpoint
+
+from rl_actors.meshes import LogRoute, spawn_processes
+
+
+class TalkingTrainer(support.TestTrainer):
+    """Needs no engine to talk."""
+
+    @endpoint
+    async def talk(self) -> None:
+        logging.getLogger("user.loss").info("an info line of rank %s", os.environ["RANK"])
+        logging.getLogger("user.loss").debug("a debug line")
+        print("printed", file=sys.stderr)
+
+
+def test_every_rank_of_a_trainer_logs_to_its_file_and_with_tee_to_the_terminal(tmp_path, capfd):
+    async def talk() -> None:
+        processes = await spawn_processes("trainer", 2, logs=LogRoute(directory=tmp_path, tee=True))
+        trainers = processes.mesh.spawn("trainer", TalkingTrainer, support.trainer_config())
+        await trainers.talk.call()
+        await asyncio.sleep(1)  # a line is shown within 0.2 s
+        await processes.stop()
+
+    asyncio.run(talk())
+    shown = capfd.readouterr().err.splitlines()
+    for rank in (0, 1):
+        [line] = [line for line in shown if f"an info line of rank {rank}" in line]
+        assert line.startswith(f"[trainer {rank}] ") and "INFO user.loss: " in line
+        assert f"[trainer {rank}] printed" in shown
+        filed = (tmp_path / f"trainer-{rank}.log").read_text()
+        assert f"an info line of rank {rank}" in filed and f"an info line of rank {1 - rank}" not in filed
+    assert not [line for line in shown if "a debug line" in line]
