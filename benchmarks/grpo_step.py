@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 
 import torch
@@ -101,10 +101,10 @@ def main() -> None:
     busy = BusyShare()
     transport = TorchStoreTransport(dtype=getattr(torch, generator_options.dtype))
     in_background(transport.open(), "store").result()
-    with (
-        TrainerClient.spawn(trainer_options, transport=transport) as trainer,
-        trainer.spawn_generator(generator_options) as generator,
-    ):
+    with ExitStack() as clients:
+        trainer = clients.enter_context(TrainerClient.spawn(trainer_options, transport=transport))
+        trainer.ready().result()  # first: vLLM measures the memory that is left
+        generator = clients.enter_context(trainer.spawn_generator(generator_options))
         generator.ready().result()
         draw = torch.Generator().manual_seed(0)
         vocab_size = trainer_options.model.vocab_size

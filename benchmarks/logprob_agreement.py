@@ -18,6 +18,7 @@ from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
 from rl_actors import (
     PPO,
+    GeneratorClient,
     GeneratorConfig,
     ModelConfig,
     OptimParams,
@@ -40,7 +41,9 @@ def configs_of(name: str, directory: str) -> tuple[TrainerConfig, GeneratorConfi
     return trainer, generator
 
 
-def measure(trainer: TrainerClient, generator, model: ModelConfig, turn: int, num_tokens: int) -> list[Sample]:
+def measure(
+    trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, turn: int, num_tokens: int
+) -> list[Sample]:
     """Print and keep the line of this step; returns the samples."""
     draw = torch.Generator().manual_seed(turn)
     prompts = torch.randint(2, model.vocab_size, (64, 32), generator=draw).tolist()
@@ -75,16 +78,22 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(model, Path(folder) / "model", scale=arguments.scale)
         trainer_options, generator_options = configs_of(arguments.model, str(Path(folder) / "model"))
-        with TrainerClient.spawn(trainer_options) as trainer, trainer.spawn_generator(generator_options) as generator:
-            for turn in range(arguments.steps + 1):
-                samples = measure(trainer, generator, model, turn, arguments.tokens)
-                if turn == arguments.steps:
-                    break
-                trainer.forward_backward(samples, loss=PPO())
-                params = OptimParams(learning_rate=arguments.learning_rate, grad_divisor=num_loss_tokens(samples))
-                version = trainer.optim_step(params).result().policy_version
-                trainer.push_model_state_dict().result()
-                generator.pull_model_state_dict(version).result()
+        with TrainerClient.spawn(trainer_options) as trainer:
+            trainer.ready().result()  # first: vLLM measures the memory that is left
+            with trainer.spawn_generator(generator_options) as generator:
+                follow(trainer, generator, model, arguments)
+
+
+def follow(trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, arguments) -> None:
+    for turn in range(arguments.steps + 1):
+        samples = measure(trainer, generator, model, turn, arguments.tokens)
+        if turn == arguments.steps:
+            break
+        trainer.forward_backward(samples, loss=PPO())
+        params = OptimParams(learning_rate=arguments.learning_rate, grad_divisor=num_loss_tokens(samples))
+        version = trainer.optim_step(params).result().policy_version
+        trainer.push_model_state_dict().result()
+        generator.pull_model_state_dict(version).result()
 
 
 if __name__ == "__main__":

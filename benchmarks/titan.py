@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
+import rl_actors.engine.cpu  # noqa: F401  # isort: skip  (torchtitan's modules copy the device that it sets)
 import torch
 from torch import Tensor
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss

@@ -53,7 +53,7 @@ def trainer_config(row: Row) -> TrainerConfig:
         max_sequence_length=row.document,
         tokens_per_row=row.row_length,
         rows_per_microbatch=row.rows,
-        logprob_chunk_tokens=row.rows * row.row_length // row.chunks,
+        logprob_chunk_tokens=8192 if on_gpu else row.rows * row.row_length // row.chunks,  # as configs.qwen3
     )
     config.compile.enable = on_gpu
     config.parallelism.data_parallel_shard_degree = max(1, row.num_gpus)

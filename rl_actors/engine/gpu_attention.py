@@ -15,6 +15,9 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 FLEX_KERNEL_OPTIONS: dict[str, Any] = {}
 """Of flex attention, such as {"fwd_num_warps": 4}; empty: what inductor takes for the chip."""
 
+CUDNN_REPEATS_KEYS = False
+"""Whether cuDNN gets keys and values once for every query head."""
+
 BOUNDARIES_MULTIPLE = 64
 """Numbers of documents are rounded up, and the longest to a power of two, so that the blocks are compiled for few of them."""
 
@@ -49,6 +52,8 @@ class CudnnVarlen(FlashVarlen):
         **_: Any,
     ) -> Tensor:
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1).to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
+        if CUDNN_REPEATS_KEYS:
+            k_TNH, v_TNH = (x.repeat_interleave(q_TNH.shape[1] // x.shape[1], dim=1) for x in (k_TNH, v_TNH))
         scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
         out_TNH, _ = cudnn_varlen(q_TNH, k_TNH, v_TNH, attention_masks.cu_seq_q, attention_masks.max_q, scale)
         return out_TNH.view(q_BLNH.shape).to(q_BLNH.dtype)

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 
+import configs
 from controllers import cli
 from controllers.environments import EnvironmentConfig
 from controllers.schedules import ScheduleConfig
@@ -242,3 +243,11 @@ def test_print_config_shows_what_config_takes(capsys, monkeypatch):
     config = replace(tiny(), cache=Path("x" * 100))
     cli.print_config(config)
     assert cli.config_from_json(RunConfig, capsys.readouterr().out) == config
+
+
+@pytest.mark.parametrize("controller", configs.CONFIGS)
+def test_every_config_is_valid_and_no_two_share_a_model(controller):
+    made = [make() for make in configs.CONFIGS[controller].values()]
+    for config in made:
+        config.validate()
+    assert len({id(config.trainer.model) for config in made}) == len(made)
