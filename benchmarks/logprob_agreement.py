@@ -24,10 +24,12 @@ from rl_actors import (
     OptimParams,
     Sample,
     SamplingParams,
+    TorchStoreTransport,
     TrainerClient,
     TrainerConfig,
     num_loss_tokens,
 )
+from rl_actors.calls import in_background
 
 
 def configs_of(name: str, directory: str) -> tuple[TrainerConfig, GeneratorConfig]:
@@ -78,10 +80,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         write(model, Path(folder) / "model", scale=arguments.scale)
         trainer_options, generator_options = configs_of(arguments.model, str(Path(folder) / "model"))
-        with TrainerClient.spawn(trainer_options) as trainer:
+        transport = TorchStoreTransport(dtype=getattr(torch, generator_options.dtype))
+        in_background(transport.open(), "store").result()
+        with TrainerClient.spawn(trainer_options, transport=transport) as trainer:
             trainer.ready().result()  # first: vLLM measures the memory that is left
             with trainer.spawn_generator(generator_options) as generator:
                 follow(trainer, generator, model, arguments)
+        in_background(transport.close(), "store").result()
 
 
 def follow(trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, arguments) -> None:

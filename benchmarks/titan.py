@@ -43,12 +43,13 @@ def run(
         step()
     seconds = _timed_on_gpu(step, steps) if on_gpu else [_timed(step) for _ in range(steps)]
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    if trace and rank == 0:
+    answer.send({"seconds": seconds, "peak_bytes": peak})
+    if trace:
         with torch.profiler.profile() as profiler:
             step()
             torch.cuda.synchronize() if on_gpu else None
-        profiler.export_chrome_trace(trace)
-    answer.send({"seconds": seconds, "peak_bytes": peak})
+        if rank == 0:
+            profiler.export_chrome_trace(trace)
     torch.distributed.destroy_process_group()
 
 
