@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
@@ -16,7 +18,10 @@ FLEX_KERNEL_OPTIONS: dict[str, Any] = {}
 """Of flex attention, such as {"fwd_num_warps": 4}; empty: what inductor takes for the chip."""
 
 CUDNN_REPEATS_KEYS = False
-"""Whether cuDNN gets keys and values once for every query head."""
+"""Whether cuDNN gets keys and values of ragged documents once for every query head."""
+
+ONE_DOCUMENT_A_ROW = "one document a row"
+"""In the place of the documents' boundaries: a causal mask is enough, also with padding behind the document."""
 
 BOUNDARIES_MULTIPLE = 64
 """Numbers of documents are rounded up, and the longest to a power of two, so that the blocks are compiled for few of them."""
@@ -35,7 +40,7 @@ class FlashVarlen(VarlenAttention):
 
 
 class CudnnVarlen(FlashVarlen):
-    """cuDNN's attention over ragged documents."""
+    """cuDNN's attention: over ragged documents, or over whole rows where each holds one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FlashVarlen.Config):
@@ -47,16 +52,25 @@ class CudnnVarlen(FlashVarlen):
         k_BLNH: Tensor,
         v_BLNH: Tensor,
         *,
-        attention_masks: VarlenMetadata,
+        attention_masks: VarlenMetadata | str,
         scale: float | None = None,
         **_: Any,
     ) -> Tensor:
+        if isinstance(attention_masks, str):
+            return _causal(q_BLNH, k_BLNH, v_BLNH, scale)
         q_TNH, k_TNH, v_TNH = (x.flatten(0, 1).to(torch.bfloat16) for x in (q_BLNH, k_BLNH, v_BLNH))
         if CUDNN_REPEATS_KEYS:
             k_TNH, v_TNH = (x.repeat_interleave(q_TNH.shape[1] // x.shape[1], dim=1) for x in (k_TNH, v_TNH))
         scale = q_TNH.shape[-1] ** -0.5 if scale is None else scale
         out_TNH, _ = cudnn_varlen(q_TNH, k_TNH, v_TNH, attention_masks.cu_seq_q, attention_masks.max_q, scale)
         return out_TNH.view(q_BLNH.shape).to(q_BLNH.dtype)
+
+
+def _causal(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, scale: float | None) -> Tensor:
+    q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale, enable_gqa=True)
+    return out_BNLH.transpose(1, 2)
 
 
 @torch.library.custom_op("rl_actors::cudnn_varlen", mutates_args=())
@@ -66,7 +80,7 @@ def cudnn_varlen(
     """(causal attention within documents [T, N, H], log-sum-exp [T, N, 1] float32); starts [documents + 1] int32."""
     lengths = (None, starts, starts, longest, longest, True, 0.0, True, False)
     out_TNH, normalizer_TN1, *_ = torch.ops.aten._cudnn_attention_forward(q_TNH, k_TNH, v_TNH, *lengths, scale=scale)
-    return out_TNH, normalizer_TN1
+    return out_TNH.contiguous(), normalizer_TN1.contiguous()
 
 
 @cudnn_varlen.register_fake
@@ -90,7 +104,8 @@ def cudnn_varlen_backward(
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q_TNH.device) for _ in range(2))  # of dropout: none
     lengths = (seed, offset, None, starts, starts, longest, longest, 0.0, True)
     saved = (q_TNH, k_TNH, v_TNH, out_TNH, normalizer_TN1)
-    return torch.ops.aten._cudnn_attention_backward(grad_TNH.contiguous(), *saved, *lengths, scale=scale)
+    gradients = torch.ops.aten._cudnn_attention_backward(grad_TNH.contiguous(), *saved, *lengths, scale=scale)
+    return tuple(gradient.contiguous() for gradient in gradients)
 
 
 @cudnn_varlen_backward.register_fake
@@ -128,6 +143,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "varlen": FlashVarlen.Config,
     "cudnn": CudnnVarlen.Config,
 }
+
+
+def one_document_a_row(spans: Iterable[tuple[int, int, int, int]]) -> bool:
+    """Whether no row holds two documents."""
+    rows = [row for _, row, _, _ in spans]
+    return len(set(rows)) == len(rows)
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:

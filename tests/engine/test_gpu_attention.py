@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from rl_actors import ModelConfig, TrainerConfig
-from rl_actors.engine.gpu_attention import BOUNDARIES_MULTIPLE, documents
+from rl_actors.engine.gpu_attention import BOUNDARIES_MULTIPLE, documents, one_document_a_row
 
 
 def test_documents_begin_where_samples_and_padding_begin():
@@ -20,6 +20,11 @@ def test_documents_begin_where_samples_and_padding_begin():
 def test_an_empty_row_is_one_document():
     made = documents(num_rows=1, row_length=64, spans=[])
     assert made.cu_seq_q.unique().tolist() == [0, 64] and made.max_q == 64
+
+
+def test_a_row_of_two_documents_needs_their_boundaries():
+    assert one_document_a_row([(4, 0, 0, 30), (2, 1, 0, 100)])
+    assert not one_document_a_row([(4, 0, 0, 30), (2, 0, 30, 100)])
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "cudnn"])

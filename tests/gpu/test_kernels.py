@@ -14,29 +14,33 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "cudnn"])
-def test_ragged_documents_attend_as_a_dense_mask_in_float32_says(kernel):
+@pytest.mark.parametrize("kernel", ["varlen", "cudnn", "cudnn, one document a row"])
+def test_documents_attend_as_a_dense_mask_in_float32_says(kernel):
     from rl_actors.engine import cpu, gpu_attention
 
-    spans = [(0, 0, 0, 300), (1, 0, 300, 301), (2, 0, 301, 1000), (3, 1, 0, 1017)]
+    kernel, _, whole = kernel.partition(", ")
     num_rows, length, heads, groups, width = 2, 1024, 16, 8, 128
-    made = gpu_attention.documents(num_rows, length, spans)
-    masks = made._replace(cu_seq_q=made.cu_seq_q.cuda(), cu_seq_k=made.cu_seq_k.cuda())
+    spans = [(0, 0, 0, length), (1, 1, 0, length)]
+    masks = gpu_attention.ONE_DOCUMENT_A_ROW
+    if not whole:
+        spans = [(0, 0, 0, 300), (1, 0, 300, 301), (2, 0, 301, 1000), (3, 1, 0, 1017)]
+        made = gpu_attention.documents(num_rows, length, spans)
+        masks = made._replace(cu_seq_q=made.cu_seq_q.cuda(), cu_seq_k=made.cu_seq_k.cuda())
+        spans += [(0, 0, 1000, length), (0, 1, 1017, length)]
     positions_BL = torch.zeros(num_rows, length, dtype=torch.int64)
-    for _, row, start, end in [*spans, (0, 0, 1000, length), (0, 1, 1017, length)]:
+    for _, row, start, end in spans:
         positions_BL[row, start:end] = torch.arange(end - start)
     draw = torch.Generator("cuda").manual_seed(0)
     inputs = [torch.randn(num_rows, length, n, width, generator=draw, device="cuda") for n in (heads, groups, groups)]
     rounded = [x.bfloat16().requires_grad_() for x in inputs]
     plain = [x.detach().float().requires_grad_() for x in rounded]
-    module = gpu_attention.CONFIGS[kernel]().build()
-    out = module(*rounded, attention_masks=masks, enable_gqa=True)
+    out = gpu_attention.CONFIGS[kernel]().build()(*rounded, attention_masks=masks, enable_gqa=True)
     expected = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in plain), attn_mask=cpu.dense_mask(positions_BL).cuda(), enable_gqa=True
     ).transpose(1, 2)
-    upstream = torch.randn(out.shape, generator=draw, device="cuda")
-    gradients = torch.autograd.grad(out, rounded, upstream.bfloat16())
-    expected_gradients = torch.autograd.grad(expected, plain, upstream.bfloat16().float())
+    upstream = torch.randn(out.shape, generator=draw, device="cuda").bfloat16()
+    gradients = torch.autograd.grad(out, rounded, upstream)
+    expected_gradients = torch.autograd.grad(expected, plain, upstream.float())
     assert relative_error(out, expected) < 1e-2
     for actual, known in zip(gradients, expected_gradients, strict=True):
         assert relative_error(actual, known) < 2e-2
