@@ -1,12 +1,15 @@
 """List the benchmarks, or run one: `python -m benchmarks [NAME [ARGUMENT ...]]`.
 
 A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its entry in the list.
+A row of trainer_speed is run by its name, too.
 """
 
 import ast
 import importlib
 import sys
 from pathlib import Path
+
+from benchmarks.rows import ROWS
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
@@ -26,7 +29,11 @@ def main() -> None:
     if not name:
         print("make bench ROW=NAME runs one of:")
         print("\n".join(f"  {name:<20} {line}" for name, line in found.items()) or "  (none yet)")
+        print("or a row of trainer_speed:")
+        print("\n".join(f"  {row}" for row in ROWS))
         return
+    if name in ROWS:
+        name, arguments = "trainer_speed", [name, *arguments]
     if name not in found:
         sys.exit(f"no benchmark {name!r}; there are: {', '.join(found) or 'none'}")
     sys.argv = [f"benchmarks.{name}", *arguments]

@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from configs import qwen3
 from rl_actors import ModelConfig, Sample, TrainerConfig
 from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
 
@@ -66,14 +67,14 @@ def print_planning() -> None:
 def trainer_config() -> TrainerConfig:
     common = {"max_sequence_length": ROW, "tokens_per_row": ROW}
     if torch.cuda.is_available():
-        options = {"compute_dtype": "bfloat16", "activation_checkpointing": "selective"}
-        return TrainerConfig(model=ModelConfig(), **common, **options)
+        config = replace(qwen3.trainer("0_6b", tokens_per_row=ROW), activation_checkpointing="none")
+        return replace(config, **common)
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     model = ModelConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, **heads)
     return TrainerConfig(model=model, **common)
 
 
-def print_throughput(num_samples: int, repeats: int) -> None:
+def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
     from rl_actors.engine.train_engine import TrainEngine
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -91,7 +92,7 @@ def print_throughput(num_samples: int, repeats: int) -> None:
         print(f"a fraction of a call of {SIZES[-2]:,} samples: {num_samples / SIZES[-2]:.2%}")
     if not torch.cuda.is_available():
         print("attention on a CPU takes the square of the row, not of its samples, so short rows gain here")
-    seconds: dict[str, list[float]] = {name: [] for name in ("packed", "token_budget", "fixed", PADDED)}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, times in seconds.items():
             engine.config = replace(config, packing=config.packing if name == PADDED else name)
@@ -118,9 +119,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
     parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
+    # Samples that do not share rows have lengths of their own, for each of which a GPU's blocks would be compiled.
+    ways = ["packed", PADDED] if on_gpu else ["packed", "token_budget", "fixed", PADDED]
+    parser.add_argument("--ways", nargs="*", default=ways, help="how samples become rows")
     arguments = parser.parse_args()
     print_planning()
-    print_throughput(arguments.samples, arguments.repeats)
+    print_throughput(arguments.samples, arguments.repeats, arguments.ways)
 
 
 if __name__ == "__main__":

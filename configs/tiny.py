@@ -20,18 +20,18 @@ def tiny() -> GRPOConfig:
         # Hotter than 1, so that problems whose likeliest answer is wrong get a right one now and then.
         rollouts=RolloutConfig(groups_per_step=192, group_size=4, max_refills=1, temperature=1.3),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
-        warmup=_supervised(stop_at=0.2),
+        warmup=supervised(stop_at=0.2),
         max_warmup_steps=600,
     )
 
 
 def tiny_sft() -> SFTConfig:
     """The supervised phase alone, to its end."""
-    return SFTConfig(**_parts(), steps=400, supervised=_supervised(stop_at=1.0))
+    return SFTConfig(**_parts(), steps=400, supervised=supervised(stop_at=1.0))
 
 
-def _supervised(stop_at: float) -> SupervisedConfig:
-    schedule = ScheduleConfig(learning_rate=1e-3, warmup_steps=20)
+def supervised(stop_at: float, learning_rate: float = 1e-3) -> SupervisedConfig:
+    schedule = ScheduleConfig(learning_rate=learning_rate, warmup_steps=20)
     return SupervisedConfig(batch_size=128, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
@@ -49,18 +49,8 @@ def _parts() -> dict[str, Any]:
         rope_theta=10.0,  # a text has nine tokens: with a base of 10,000 most frequencies hardly turn
         tie_word_embeddings=False,  # a tied head learns the digits at the ends, 0 and 9, long after the rest
     )
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "operators": ["+"]}
-    options |= {"allow_parentheses": False, "allow_negation": False}
     return {
-        "alphabet": "0123456789+-=.",
-        "max_tokens": 3,  # of an answer; only a shorter one needs the end of the text
-        "environment": EnvironmentConfig(
-            task="basic_arithmetic",
-            options=options,
-            prompt="{expression}=",
-            remove_whitespace=True,
-            prompt_pattern=r"\d\d\+\d\d=",  # the task draws its terms from 0 to 100
-        ),
+        **two_digit_addition(),
         "trainer": TrainerConfig(
             model=model,
             max_sequence_length=64,
@@ -74,5 +64,22 @@ def _parts() -> dict[str, Any]:
             max_num_seqs=1024,
             gpu_memory_utilization=0.3,
             enforce_eager=True,
+        ),
+    }
+
+
+def two_digit_addition() -> dict[str, Any]:
+    """The task, in an alphabet of its own."""
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "operators": ["+"]}
+    options |= {"allow_parentheses": False, "allow_negation": False}
+    return {
+        "alphabet": "0123456789+-=.",
+        "max_tokens": 3,  # of an answer; only a shorter one needs the end of the text
+        "environment": EnvironmentConfig(
+            task="basic_arithmetic",
+            options=options,
+            prompt="{expression}=",
+            remove_whitespace=True,
+            prompt_pattern=r"\d\d\+\d\d=",  # the task draws its terms from 0 to 100
         ),
     }

@@ -33,7 +33,7 @@ def describe(config: Any) -> str:
         f"  {'controller':<12} this machine",
         *_ranks(trainer),
         *_reference(config),
-        f"  {'generator-0':<12} {_device(0)}, vLLM in {config.generator.dtype}",
+        f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}",
     ]
     return "\n".join(lines)
 

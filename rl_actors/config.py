@@ -254,6 +254,9 @@ class TrainerConfig:
     tokenizer_path: str = ""
     """Directory whose tokenizer files checkpoints and exports hold, too; empty: hf_path."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
+    attention: Literal["flex", "varlen", "cudnn"] = "flex"
+    """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, or cuDNN's; the last two compute in
+    bfloat16. A CPU has one of its own."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing."""
     compile: CompileConfig = field(default_factory=CompileConfig)
@@ -360,6 +363,8 @@ class GeneratorConfig:
     """Sequences that run at a time; further ones queue."""
     kv_cache_bytes: int = 256 << 20
     """Memory of the key-value cache on a CPU."""
+    gpu: int | None = None
+    """Index of the GPU, among those that the program sees; None: the first, which it then shares with the trainer's first rank."""
     gpu_memory_utilization: float = 0.8
     """Share of the GPU's memory that the engine may take."""
     enforce_eager: bool = False
@@ -379,6 +384,8 @@ class GeneratorConfig:
         for name in names:
             if getattr(self, name) is not None and getattr(self, name) <= 0:
                 raise ValueError(f"generator.{name}={getattr(self, name)}; it must be positive")
+        if self.gpu is not None and self.gpu < 0:
+            raise ValueError(f"generator.gpu={self.gpu}; it must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")
         if self.lora.unmerged and not self.hf_path:

@@ -182,7 +182,7 @@ def _activations(config: TrainerConfig) -> int:
         kept = 0.0
     blocks = positions * size * (kept * _under_way(config) + running)
     hidden = positions * model.hidden_size * (size + FLOAT32)  # what the head reads, and its gradient
-    logits = 4 * FLOAT32 * min(config.logprob_chunk_tokens, positions) * model.vocab_size / tensor
+    logits = 4 * size * min(config.logprob_chunk_tokens, positions) * model.vocab_size / tensor
     return int(blocks + hidden + logits + _gathered(config, size))
 
 

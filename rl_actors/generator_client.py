@@ -1,8 +1,10 @@
 """The callers' side of a generator: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor mesh."""
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_actors.calls import Call, in_background
@@ -50,8 +52,7 @@ class GeneratorClient(Client):
     async def _set_up(self, logs: LogRoute | None) -> None:
         if self._mesh is None:
             assert self.config is not None
-            threads = self.config.num_threads
-            processes = await self._spawn(1, logs, {} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+            processes = await self._spawn(1, logs, process_environment(self.config))
             transport = self._transport() if callable(self._transport) else self._transport
             self._mesh = processes.spawn(self.name, Generator, self.config, transport)
         self._info = (await self._ask(self._mesh.setup, "setup", self.setup_timeout))[0]
@@ -104,3 +105,15 @@ class GeneratorClient(Client):
 
     async def _one(self, endpoint: str, timeout: float, *args: Any) -> Any:
         return (await self._ask(getattr(self._mesh, endpoint), endpoint, timeout, *args))[0]
+
+
+def process_environment(config: GeneratorConfig) -> dict[str, str]:
+    """Of a generator's process. Raises ValueError for a GPU that the program does not see."""
+    environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+    if config.gpu is None or not torch.cuda.is_available():
+        return environment
+    if config.gpu >= (count := torch.cuda.device_count()):
+        raise ValueError(f"generator.gpu={config.gpu}, but this program sees {count} GPUs")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    chosen = visible.split(",")[config.gpu] if visible else str(config.gpu)
+    return environment | {"CUDA_VISIBLE_DEVICES": chosen}

@@ -82,6 +82,15 @@ def require_possible(config: TrainerConfig) -> None:
         raise ValueError(
             f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
         )
+    if config.attention != "flex" and parallel.context_parallel_degree > 1:
+        raise ValueError(
+            f"parallelism.context_parallel_degree={parallel.context_parallel_degree} with attention={config.attention!r}: "
+            "torchtitan cuts rows for flex attention only"
+        )
+    if config.attention != "flex" and config.compute_dtype != "bfloat16":
+        raise ValueError(
+            f"attention={config.attention!r} with compute_dtype={config.compute_dtype!r}; it computes in bfloat16"
+        )
     for name in ("num_attention_heads", "num_key_value_heads"):
         if (heads := getattr(model, name)) % tensor:
             raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")

@@ -4,6 +4,7 @@ Every rank must get the same calls in the same order, so one TrainerClient sends
 """
 
 import asyncio
+import contextvars
 import gc
 import inspect
 import uuid
@@ -57,6 +58,8 @@ class PolicyTrainer(Actor):
             from rl_actors.engine.train_engine import TrainEngine
 
             self.engine = TrainEngine(self.config)
+            # torch keeps its compiler's settings in context variables, and each message has a context of its own.
+            self.context = contextvars.copy_context()
             self.rank = dist.get_rank()
             self.new_stream()
             # What is there now stays: the collector looks through all of it otherwise whenever samples arrive.
@@ -173,7 +176,7 @@ class PolicyTrainer(Actor):
     async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
         """Run `call` when it is its turn, and keep its answer, or its error, for a repetition."""
         if order is None:
-            return await _settle(call())
+            return await _settle(self.context.run(call))
         if order.session != self.session:
             raise RuntimeError(
                 f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
@@ -184,7 +187,7 @@ class PolicyTrainer(Actor):
             raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
         self.last_number = order.number
         try:
-            value = await _settle(call())
+            value = await _settle(self.context.run(call))
         except Exception as error:
             self.last_reply = _raiser(error)
             raise

@@ -206,6 +206,7 @@ class TrainerInfo:
     pid: int
     optimizer: str | None  # its name; None: the trainer only infers
     memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
+    peak_memory_bytes: int  # the most of it so far
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

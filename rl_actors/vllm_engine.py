@@ -24,6 +24,8 @@ NO_VERSION = -1
 # The engine must share the actor's process, and helper kernels compiled at first use would cost twelve seconds on a CPU.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 CPU_BATCHED_TOKENS = 4096
+GPU_BATCHED_TOKENS = 8192
+"""Prompt tokens of one step; what runs beside them waits for it."""
 CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 
 
@@ -67,7 +69,7 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
             "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, CPU_BATCHED_TOKENS),
         }
     else:
-        memory = {"gpu_memory_utilization": config.gpu_memory_utilization}
+        memory = gpu_options(config)
     args = EngineArgs(
         model=directory,
         skip_tokenizer_init=True,
@@ -84,6 +86,29 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         **(adapter_options(config.lora) if config.lora.unmerged else {}),
     )
     return LLMEngine.from_engine_args(args)
+
+
+def gpu_options(config: GeneratorConfig) -> dict[str, Any]:
+    """vLLM's arguments on a GPU: decoding in CUDA graphs, without the minutes that compiling the model takes."""
+    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
+
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": config.gpu_memory_utilization,
+        "max_num_batched_tokens": max(config.max_num_seqs, GPU_BATCHED_TOKENS),
+    }
+    if not config.enforce_eager:
+        options["compilation_config"] = CompilationConfig(
+            mode=CompilationMode.NONE,
+            cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
+            cudagraph_capture_sizes=graph_sizes(config.max_num_seqs),
+        )
+    return options
+
+
+def graph_sizes(max_num_seqs: int) -> list[int]:
+    """Numbers of sequences that a graph is captured for; others run in the next larger one. graph_sizes(200) -> [1, 2, 4, …, 64, 128, 192, 200]"""
+    small = [1 << i for i in range(6)]
+    return sorted({min(size, max_num_seqs) for size in (*small, *range(64, max_num_seqs, 64), max_num_seqs)})
 
 
 def require_adapters_possible(config: GeneratorConfig, *, on_cpu: bool) -> None:

@@ -5,6 +5,7 @@ Nothing here trains.
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
@@ -50,6 +51,7 @@ class Parts:
     hyperparameters: Any  # Hyperparameters; None where there is no optimizer
     parallel_dims: ParallelDims
     device: torch.device
+    to_device: Callable[[torch.Tensor], torch.Tensor]
     rows: Callable[[Batch], Batch]  # a batch of whole rows -> what this rank holds of it, with attention masks
     context: Callable[[], Any]  # torchtitan's context around forward and backward
     adapter: Qwen3StateDictAdapter
@@ -127,7 +129,7 @@ def _rows(
 ) -> Callable[[Batch], Batch]:
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
-        return WholeRows(masks=machine.attention_masks(model))
+        return WholeRows(masks=machine.attention_masks(model, config.attention))
     return RowShards(
         masks=model.get_attention_masks,
         local_masks=machine.local_masks,
@@ -162,7 +164,7 @@ def build(config: TrainerConfig) -> Parts:
     fuse_qkv = not config.lora.rank
     model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
     for layer in model_config.layers:
-        layer.attention.inner_attention = machine.attention()
+        layer.attention.inner_attention = machine.attention(config.attention)
         # Every block has a table of its own: 1.2 GB in all for the 40,960 positions of a Qwen3 0.6B.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
@@ -177,9 +179,11 @@ def build(config: TrainerConfig) -> Parts:
         "training": training,
         "parallelism": config.parallelism,
         "compile_config": config.compile,
-        "ac_config": {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[
-            config.activation_checkpointing
-        ],
+        "ac_config": {
+            "none": None,
+            "selective": machine.selective_checkpointing(),
+            "full": FullAC.Config(),
+        }[config.activation_checkpointing],
         "dump_folder": "",
     }
     if parallel_dims.pp_enabled:
@@ -211,6 +215,7 @@ def build(config: TrainerConfig) -> Parts:
         hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,
+        to_device=partial(machine.to_device, device=device),
         rows=_rows(modules[0], parallel_dims, config, machine),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         adapter=Qwen3StateDictAdapter(model_config, None),

@@ -23,10 +23,10 @@ Masks = Callable[[Tensor], Any]
 class WholeRows:
     """Every rank holds its rows whole."""
 
-    masks: Masks
+    masks: Callable[[Batch], Any]
 
     def __call__(self, batch: Batch) -> Batch:
-        return replace(batch, attention_masks=self.masks(batch.positions_BL))
+        return replace(batch, attention_masks=self.masks(batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

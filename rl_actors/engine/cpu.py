@@ -5,6 +5,7 @@ B rows, L row length, N heads, H head width.
 """
 
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,9 +22,11 @@ if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
 
 import torchtitan.models.common.attention as attention_module  # noqa: E402
+from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from rl_actors import cpu_process  # noqa: E402
+from rl_actors.engine.inputs import Batch  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
@@ -65,12 +68,27 @@ def prepare(world_size: int) -> None:
     cpu_process.prepare()
 
 
-def attention() -> DenseAttention.Config:
+def attention(kernel: str) -> DenseAttention.Config:
+    """A CPU has one kernel."""
     return DenseAttention.Config()
 
 
-def attention_masks(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    return dense_mask
+def attention_masks(model: nn.Module, kernel: str) -> Callable[[Batch], Tensor]:
+    """What the attention layers take for a batch of whole rows."""
+    return lambda batch: dense_mask(batch.positions_BL)
+
+
+def selective_checkpointing() -> SelectiveAC.Config:
+    return SelectiveAC.Config()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor
+
+
+def fuse(function: Callable) -> Callable:
+    """As it is: what a CPU would save in memory traffic it would spend on compiling."""
+    return function
 
 
 def local_masks(masks: BlockMask) -> Tensor:
@@ -94,3 +112,8 @@ def memory_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_bytes() -> int:
+    """The most resident memory that this process had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10

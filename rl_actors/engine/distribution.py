@@ -3,23 +3,25 @@
 N positions, V vocabulary of this rank, K targets of one position. A backward needs no collective: its gradient is the shard's own.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
-from torchtitan.components.loss import _LossParallelCrossEntropy
 
 from rl_actors.types import IGNORE_TARGET
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Logits over temperature, float32."""
+    """Logits as the head gives them, and what they are divided by."""
 
-    scaled_NV: Tensor
+    raw_NV: Tensor
+    temperatures_N: Tensor  # float32
     vocab_size: int
     group: dist.ProcessGroup | None = None  # None: the vocabulary is whole
 
@@ -33,8 +35,13 @@ class Logits:
                     f"logits are laid out as {logits_BLV.placements}; expected whole or sharded over the vocabulary"
                 )
             local_BLV, group = logits_BLV.to_local(), logits_BLV.device_mesh.get_group("tp")
-        scaled_NV = (local_BLV.float() / temperatures_BL[..., None]).flatten(0, 1)
-        return cls(scaled_NV=scaled_NV, vocab_size=logits_BLV.shape[-1], group=group)
+        raw_NV, temperatures_N = local_BLV.flatten(0, 1), temperatures_BL.flatten()
+        return cls(raw_NV=raw_NV, temperatures_N=temperatures_N, vocab_size=logits_BLV.shape[-1], group=group)
+
+    @cached_property
+    def scaled_NV(self) -> Tensor:
+        """Logits over temperature, float32."""
+        return _upcast(self.raw_NV) / self.temperatures_N[:, None]
 
     @property
     def first_id(self) -> int:
@@ -44,12 +51,21 @@ class Logits:
         return dist.get_rank(self.group) * -(-self.vocab_size // dist.get_world_size(self.group))
 
 
-def target_logprobs(logits: Logits, targets_N: Tensor) -> Tensor:
-    """log_softmax at the targets, [N]; 0 where the target is IGNORE_TARGET."""
-    if logits.group is not None:
-        args = (logits.scaled_NV, targets_N, logits.group, logits.vocab_size, "none")
-        return -_LossParallelCrossEntropy.apply(*args)
-    return -torch.nn.functional.cross_entropy(logits.scaled_NV, targets_N, reduction="none", ignore_index=IGNORE_TARGET)
+class TargetLogprobs:
+    """log_softmax at the targets, reading the logits once forward and once backward where `fuse` makes one kernel of a function.
+
+    The float32 values of [tokens, vocabulary] then never reach memory: the forward keeps the logits in their own dtype, and the
+    backward writes their gradient in it.
+    """
+
+    def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
+        self.normalize, self.gradient = fuse(_normalize), fuse(_gradient)
+
+    def __call__(self, logits: Logits, targets_N: Tensor) -> Tensor:
+        """[N] float32; 0 where the target is IGNORE_TARGET."""
+        return _TargetLogprobs.apply(
+            logits.raw_NV, logits.temperatures_N, targets_N, logits.first_id, logits.group, self
+        )
 
 
 def entropy(logits: Logits, targets_N: Tensor) -> Tensor:
@@ -62,6 +78,57 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
     """log_softmax at K ids of every position, [N, K]; 0 where the target is IGNORE_TARGET."""
     logprobs_NK = _LogprobsAt.apply(logits.scaled_NV, ids_NK, logits.first_id, logits.group)
     return torch.where((targets_N != IGNORE_TARGET)[:, None], logprobs_NK, 0.0)
+
+
+class _TargetLogprobs(torch.autograd.Function):
+    """log p_t = z_t - log sum_v exp z_v with z = logits / T; d log p_t / d logits_v = ([v = t] - p_v) / T."""
+
+    @staticmethod
+    def forward(ctx, raw_NV: Tensor, temperatures_N: Tensor, targets_N: Tensor, first_id: int, group, kernels):
+        local_N = targets_N - first_id
+        here_N = (local_N >= 0) & (local_N < raw_NV.shape[-1]) & (targets_N != IGNORE_TARGET)
+        local_N = torch.where(here_N, local_N, 0)
+        normalizer_N, chosen_N = kernels.normalize(raw_NV, temperatures_N, local_N)
+        chosen_N = torch.where(here_N, chosen_N, 0.0)
+        if group is not None:
+            largest_N = funcol.all_reduce(normalizer_N, reduceOp="max", group=group)
+            normalizer_N = largest_N + _sum((normalizer_N - largest_N).exp(), group).log()
+            chosen_N = _sum(chosen_N, group)
+        trained_N = targets_N != IGNORE_TARGET
+        ctx.kernels = kernels
+        ctx.save_for_backward(raw_NV, temperatures_N, local_N, here_N, trained_N, normalizer_N)
+        return torch.where(trained_N, chosen_N - normalizer_N, 0.0)
+
+    @staticmethod
+    def backward(ctx, grad_N: Tensor):
+        raw_NV, temperatures_N, local_N, here_N, trained_N, normalizer_N = ctx.saved_tensors
+        grad_N = torch.where(trained_N, grad_N, 0.0)
+        grad_NV = ctx.kernels.gradient(raw_NV, temperatures_N, local_N, here_N, normalizer_N, grad_N)
+        return grad_NV, None, None, None, None, None
+
+
+def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+    """(log sum_v exp z_v, z at the ids), both [N]."""
+    chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
+    scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
+    # In the form that torch's compiler turns into one pass over the logits.
+    largest_N1 = scaled_NV.amax(-1, keepdim=True)
+    normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
+    return normalizer_N1.squeeze(-1), chosen_N
+
+
+def _gradient(
+    raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, here_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
+) -> Tensor:
+    """g / T ([v = id] - p_v) in the dtype of the logits; an id that is not here is nobody's."""
+    scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
+    grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
+    is_target_NV = torch.arange(raw_NV.shape[-1], device=raw_NV.device) == torch.where(here_N, ids_N, -1)[:, None]
+    return grad_NV.add_(is_target_NV, alpha=-1).mul_(-(grad_N / temperatures_N)[:, None]).to(raw_NV.dtype)
+
+
+def _upcast(values: Tensor) -> Tensor:
+    return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class _Entropy(torch.autograd.Function):

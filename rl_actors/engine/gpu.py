@@ -9,7 +9,10 @@ import torch.distributed.tensor.experimental._context_parallel._attention as con
 import torchtitan.models.common.attention as attention_module
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torchtitan.models.common.attention import FlexAttention
+from torchtitan.models.common.attention import FlexAttention, VarlenMetadata
+
+from rl_actors.engine import gpu_attention
+from rl_actors.engine.inputs import Batch
 
 
 def device() -> torch.device:
@@ -30,12 +33,38 @@ def prepare(world_size: int) -> None:
     context_parallel._compiled_create_block_mask = attention_module._compiled_create_block_mask
 
 
-def attention() -> FlexAttention.Config:
-    return FlexAttention.Config()
+def attention(kernel: str) -> Any:
+    return gpu_attention.CONFIGS[kernel]()
 
 
-def attention_masks(model: nn.Module) -> Callable[[Tensor], Any]:
-    return model.get_attention_masks
+def attention_masks(model: nn.Module, kernel: str) -> Callable[[Batch], Any]:
+    """What the attention layers take for a batch of whole rows."""
+    if kernel == "flex":
+        return lambda batch: model.get_attention_masks(batch.positions_BL)
+
+    def documents(batch: Batch) -> VarlenMetadata | str:
+        if kernel == "cudnn" and gpu_attention.one_document_a_row(batch.spans):
+            return gpu_attention.ONE_DOCUMENT_A_ROW
+        num_rows, row_length = batch.tokens_BL.shape
+        made = gpu_attention.documents(num_rows, row_length, batch.spans)
+        starts = to_device(made.cu_seq_q, batch.tokens_BL.device)
+        return made._replace(cu_seq_q=starts, cu_seq_k=starts)
+
+    return documents
+
+
+def selective_checkpointing() -> Any:
+    return gpu_attention.KeepAttention.Config()
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory: a copy from pageable memory would wait until the kernels before it are through."""
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def fuse(function: Callable) -> Callable:
+    """A function of tensors as few kernels."""
+    return torch.compile(function)
 
 
 def local_masks(masks: BlockMask) -> BlockMask:
@@ -54,3 +83,7 @@ def has_float8() -> bool:
 
 def memory_bytes() -> int:
     return torch.cuda.memory_allocated()
+
+
+def peak_memory_bytes() -> int:
+    return torch.cuda.max_memory_allocated()

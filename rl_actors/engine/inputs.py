@@ -3,7 +3,7 @@
 B rows, L row length; S samples of T positions at most, one a row; K targets of one position.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,10 @@ class RowPerSample:
 
 
 def make_batch(
-    samples: Sequence[Sample], microbatch: Microbatch, column_names: Iterable[str], device: torch.device
+    samples: Sequence[Sample],
+    microbatch: Microbatch,
+    column_names: Iterable[str],
+    to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> Batch:
     """Lay the samples of a microbatch into rows. A document's positions start at 0.
 
@@ -110,14 +113,13 @@ def make_batch(
     for name, column_BL in columns.items():
         if any(name in sample.columns for sample in laid):
             lay([s.columns[name] if name in s.columns else torch.zeros(len(s)) for s in laid], column_BL)
-    move = lambda x: x.to(device, non_blocking=True)  # noqa: E731
     return Batch(
-        tokens_BL=move(tokens_BL),
-        targets_BL=move(targets_BL),
-        positions_BL=move(positions_BL),
-        temperatures_BL=move(temperatures_BL),
-        columns={name: move(column) for name, column in columns.items()},
-        is_padding_BL=move(is_padding_BL),
+        tokens_BL=to_device(tokens_BL),
+        targets_BL=to_device(targets_BL),
+        positions_BL=to_device(positions_BL),
+        temperatures_BL=to_device(temperatures_BL),
+        columns={name: to_device(column) for name, column in columns.items()},
+        is_padding_BL=to_device(is_padding_BL),
         spans=spans,
     )
 

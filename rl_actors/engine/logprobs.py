@@ -3,13 +3,14 @@
 B rows, L row length, D hidden size, V vocabulary. torchtitan's ChunkedLossWrapper drives the chunks and FSDP's gathers.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper
 
-from rl_actors.engine.distribution import Logits, entropy, target_logprobs, top_k_logprobs
+from rl_actors.engine.distribution import Logits, TargetLogprobs, entropy, top_k_logprobs
 from rl_actors.engine.inputs import Batch
 from rl_actors.losses import Loss, made_for
 from rl_actors.metrics import Partials, merge
@@ -52,9 +53,11 @@ class ChunkedLogprobs:
     Of a pipeline stage without one it can do nothing.
     """
 
-    def __init__(self, model: nn.Module, chunk_tokens: int) -> None:
+    def __init__(self, model: nn.Module, chunk_tokens: int, *, fuse: Callable[[Callable], Callable]) -> None:
+        """fuse: a function of tensors -> the same as one kernel, where the machine can make one."""
         model._skip_lm_head = True
         self.chunk_tokens = chunk_tokens
+        self.target_logprobs = TargetLogprobs(fuse)
         self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
         self.wrapper.set_lm_head(model.lm_head)
 
@@ -117,7 +120,7 @@ class ChunkedLogprobs:
 
         def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, top_k=None, **chunk: Any):
             logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
-            values = {"logprobs": target_logprobs(logits, targets_N)}
+            values = {"logprobs": self.target_logprobs(logits, targets_N)}
             if with_entropy:
                 values["entropy"] = entropy(logits, targets_N)
             if top_k is not None:

@@ -49,7 +49,7 @@ class TrainEngine:
         self.parts: Parts = build(config)
         stages = self.parts.stages
         head = stages[-1].submod if stages else self.parts.model
-        self.logprobs = ChunkedLogprobs(head, config.logprob_chunk_tokens)
+        self.logprobs = ChunkedLogprobs(head, config.logprob_chunk_tokens, fuse=platform().fuse)
         self.runner = (
             PipelineRunner(self.parts, self.logprobs, config) if stages else SingleRunner(self.parts, self.logprobs)
         )
@@ -229,6 +229,7 @@ class TrainEngine:
             pid=os.getpid(),
             optimizer=config.optimizer.name if config.optimizer is not None else None,
             memory_bytes=platform().memory_bytes(),
+            peak_memory_bytes=platform().peak_memory_bytes(),
         )
 
     def _batches(self, samples: Sequence[Sample], columns) -> Iterator[Batch]:
@@ -243,7 +244,7 @@ class TrainEngine:
             **self.runner.planned,
         )
         for microbatch in ranks[self.data_rank]:
-            yield make_batch(samples, microbatch, columns, self.parts.device)
+            yield make_batch(samples, microbatch, columns, self.parts.to_device)
 
     def _output(self, outcomes: list[Outcome]) -> RankOutput:
         spans = [(values, span) for spans, values, _ in outcomes for span in spans] if self.reports_samples else []

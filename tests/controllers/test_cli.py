@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from configs import CONFIGS as REAL_CONFIGS
+import configs
 from controllers import cli
 from controllers.environments import EnvironmentConfig
 from controllers.schedules import ScheduleConfig
@@ -247,9 +247,9 @@ def dataclasses_in(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[
             yield from dataclasses_in(getattr(value, name), (*path, name))
 
 
-@pytest.mark.parametrize("controller", REAL_CONFIGS)
+@pytest.mark.parametrize("controller", configs.CONFIGS)
 def test_a_typo_in_any_dataclass_of_a_real_config_is_refused_by_its_dotted_name(controller):
-    config = next(iter(REAL_CONFIGS[controller].values()))()
+    config = next(iter(configs.CONFIGS[controller].values()))()
     paths = list(dataclasses_in(config))
     assert {(), ("trainer", "optimizer"), ("trainer", "parallelism"), ("generator", "lora")} <= set(paths)
     for path in paths:
@@ -276,3 +276,11 @@ def test_print_config_shows_what_config_takes(capsys, monkeypatch):
     config = replace(tiny(), cache=Path("x" * 100))
     cli.print_config(config)
     assert cli.config_from_json(RunConfig, capsys.readouterr().out) == config
+
+
+@pytest.mark.parametrize("controller", configs.CONFIGS)
+def test_every_config_is_valid_and_no_two_share_a_model(controller):
+    made = [make() for make in configs.CONFIGS[controller].values()]
+    for config in made:
+        config.validate()
+    assert len({id(config.trainer.model) for config in made}) == len(made)

@@ -8,8 +8,6 @@ from rl_actors.engine.inputs import make_batch
 from rl_actors.engine.packing import Microbatch
 from rl_actors.types import Sample
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture
 def batch():
@@ -20,7 +18,7 @@ def batch():
         Sample.from_tokens([30], [31, 32, 33], old_logprobs=[-1.0, -2.0, -3.0]),
     ]
     microbatch = Microbatch(rows=((2, 0), (1,)), row_length=6)
-    return make_batch(samples, microbatch, ["loss_weights", "advantages", "old_logprobs"], CPU)
+    return make_batch(samples, microbatch, ["loss_weights", "advantages", "old_logprobs"])
 
 
 def test_each_position_reads_a_token_and_predicts_the_next(batch):
@@ -55,7 +53,7 @@ def test_every_position_holds_its_samples_temperature(batch):
 
 def test_a_whole_number_is_a_temperature_too():
     samples = [Sample.from_tokens([10], [11, 12], temperature=2)]
-    batch = make_batch(samples, Microbatch(rows=((0,),), row_length=3), [], CPU)
+    batch = make_batch(samples, Microbatch(rows=((0,),), row_length=3), [])
     assert torch.equal(batch.temperatures_BL, torch.tensor([[2.0, 2.0, 1.0]]))
 
 
@@ -65,14 +63,14 @@ def test_spans_find_the_samples_again(batch):
 
 def test_a_row_without_samples_is_all_padding():
     sample = Sample.from_tokens([1], [2])
-    batch = make_batch([sample], Microbatch(rows=((0,), ()), row_length=3), ["loss_weights"], CPU)
+    batch = make_batch([sample], Microbatch(rows=((0,), ()), row_length=3), ["loss_weights"])
     assert batch.targets_BL[1].tolist() == [-100] * 3
     assert batch.columns["loss_weights"][1].tolist() == [0.0] * 3
 
 
 def test_only_the_columns_asked_for_are_laid_out():
     sample = Sample.from_tokens([1], [2], advantages=1.0)
-    assert make_batch([sample], Microbatch(rows=((0,),), row_length=2), (), CPU).columns == {}
+    assert make_batch([sample], Microbatch(rows=((0,),), row_length=2), ()).columns == {}
 
 
 def test_a_position_sees_only_earlier_positions_of_its_own_sample(batch):

@@ -10,7 +10,7 @@ import torch
 from references import VOCAB_SIZE, load_qwen3, ppo_samples, random_samples
 from torch import Tensor
 
-from rl_actors.engine.distribution import Logits, entropy, target_logprobs, top_k_logprobs
+from rl_actors.engine.distribution import Logits, TargetLogprobs, entropy, top_k_logprobs
 from rl_actors.engine.inputs import make_batch
 from rl_actors.engine.packing import Microbatch
 from rl_actors.losses import (
@@ -252,29 +252,30 @@ def test_a_loss_by_module_and_name_may_read_the_entropy_and_always_reports_its_s
 def test_a_whole_sequence_loss_sees_one_sample_a_row_and_zeros_behind_its_end():
     samples = [Sample.from_tokens([1] * 2, [2] * n, advantages=[float(i + 1) for i in range(n)]) for n in (2, 1, 3)]
     microbatch = Microbatch(rows=((2, 1), (0,)), row_length=7)
-    batch = make_batch(samples, microbatch, ["advantages"], torch.device("cpu"))
+    batch = make_batch(samples, microbatch, ["advantages"])
     rows = batch.one_a_row()
     unpacked = rows.unpack(batch.columns["advantages"])
     assert unpacked.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0, 1, 2, 0]]
     assert torch.equal(rows.pack(unpacked), batch.columns["advantages"])
-    empty = make_batch(samples, Microbatch(rows=((),), row_length=7), ["advantages"], torch.device("cpu")).one_a_row()
+    empty = make_batch(samples, Microbatch(rows=((),), row_length=7), ["advantages"]).one_a_row()
     assert empty.unpack(torch.ones(1, 7)).tolist() == [[0] * 7] and empty.pack(torch.ones(1, 7)).sum() == 0
 
 
 @pytest.mark.parametrize("function", ["entropy", "target_logprobs", "top_k_logprobs"])
 def test_gradients_of_a_chunk_are_those_of_autograd_in_float64(function):
     generator = torch.Generator().manual_seed(0)
-    scaled_NV = 3 * torch.randn(6, 11, generator=generator, dtype=torch.float64)
+    raw_NV = 3 * torch.randn(6, 11, generator=generator, dtype=torch.float64)
     targets_N = torch.tensor([1, -100, 10, 0, 5, 5])
     ids_NK = torch.tensor([[1, 1, 3], [0, 2, 4], [10, 0, 10], [5, 5, 5], [1, 2, 3], [9, 8, 7]])
     kept_N = targets_N != -100
-    actual, plain = scaled_NV.clone().requires_grad_(), scaled_NV.clone().requires_grad_()
-    logits = Logits(scaled_NV=actual, vocab_size=11)
-    all_NV = plain.log_softmax(-1)
+    actual, plain = raw_NV.clone().requires_grad_(), raw_NV.clone().requires_grad_()
+    temperatures_N = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.3, 1.0], dtype=torch.float64)
+    logits = Logits(raw_NV=actual, temperatures_N=temperatures_N, vocab_size=11)
+    all_NV = (plain / temperatures_N[:, None]).log_softmax(-1)
     result, expected = {
         "entropy": lambda: (entropy(logits, targets_N), -(all_NV.exp() * all_NV).sum(-1) * kept_N),
         "target_logprobs": lambda: (
-            target_logprobs(logits, targets_N),
+            TargetLogprobs(lambda function: function)(logits, targets_N),
             all_NV.gather(-1, targets_N.clamp(min=0)[:, None])[:, 0] * kept_N,
         ),
         "top_k_logprobs": lambda: (

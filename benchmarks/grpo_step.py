@@ -1,0 +1,155 @@
+"""One synchronous GRPO step taken apart: generate, reward, samples, forward_backward, optim_step, push, pull, and each GPU's busy share.
+
+Trainer on the first GPU and generator on the second where there are two; else both on one. Weights are random, so rewards are made up:
+the parity of a completion's tokens. A GPU's busy share of a phase is nvidia-smi's, whose window is a sixth of a second.
+"""
+
+import argparse
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+
+import torch
+
+from benchmarks import results
+from configs.qwen3 import MODELS
+from configs.qwen3 import trainer as trainer_config
+from configs.tiny import tiny
+from rl_actors import (
+    PPO,
+    GeneratorConfig,
+    OptimParams,
+    Sample,
+    SamplingParams,
+    TorchStoreTransport,
+    TrainerClient,
+    TrainerConfig,
+    num_loss_tokens,
+)
+from rl_actors.calls import in_background
+from rl_actors.engine.packing import plan
+
+GROUP = 16
+
+
+class BusyShare:
+    """What nvidia-smi says of every GPU, ten times a second, with the time of each line."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[float, int, float]] = []  # (time, GPU, busy share)
+        query = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
+        self.process: subprocess.Popen | None = None
+        with suppress(OSError):
+            self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(ValueError):
+                index, share = line.split(",")
+                self.lines.append((time.perf_counter(), int(index), float(share) / 100))
+
+    def between(self, start: float, end: float) -> dict[int, float]:
+        shares: dict[int, list[float]] = {}
+        for moment, gpu, share in list(self.lines):
+            if start <= moment <= end:
+                shares.setdefault(gpu, []).append(share)
+        return {gpu: round(statistics.fmean(values), 3) for gpu, values in sorted(shares.items())}
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+
+
+class Phases:
+    def __init__(self) -> None:
+        self.spans: dict[str, list[tuple[float, float]]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.spans.setdefault(name, []).append((start, time.perf_counter()))
+
+
+def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig, int, int]:
+    """(trainer, generator, prompt tokens, new tokens)."""
+    if name == "tiny":
+        model = replace(tiny().trainer.model, max_position_embeddings=512)
+        trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
+        return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64), 16, 32
+    trainer = trainer_config(name, tokens_per_row=32_768 if num_gpus > 1 else 16_384)
+    generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=2048, max_num_seqs=512)
+    generator.gpu = min(1, num_gpus - 1)
+    generator.gpu_memory_utilization, generator.setup_timeout = 0.8 if num_gpus > 1 else 0.35, 600.0
+    return trainer, generator, 128, 256
+
+
+def main() -> None:
+    num_gpus = torch.cuda.device_count()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0_6b" if num_gpus else "tiny", choices=["tiny", *MODELS])
+    parser.add_argument("--groups", type=int, default=32 if num_gpus else 2, help=f"of {GROUP} completions")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
+    arguments = parser.parse_args()
+    trainer_options, generator_options, prompt_tokens, new_tokens = configs_of(arguments.model, num_gpus)
+    busy = BusyShare()
+    transport = TorchStoreTransport(dtype=getattr(torch, generator_options.dtype))
+    in_background(transport.open(), "store").result()
+    with ExitStack() as clients:
+        trainer = clients.enter_context(TrainerClient.spawn(trainer_options, transport=transport))
+        trainer.ready().result()  # first: vLLM measures the memory that is left
+        generator = clients.enter_context(trainer.spawn_generator(generator_options))
+        generator.ready().result()
+        draw = torch.Generator().manual_seed(0)
+        vocab_size = trainer_options.model.vocab_size
+        for turn in range(arguments.steps + 1):
+            if turn < 2:
+                phases = Phases()  # the first step compiles
+            prompts = torch.randint(2, vocab_size, (arguments.groups, prompt_tokens), generator=draw).tolist()
+            with phases("step"):
+                with phases("generate"):
+                    params = SamplingParams(n=GROUP, max_tokens=new_tokens, ignore_stop=True)
+                    groups = generator.generate(prompts, params).result()
+                with phases("reward"):
+                    rewards = [[float(sum(c.tokens) % 2) for c in group] for group in groups]
+                with phases("samples"):
+                    samples = [
+                        Sample.from_tokens(
+                            prompt, c.tokens, old_logprobs=c.logprobs, advantages=reward - statistics.fmean(of_group)
+                        )
+                        for prompt, group, of_group in zip(prompts, groups, rewards, strict=True)
+                        for c, reward in zip(group, of_group, strict=True)
+                    ]
+                with phases("plan"):  # once more here: every rank does the same within forward_backward
+                    rows = trainer_options.tokens_per_row
+                    plan([len(s) for s in samples], tokens_per_row=rows, rows_per_microbatch=1, num_ranks=1)
+                with phases("forward_backward"):
+                    output = trainer.forward_backward(samples, loss=PPO(ratio_high=1.28)).result()
+                with phases("optim_step"):
+                    step = OptimParams(learning_rate=1e-6, grad_divisor=num_loss_tokens(samples))
+                    version = trainer.optim_step(step).result().policy_version
+                with phases("push"):
+                    trainer.push_model_state_dict().result()
+                with phases("pull"):
+                    generator.pull_model_state_dict(version).result()
+            print(f"step {turn}: logprob_diff mean {output.metrics['logprob_diff:mean']:.2e}", flush=True)
+    in_background(transport.close(), "store").result()
+    busy.stop()
+    whole = statistics.median(end - start for start, end in phases.spans["step"])
+    for name, spans in phases.spans.items():
+        seconds = statistics.median(end - start for start, end in spans)
+        shares = [busy.between(start, end) for start, end in spans]
+        per_gpu = {gpu: statistics.fmean(s[gpu] for s in shares if gpu in s) for gpu in {g for s in shares for g in s}}
+        figures = {"seconds": seconds, "share": seconds / whole, **{f"gpu{g}_busy": x for g, x in per_gpu.items()}}
+        figures |= {"tokens": len(samples) * (prompt_tokens + new_tokens), "gpus": num_gpus}
+        results.add("grpo_step", f"{arguments.model} {name}", figures)
+
+
+if __name__ == "__main__":
+    main()

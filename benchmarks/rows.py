@@ -1,0 +1,48 @@
+"""The rows of the table of trainer speed, each one pair in one run. Imports no torch: `make bench` lists them."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One shape, the same on both sides. A step is `microbatches` of `rows` rows on every GPU, each full of documents of one length."""
+
+    model: str  # of configs.qwen3.MODELS, or "tiny"
+    row_length: int  # positions
+    document: int  # positions of one document; divides row_length
+    rows: int = 1  # of a microbatch
+    microbatches: int = 1  # of a step
+    checkpointing: Literal["none", "selective", "full"] = "selective"
+    attention: str = "flex"  # ours, of TrainerConfig.attention
+    reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
+    float8: bool = False
+    num_gpus: int = 1  # FSDP over them; 0: a CPU row
+    chunks: int = 8  # of a microbatch's logits: torchtitan's default
+
+    @property
+    def positions(self) -> int:
+        """Of a step on one GPU; all are useful."""
+        return self.rows * self.row_length * self.microbatches
+
+
+PACKED = {"row_length": 32_768, "document": 2048}
+
+ROWS = {
+    "0_6b-16k": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4),
+    "0_6b-16k-kept": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4, checkpointing="none"),
+    "0_6b-64k": Row(model="0_6b", row_length=65_536, document=65_536),
+    "0_6b-64k-kept": Row(model="0_6b", row_length=65_536, document=65_536, checkpointing="none"),
+    "0_6b-packed": Row(model="0_6b", rows=2, attention="varlen", reference_attention="varlen", **PACKED),
+    "0_6b-packed-kept": Row(
+        model="0_6b", rows=2, attention="varlen", reference_attention="varlen", checkpointing="none", **PACKED
+    ),
+    "1_7b-4k": Row(model="1_7b", row_length=4096, document=4096, rows=4, microbatches=4),
+    "1_7b-4k-kept": Row(model="1_7b", row_length=4096, document=4096, rows=4, microbatches=4, checkpointing="none"),
+    "4b-16k": Row(model="4b", row_length=16_384, document=16_384, microbatches=2),
+    "4b-packed": Row(model="4b", attention="varlen", reference_attention="varlen", **PACKED),
+    "4b-packed-float8": Row(model="4b", attention="varlen", reference_attention="varlen", float8=True, **PACKED),
+    "4b-packed-2gpu": Row(model="4b", attention="varlen", reference_attention="varlen", num_gpus=2, **PACKED),
+    "8b-packed-4gpu": Row(model="8b", attention="varlen", reference_attention="varlen", num_gpus=4, **PACKED),
+    "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),
+}

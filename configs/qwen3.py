@@ -1,0 +1,108 @@
+"""GRPO at the shapes of Qwen3, for Hopper GPUs of 140 GB: trainer and generator apart, or sharing GPUs.
+
+The weights are random and the task is the tiny run's, so that a run needs no download. For a real one give
+`--trainer.hf-path DIR --alphabet ""` and an environment of your own.
+"""
+
+from dataclasses import replace
+
+from configs.tiny import supervised, two_digit_addition
+from controllers.grpo import GRPOConfig
+from controllers.rollouts import RolloutConfig
+from controllers.schedules import ScheduleConfig
+from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
+
+MODELS = {
+    "0_6b": ModelConfig(),
+    "1_7b": ModelConfig(hidden_size=2048, intermediate_size=6144),
+    "4b": ModelConfig(hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32),
+    "8b": ModelConfig(
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        tie_word_embeddings=False,
+    ),
+}
+
+
+def qwen3_0_6b() -> GRPOConfig:
+    """Two GPUs: the trainer on the first, the generator on the second."""
+    return _apart("0_6b", tokens_per_row=32_768)
+
+
+def qwen3_0_6b_one_gpu() -> GRPOConfig:
+    """One GPU: vLLM takes 0.4 of it."""
+    return _shared("0_6b", tokens_per_row=16_384, share=0.4)
+
+
+def qwen3_1_7b() -> GRPOConfig:
+    """Two GPUs: the trainer on the first, the generator on the second."""
+    return _apart("1_7b", tokens_per_row=32_768)
+
+
+def qwen3_1_7b_one_gpu() -> GRPOConfig:
+    """One GPU: vLLM takes 0.35 of it."""
+    return _shared("1_7b", tokens_per_row=16_384, share=0.35)
+
+
+def qwen3_4b() -> GRPOConfig:
+    """Two GPUs: the trainer on the first, the generator on the second."""
+    return _apart("4b", tokens_per_row=16_384)
+
+
+def qwen3_4b_one_gpu() -> GRPOConfig:
+    """One GPU: vLLM takes 0.3 of it; weights, gradients and Adam's moments in float32 take 60 GiB."""
+    return _shared("4b", tokens_per_row=8192, share=0.3)
+
+
+def qwen3_8b() -> GRPOConfig:
+    """Three GPUs: the trainer on two, whose weights, gradients and moments take 61 GiB of each, the generator on the third."""
+    config = _apart("8b", tokens_per_row=16_384)
+    config.trainer.parallelism.data_parallel_shard_degree = config.generator.gpu = 2
+    return config
+
+
+def qwen3_8b_two_gpus() -> GRPOConfig:
+    """Two GPUs: the trainer on both, and vLLM takes 0.3 of the first. One does not hold 122 GiB of weights, gradients and moments."""
+    config = _shared("8b", tokens_per_row=8192, share=0.3)
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    return config
+
+
+def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
+    """bfloat16 with float32 masters, blocks compiled, logits in chunks: what a Hopper GPU is fast with."""
+    config = TrainerConfig(
+        model=replace(MODELS[model]),
+        compute_dtype="bfloat16",
+        activation_checkpointing="selective",
+        max_sequence_length=4096,
+        tokens_per_row=tokens_per_row,
+        logprob_chunk_tokens=8192,  # 2.5 GB of logits in bfloat16, as much again for their gradient
+        setup_timeout=600.0,
+    )
+    config.compile.enable = True
+    return config
+
+
+def _apart(model: str, *, tokens_per_row: int) -> GRPOConfig:
+    return _run(model, tokens_per_row, GeneratorConfig(gpu=1, gpu_memory_utilization=0.85))
+
+
+def _shared(model: str, *, tokens_per_row: int, share: float) -> GRPOConfig:
+    return _run(model, tokens_per_row, GeneratorConfig(gpu=0, gpu_memory_utilization=share))
+
+
+def _run(model: str, tokens_per_row: int, generator: GeneratorConfig) -> GRPOConfig:
+    generator.dtype, generator.max_model_len, generator.max_num_seqs = "bfloat16", 4096, 1024
+    generator.setup_timeout = 600.0
+    return GRPOConfig(
+        **two_digit_addition(),
+        trainer=trainer(model, tokens_per_row=tokens_per_row),
+        generator=generator,
+        steps=50,
+        rollouts=RolloutConfig(groups_per_step=64, group_size=16),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=5),
+        warmup=supervised(stop_at=0.2, learning_rate=1e-4),
+        max_warmup_steps=200,
+    )

@@ -1,0 +1,38 @@
+"""What a generator's process is started with on a GPU, without one."""
+
+import pytest
+import torch
+
+from rl_actors import GeneratorConfig
+from rl_actors.generator_client import process_environment
+from rl_actors.vllm_engine import graph_sizes
+
+
+def on_gpus(monkeypatch, count: int, visible: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+
+def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
+    on_gpus(monkeypatch, 2, "5,7")
+    assert process_environment(GeneratorConfig(gpu=1, num_threads=3)) == {
+        "CUDA_VISIBLE_DEVICES": "7",
+        "OMP_NUM_THREADS": "3",
+    }
+    assert process_environment(GeneratorConfig()) == {}
+    on_gpus(monkeypatch, 2, "")
+    assert process_environment(GeneratorConfig(gpu=1)) == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):
+    on_gpus(monkeypatch, 1, "")
+    with pytest.raises(ValueError, match="generator.gpu=1, but this program sees 1 GPUs"):
+        process_environment(GeneratorConfig(gpu=1))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (48, [1, 2, 4, 8, 16, 32, 48]), (200, [1, 2, 4, 8, 16, 32, 64, 128, 192, 200])]
+)
+def test_graphs_are_captured_up_to_the_most_sequences(most, sizes):
+    assert graph_sizes(most) == sizes
