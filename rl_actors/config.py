@@ -3,7 +3,7 @@
 import json
 import pkgutil
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -177,6 +177,9 @@ class OptimizerConfig:
                 )
         if taken := sorted({"lr", "betas", "eps", "weight_decay"} & set(self.arguments)):
             raise ValueError(f"optimizer.arguments has {taken[0]!r}, which comes with each optim_step")
+        if ":" not in self.name and (taken := sorted({"fused", "foreach"} & set(self.arguments))):
+            raise ValueError(f"optimizer.arguments has {taken[0]!r}, which optimizer.implementation says")
+        self._require_arguments()
         for pattern, multipliers in self.groups.items():
             try:
                 re.compile(pattern)
@@ -189,6 +192,20 @@ class OptimizerConfig:
                     f"optimizer.groups[{pattern!r}]={multipliers}; it must be two numbers of at least 0, finite: "
                     "multipliers of learning rate and weight decay"
                 )
+
+    def _require_arguments(self) -> None:
+        """Raises ValueError with what its constructor says of the arguments."""
+        import torch
+
+        make = pkgutil.resolve_name(self.name) if ":" in self.name else getattr(torch.optim, self.name)
+        try:
+            made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **self.arguments)
+        except Exception as error:
+            raise ValueError(f"optimizer.arguments={self.arguments} does not fit {self.name}: {error}") from None
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer.name={self.name!r} makes a {type(made).__name__}, which is no torch.optim.Optimizer"
+            )
 
 
 @dataclass(kw_only=True)
@@ -364,6 +381,14 @@ class GeneratorConfig:
     """Seconds until the engine must be up."""
     call_timeout: float = 600.0
     """Seconds until any other call must answer."""
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
+        """A generator of the trainer's model and adapters, for sequences as long as its samples. Shares no object with the trainer's."""
+        # A sample of T positions is a sequence of T + 1 tokens.
+        longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
+        base = trainer.hf_path if trainer.lora.unmerged else ""
+        return cls(model=replace(trainer.model), lora=replace(trainer.lora), hf_path=base, max_model_len=longest)
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit for a config that no engine can be started from."""

@@ -5,6 +5,7 @@ B rows, L row length, N heads, H head width.
 """
 
 import os
+import resource
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -90,7 +91,16 @@ def has_float8() -> bool:
     return False
 
 
+def device_name() -> str:
+    return "CPU"
+
+
 def memory_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak_memory_bytes() -> int:
+    """The most that it was."""
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, memory_bytes())

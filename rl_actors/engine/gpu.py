@@ -52,5 +52,13 @@ def has_float8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
 
 
+def device_name() -> str:
+    return torch.cuda.get_device_name()
+
+
 def memory_bytes() -> int:
     return torch.cuda.memory_allocated()
+
+
+def peak_memory_bytes() -> int:
+    return torch.cuda.max_memory_allocated()

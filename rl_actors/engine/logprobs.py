@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
 
 from rl_actors.engine.distribution import Logits, entropy, target_logprobs, top_k_logprobs
@@ -52,8 +53,10 @@ class ChunkedLogprobs:
     Of a pipeline stage without one it can do nothing.
     """
 
-    def __init__(self, model: nn.Module, chunk_tokens: int) -> None:
+    def __init__(self, model: nn.Module, chunk_tokens: int, *, keep_head: bool = True) -> None:
+        """keep_head: FSDP keeps what it gathered for the last norm until the head has had all its chunks."""
         model._skip_lm_head = True
+        self.keep_head = keep_head
         self.chunk_tokens = chunk_tokens
         self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
         self.wrapper.set_lm_head(model.lm_head)
@@ -134,6 +137,8 @@ class ChunkedLogprobs:
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
+        if self.keep_head and isinstance(self.wrapper.lm_head, FSDPModule):  # the wrapper leaves True
+            self.wrapper.lm_head.set_reshard_after_forward(False, recurse=False)
         values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
         return values, merge(partials), total
 

@@ -49,9 +49,12 @@ class TrainEngine:
         self.parts: Parts = build(config)
         stages = self.parts.stages
         head = stages[-1].submod if stages else self.parts.model
-        self.logprobs = ChunkedLogprobs(head, config.logprob_chunk_tokens)
+        keep_head = config.parallelism.fsdp_reshard_after_forward != "always"
+        self.logprobs = ChunkedLogprobs(head, config.logprob_chunk_tokens, keep_head=keep_head)
         self.runner = (
-            PipelineRunner(self.parts, self.logprobs, config) if stages else SingleRunner(self.parts, self.logprobs)
+            PipelineRunner(self.parts, self.logprobs, config)
+            if stages
+            else SingleRunner(self.parts, self.logprobs, config)
         )
         self.step = OpenStep()
         self.writer = checkpoint.CheckpointWriter()
@@ -114,8 +117,8 @@ class TrainEngine:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
-        validate_optim_params(params)
-        self.parts.hyperparameters.validate(params)
+        hyperparameters = self.parts.hyperparameters
+        validate_optim_params(params, hyperparameters.name, hyperparameters.honoured)
         with self._breaking():
             named = [(n, p) for n, p in named_parameters(self.parts.model) if p.grad is not None]
             # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
@@ -223,12 +226,15 @@ class TrainEngine:
             max_call_bytes=config.max_call_bytes,
             layout=layouts.all_degrees(config),
             device=str(self.parts.device),
+            device_name=platform().device_name(),
             dtype=config.compute_dtype,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             pid=os.getpid(),
             optimizer=config.optimizer.name if config.optimizer is not None else None,
+            optimizer_fields=self.parts.hyperparameters.honoured if config.optimizer is not None else (),
             memory_bytes=platform().memory_bytes(),
+            peak_memory_bytes=platform().peak_memory_bytes(),
         )
 
     def _require_hf(self, call: str) -> None:
