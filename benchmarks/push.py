@@ -1,6 +1,7 @@
 """What a push and a pull of the weights take: sharded as they lie, against torch's get_model_state_dict, in one run.
 
 A round pushes once each way, in turn, and pulls what was pushed into this process; the ratios are of medians over the rounds.
+collect: until the tensors are there, under their Hugging Face names and cast; push: that and sending them.
 """
 
 import argparse
@@ -19,41 +20,54 @@ from configs.tiny import tiny
 from rl_actors import ModelConfig, TorchStoreTransport, TrainerClient, TrainerConfig
 from rl_actors.meshes import collect, spawn_processes
 from rl_actors.policy_trainer import PolicyTrainer
-from rl_actors.transports.base import announce, find
-
-ROUTES = ("as they lie", "get_model_state_dict")
+from rl_actors.transports.base import announce, find, transfer_dtype
 
 
-class TimedTrainer(PolicyTrainer):
+class AsTheyLie(PolicyTrainer):
+    """A push as it is."""
+
+    name = "as they lie"
+
     @endpoint
-    async def timed_push(self, route: str) -> tuple[float, float]:
+    async def timed_push(self) -> tuple[float, float]:
         """Seconds until the tensors are there to be sent, and of the whole push; nothing is taken from earlier pushes."""
-        own, collected = self.engine.hf_state_dict, 0.0
-
-        def timed(dtype: torch.dtype) -> dict[str, Tensor]:
-            nonlocal collected
-            begin = _now()
-            state = own(dtype) if route == ROUTES[0] else self._gathered(dtype)
-            collected = _now() - begin
-            return state
-
         self.new_stream()  # so that a version that is out goes out again
         torch.distributed.barrier()
         begin = _now()
-        self.engine.hf_state_dict = timed
-        try:
-            await self.publish_weights()
-        finally:
-            self.engine.hf_state_dict = own
+        self._weights(await transfer_dtype(self.transport))
+        collected = _now() - begin
+        own, self.engine.hf_state_dict = self.engine.hf_state_dict, self._weights
+        begin = _now()
+        await self.publish_weights()
+        self.engine.hf_state_dict = own
         return collected, _now() - begin
 
-    def _gathered(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        return type(self.engine).hf_state_dict(self.engine, dtype)
+
+
+class GetModelStateDict(AsTheyLie):
+    """With torch's own, which knows no fused projection, so the model has none."""
+
+    name = "get_model_state_dict"
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        from rl_actors.engine import build
+
+        fused = build.qwen3_config
+        build.qwen3_config = lambda model, **options: fused(model, **{**options, "fuse_qkv": False})
+
+    def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
         parts = self.engine.parts
-        return {
-            name: x.detach().to(dtype) for name, x in parts.adapter.to_hf(get_model_state_dict(parts.model)).items()
-        }
+        state = parts.adapter.to_hf(get_model_state_dict(parts.model))
+        return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
+
+
+PARTS = ("collect", "push", "pull")
+WAYS: tuple[type[AsTheyLie], ...] = (AsTheyLie, GetModelStateDict)
 
 
 def _now() -> float:
@@ -67,32 +81,33 @@ async def measure(name: str, model: ModelConfig, *, processes: int, dtype: str, 
     config.parallelism.data_parallel_shard_degree = processes
     transport = TorchStoreTransport()
     await transport.open()
-    mesh = await spawn_processes("push", processes)
+    meshes = [await spawn_processes("push", processes) for _ in WAYS]
     try:
         await announce(transport, dtype)
-        actors: Any = mesh.mesh.spawn("push", TimedTrainer, config, transport)
-        num_parameters = (await TrainerClient(actors).info())[0].num_parameters
+        actors: list[Any] = [
+            mesh.mesh.spawn("push", way, config, transport) for mesh, way in zip(meshes, WAYS, strict=True)
+        ]
+        infos = [await TrainerClient(each).info() for each in actors]
         times: dict[tuple[str, str], list[float]] = defaultdict(list)
         for number in range(rounds + 1):  # the first pays for caches
-            for route in ROUTES:
-                ranks = await collect(actors.timed_push, route)
+            for each, way in zip(actors, WAYS, strict=True):
+                ranks = await collect(each.timed_push)
                 begin = time.perf_counter()
                 tensors = await transport.get_tensors(await find(transport, 0, 10.0))
                 pulled = time.perf_counter() - begin
                 assert {x.dtype for x in tensors.values()} == {getattr(torch, dtype)}
                 if number:
-                    for part, seconds in zip(("collect", "push"), map(max, zip(*ranks, strict=True)), strict=True):
-                        times[part, route].append(seconds)
-                    times["pull", route].append(pulled)
+                    for part, seconds in zip(PARTS, (*map(max, zip(*ranks, strict=True)), pulled), strict=True):
+                        times[part, way.name].append(seconds)
     finally:
-        await mesh.stop()
+        for mesh in meshes:
+            await mesh.stop()
         await transport.close()
-    print(f"{name}: {num_parameters / 1e6:,.1f} million parameters on {processes} ranks, sent in {dtype}", flush=True)
-    for part in ("collect", "push", "pull"):
-        ours, theirs = (statistics.median(times[part, route]) for route in ROUTES)
-        print(
-            f"  {part:<8} {ROUTES[0]} {ours * 1e3:,.1f} ms, {ROUTES[1]} {theirs * 1e3:,.1f} ms, ratio {ours / theirs:.2f}"
-        )
+    size = infos[0][0].num_parameters / 1e6
+    print(f"{name}: {size:,.1f} million parameters on {processes} ranks, sent in {dtype}", flush=True)
+    for part in PARTS:
+        ours, theirs = (statistics.median(times[part, way.name]) * 1e3 for way in WAYS)
+        print(f"  {part:<8} {WAYS[0].name} {ours:,.1f} ms, {WAYS[1].name} {theirs:,.1f} ms, ratio {ours / theirs:.2f}")
 
 
 def models(num_layers: int, vocab_size: int) -> dict[str, ModelConfig]:

@@ -334,6 +334,12 @@ class TrainerConfig:
             raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
         if self.float8 and model.num_experts:
             raise ValueError(f"float8=True with model.num_experts={model.num_experts}; only dense models are supported")
+        compiles = self.compile.enable and "model" in self.compile.components
+        if compiles and model.num_experts and self.compute_dtype == "float32":
+            raise ValueError(
+                f"compile.enable=True with model.num_experts={model.num_experts} and compute_dtype='float32': torch compiles the "
+                "experts' grouped matrix products in bfloat16 alone"
+            )
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
         if self.max_sequence_length > model.max_position_embeddings:
