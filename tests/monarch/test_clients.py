@@ -28,7 +28,7 @@ def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
     [info] = trainer.info().result()
     assert trainer_mesh.shown.call_one().get(timeout=60) == "PolicyTrainer(0)"
     assert (info.rank, info.world_size, info.optimizer) == (0, 1, "AdamW")
-    assert info.layout == dict.fromkeys(layouts.DEGREES, 1)
+    assert info.layout == {**dict.fromkeys(layouts.DEGREES, 1), "expert_parallel": 1}
     assert (info.dtype, info.device.partition(":")[0]) == ("float32", "cuda" if torch.cuda.is_available() else "cpu")
     assert info.optimizer_fields == ("beta1", "beta2", "eps", "weight_decay")
     assert info.memory_bytes > info.num_parameters * 4
@@ -270,3 +270,16 @@ def test_a_killed_process_of_one_rank_is_told_while_a_call_runs(tmp_path):
     assert not trainer.is_alive().result()
     trainer.close().result(timeout=30)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_a_clients_own_store_has_the_weights_in_the_dtype_of_its_generator_from_the_first_push_on():
+    config = support.generator_config(dtype="bfloat16")
+    with TrainerClient.spawn(support.trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
+        generator.ready().result()
+        for version in (0, 1):
+            weights = support.published_weights(trainer._transport, version)
+            assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+            assert generator.pull_model_state_dict(version).result() == version
+            support.step(trainer)
+            trainer.push_model_state_dict().result()
