@@ -87,13 +87,14 @@ def load(parts: Parts, path: str) -> None:
     """Load a directory of safetensors into the sharded model, in place; each rank reads its part. An expert bias keeps its value."""
     state = _parameters(parts.model)
     cut = {name: _empty_cut(tensor) for name, tensor in state.items() if _is_joined(name)}
-    pieces = {name: _pieces(parts.adapter, name, tensor) for name, tensor in (state | cut).items()}
-    named = {hf_name: tensor for of_one in pieces.values() for hf_name, tensor in of_one.items()}
+    split = {name: _split_qkv(parts.adapter, name, tensor) for name, tensor in cut.items() if FUSED in name}
+    whole = {name: tensor for name, tensor in (state | cut).items() if name not in split}
+    named = _named(parts.adapter, whole | {part: rows for of_one in split.values() for part, rows in of_one.items()})
     with _plain_errors(f"loading {path}"):
         dcp.load(named, storage_reader=parts.adapter.get_hf_storage_reader(path))
     for name, tensor in cut.items():
-        if FUSED in name:
-            tensor = _joined_qkv(parts.adapter, list(pieces[name].values()))
+        if name in split:
+            tensor = _joined_qkv(parts.adapter, list(split[name].values()))
         state[name].copy_(tensor.redistribute(placements=state[name].placements))
 
 
@@ -102,10 +103,8 @@ def state_dict(parts: Parts) -> dict[str, Tensor]:
 
     Every name is on every rank, or under pipeline parallelism on every rank of its stage.
     """
-    named: dict[str, Tensor] = {}
-    for name, tensor in lora.merged(parts.model, _parameters(parts.model)).items():
-        named |= _pieces(parts.adapter, name, _cut(tensor) if _is_joined(name) else tensor)
-    return named
+    state = lora.merged(parts.model, _parameters(parts.model))
+    return _named(parts.adapter, {name: _cut(x) if _is_joined(name) else x for name, x in state.items()})
 
 
 def require_tokenizer(path: str) -> None:
@@ -149,7 +148,7 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
     for name, whole in whole_tensors(lora.merged(parts.model, _parameters(parts.model))):
         if whole is not None and failure is None:
             try:
-                files.add(_pieces(adapter, name, whole.to(DTYPES[dtype])))
+                files.add(_named(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:  # raised below, on all ranks: the others are in the next gather
                 failure = error
 
@@ -250,18 +249,38 @@ def _empty_cut(joined: DTensor) -> DTensor:
     )
 
 
-def _pieces(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A parameter's tensors under their Hugging Face names; of experts they are views, of query, key and value copies."""
-    if EXPERTS in name:
-        names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
-        return dict(zip(names, tensor.unbind(0), strict=True))
-    if FUSED not in name:
-        return adapter.to_hf({name: tensor})
+def _named(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same under Hugging Face names; experts as views, query, key and value as copies where they are fused."""
+    others: dict[str, Tensor] = {}
+    experts: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if EXPERTS in name:
+            names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
+            experts.update(zip(names, tensor.unbind(0), strict=True))
+        else:
+            others |= _split_qkv(adapter, name, tensor) if FUSED in name else {name: tensor}
+    return adapter.to_hf(others) | experts
+
+
+def _split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """A fused weight as torchtitan's unfused model would have it: wq, wk and wv, in this order."""
     groups, queries, width = _heads(adapter)
-    heads_GRWD = tensor.unflatten(0, (groups, queries + 2, width))
+    # What a rank holds has all rows; DTensor's own arithmetic takes several times as long.
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    heads_GRWD = local.unflatten(0, (groups, queries + 2, width))
     split = {"wq": heads_GRWD[:, :queries], "wk": heads_GRWD[:, queries], "wv": heads_GRWD[:, queries + 1]}
-    shape = (-1, tensor.shape[1])
-    return adapter.to_hf({name.replace("wqkv", part): heads.reshape(shape) for part, heads in split.items()})
+    return {
+        name.replace("wqkv", part): _like(tensor, heads.reshape(-1, local.shape[1])) for part, heads in split.items()
+    }
+
+
+def _like(whole: Tensor, rows: Tensor) -> Tensor:
+    """Some rows of a tensor that is cut through every row, distributed as it is."""
+    if not isinstance(whole, DTensor):
+        return rows
+    shape = torch.Size((len(rows), whole.shape[1]))
+    where = {"device_mesh": whole.device_mesh, "placements": whole.placements}
+    return DTensor.from_local(rows, **where, run_check=False, shape=shape, stride=(shape[1], 1))
 
 
 def _joined_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
