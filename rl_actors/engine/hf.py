@@ -98,12 +98,12 @@ def load(parts: Parts, path: str) -> None:
         state[name].copy_(tensor.redistribute(placements=state[name].placements))
 
 
-def state_dict(parts: Parts) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names, sharded as they lie; tied heads appear once, adapters merged.
+def state_dict(parts: Parts, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The weights under their Hugging Face names in this dtype, sharded as they lie; tied heads appear once, adapters merged.
 
     Every name is on every rank, or under pipeline parallelism on every rank of its stage.
     """
-    state = lora.merged(parts.model, _parameters(parts.model))
+    state = {name: x.to(dtype) for name, x in lora.merged(parts.model, _parameters(parts.model)).items()}
     return _named(parts.adapter, {name: _cut(x) if _is_joined(name) else x for name, x in state.items()})
 
 
@@ -122,9 +122,10 @@ def copy_tokenizer(source: str, target: Path) -> None:
             shutil.copyfile(Path(source) / name, target / name)
 
 
-def adapter_state_dict(parts: Parts) -> dict[str, Tensor]:
-    """The adapters alone, under peft's names, sharded as they lie."""
-    return lora.peft_state_dict(parts.model, parts.adapter.to_hf)
+def adapter_state_dict(parts: Parts, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The adapters alone, under peft's names in this dtype, sharded as they lie."""
+    state = lora.peft_state_dict(parts.model, parts.adapter.to_hf)
+    return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
 
 def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:

@@ -180,13 +180,13 @@ class TrainEngine:
         self.step.close()
         return self.policy_version
 
-    def hf_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """What a push publishes, sharded, cast to dtype: the weights under their Hugging Face names, tied heads once, adapters merged;
         with lora.sync="adapter" the adapters alone, under peft's names.
         """
         self._require_hf("push_model_state_dict")
-        state = hf.adapter_state_dict(self.parts) if self.config.lora.unmerged else hf.state_dict(self.parts)
-        return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
+        make = hf.adapter_state_dict if self.config.lora.unmerged else hf.state_dict
+        return make(self.parts, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
         """Write config.json, safetensors and, where there are any, tokenizer files: whole or not there. Changes nothing here.
