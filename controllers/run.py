@@ -6,8 +6,6 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
-import torch
-
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.metrics import RunFolder, Timer
@@ -79,7 +77,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         lora = self.trainer.lora
         base = self.generator.hf_path or (self.trainer.hf_path if lora.unmerged else "")
-        self.generator = replace(self.generator, model=self.trainer.model, lora=lora, hf_path=base)
+        # Copies: the generator's config is its own.
+        self.generator = replace(self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base)
 
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
@@ -230,10 +229,9 @@ async def open_run(
 
 
 def make_transport(config: Any, folder: RunFolder):
-    """The transport of the config, sending in the generator's dtype."""
+    """The transport of the config."""
     from rl_actors import FilesTransport, MemoryTransport, TorchStoreTransport
 
-    dtype = getattr(torch, config.generator.dtype)
     if config.transport == "files":
-        return FilesTransport(folder.path.absolute() / "weights", dtype=dtype)
-    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[config.transport](dtype=dtype)
+        return FilesTransport(folder.path.absolute() / "weights")
+    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[config.transport]()

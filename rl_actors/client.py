@@ -27,6 +27,7 @@ class Client:
         self._mesh = mesh
         self._transport = transport
         self._processes: ProcessMesh | None = None
+        self._probes: list[Any] = []  # on processes of the caller's
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
@@ -36,14 +37,19 @@ class Client:
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """Whether every process that this client spawned answers within `timeout` seconds, also while a call runs in it."""
+        """Whether every process of the actor answers within `timeout` seconds, also while a call runs in it.
+
+        False before it is up and once the client is closed.
+        """
         return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
 
     async def _is_alive(self, timeout: float) -> bool:
-        if self._processes is None:
-            return False  # closed, not up yet, or not spawned by this client
+        probes = self._probes if self._processes is None else [self._processes.probe]
+        if self._closed or not probes:
+            return False
+        asked = asyncio.gather(*(self._answers(probe.who, "is_alive") for probe in probes))
         try:
-            await asyncio.wait_for(self._answers(self._processes.probe.who, "is_alive"), timeout)
+            await asyncio.wait_for(asked, timeout)
         except Exception:
             return False
         return True

@@ -3,7 +3,7 @@
 import json
 import pkgutil
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -177,6 +177,9 @@ class OptimizerConfig:
                 )
         if taken := sorted({"lr", "betas", "eps", "weight_decay"} & set(self.arguments)):
             raise ValueError(f"optimizer.arguments has {taken[0]!r}, which comes with each optim_step")
+        if ":" not in self.name and (taken := sorted({"fused", "foreach"} & set(self.arguments))):
+            raise ValueError(f"optimizer.arguments has {taken[0]!r}, which optimizer.implementation says")
+        self._require_arguments()
         for pattern, multipliers in self.groups.items():
             try:
                 re.compile(pattern)
@@ -189,6 +192,20 @@ class OptimizerConfig:
                     f"optimizer.groups[{pattern!r}]={multipliers}; it must be two numbers of at least 0, finite: "
                     "multipliers of learning rate and weight decay"
                 )
+
+    def _require_arguments(self) -> None:
+        """Raises ValueError with what its constructor says of the arguments."""
+        import torch
+
+        make = pkgutil.resolve_name(self.name) if ":" in self.name else getattr(torch.optim, self.name)
+        try:
+            made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **self.arguments)
+        except Exception as error:
+            raise ValueError(f"optimizer.arguments={self.arguments} does not fit {self.name}: {error}") from None
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ValueError(
+                f"optimizer.name={self.name!r} makes a {type(made).__name__}, which is no torch.optim.Optimizer"
+            )
 
 
 @dataclass(kw_only=True)
@@ -320,6 +337,12 @@ class TrainerConfig:
             raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
         if self.float8 and model.num_experts:
             raise ValueError(f"float8=True with model.num_experts={model.num_experts}; only dense models are supported")
+        compiles = self.compile.enable and "model" in self.compile.components
+        if compiles and model.num_experts and self.compute_dtype == "float32":
+            raise ValueError(
+                f"compile.enable=True with model.num_experts={model.num_experts} and compute_dtype='float32': torch compiles the "
+                "experts' grouped matrix products in bfloat16 alone"
+            )
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
         if self.max_sequence_length > model.max_position_embeddings:
@@ -377,6 +400,14 @@ class GeneratorConfig:
     """Seconds until the engine must be up."""
     call_timeout: float = 600.0
     """Seconds until any other call must answer."""
+
+    @classmethod
+    def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
+        """A generator of the trainer's model and adapters, for sequences as long as its samples. Shares no object with the trainer's."""
+        # A sample of T positions is a sequence of T + 1 tokens.
+        longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
+        base = trainer.hf_path if trainer.lora.unmerged else ""
+        return cls(model=replace(trainer.model), lora=replace(trainer.lora), hf_path=base, max_model_len=longest)
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit for a config that no engine can be started from."""

@@ -1,6 +1,7 @@
 """The generator as a Monarch actor around the real vLLM engine, its model in Hugging Face layout. Any number of callers may call at the same time."""
 
 import asyncio
+from typing import Any
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
@@ -9,7 +10,8 @@ from torch import Tensor
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
 from rl_actors.errors import sends_errors
-from rl_actors.transports.base import Manifest, Transport, find
+from rl_actors.meshes import probe_here
+from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import validate_prompts
 from rl_actors.vllm_engine import (
@@ -39,12 +41,19 @@ class Generator(Actor):
         """Start vLLM on first call."""
         async with self.setting_up:
             if self._engine is None:
+                if self.transport is not None:
+                    await announce(self.transport, self.config.dtype)
                 self._engine = await asyncio.to_thread(self._start)
         return GeneratorInfo(
             policy_version=self.engine.version,
             max_model_len=self.config.max_model_len,
             vocab_size=self.vocab_size,
         )
+
+    @concurrent_endpoint
+    async def probe(self) -> Any:
+        """A Probe beside this actor."""
+        return await probe_here()
 
     @property
     def engine(self) -> EngineThread:

@@ -56,6 +56,8 @@ class GeneratorClient(Client):
             transport = self._transport() if callable(self._transport) else self._transport
             self._mesh = processes.spawn(self.name, Generator, self.config, transport)
         self._info = (await self._ask(self._mesh.setup, "setup", self.setup_timeout))[0]
+        if self._processes is None:
+            self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
 
     def _pull_first(self, push: Call[int]) -> None:
         set_up = self._started

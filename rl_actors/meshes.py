@@ -12,13 +12,14 @@ import os
 import select
 import signal
 import sys
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import monarch.actor
-from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this_host
+from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this_host, this_proc
 from torch.distributed import TCPStore
 
 from rl_actors.logs import route_logs, route_process_output
@@ -50,6 +51,13 @@ class Probe(Actor):
     async def who(self) -> tuple[int, int]:
         """Rank and pid."""
         return int(os.environ["RANK"]), os.getpid()
+
+
+async def probe_here() -> Any:
+    """A Probe on the process of the actor that calls this."""
+    probe = this_proc().spawn(f"probe_{uuid.uuid4().hex[:12]}", Probe)
+    await probe.initialized
+    return probe
 
 
 @dataclass(frozen=True, slots=True)

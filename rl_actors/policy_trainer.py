@@ -20,7 +20,8 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 from rl_actors.config import TrainerConfig
 from rl_actors.errors import sends_errors
 from rl_actors.losses import Loss
-from rl_actors.transports.base import Manifest, Transport, publish
+from rl_actors.meshes import probe_here
+from rl_actors.transports.base import Manifest, Transport, publish, transfer_dtype
 from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
 
 VERSIONS_KEPT = 2
@@ -44,6 +45,7 @@ class PolicyTrainer(Actor):
         self.last_number = 0
         self.last_reply: Callable[[], Any] | None = None
         self.published: list[Manifest] = []
+        self.dtype: torch.dtype | None = None  # of what was published
         self.written: Future[None] | None = None  # of the last save_checkpoint
 
     def __repr__(self) -> str:
@@ -72,6 +74,11 @@ class PolicyTrainer(Actor):
     @sends_errors
     async def info(self) -> TrainerInfo:
         return self.engine.info()
+
+    @endpoint
+    async def probe(self) -> Any:
+        """A Probe beside this actor, which answers also while a call runs here."""
+        return await probe_here()
 
     @endpoint
     async def forward(
@@ -146,18 +153,25 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish the weights under policy_version, sharded as they lie; a no-op when they are published."""
+        """Publish the weights under policy_version, sharded as they lie, in the widest dtype that a generator of the transport computes in.
+
+        A no-op when they are published.
+        """
         return await self.in_order(order, self.publish_weights)
 
     async def publish_weights(self) -> int:
         self.engine.step.require("push_model_state_dict")
         if self.transport is None:
             raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
-        version = self.engine.policy_version
-        if all(manifest.key != f"{self.stream}/{version}" for manifest in self.published):
-            from rl_actors.engine.gather import by_rank
+        from rl_actors.engine.gather import by_rank
 
-            weights = self.engine.hf_state_dict(self.transport.dtype)
+        version = self.engine.policy_version
+        dtype = by_rank(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
+        if dtype != self.dtype:  # a version that is out in another dtype goes out again
+            self.dtype = dtype
+            self.new_stream()
+        if all(manifest.key != f"{self.stream}/{version}" for manifest in self.published):
+            weights = self.engine.hf_state_dict(dtype)
             names = {"stream": self.stream, "version": version, "rank": self.rank}
             self.published.append(await publish(self.transport, weights, **names, gather=by_rank))
             while len(self.published) > VERSIONS_KEPT:

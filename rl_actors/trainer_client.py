@@ -4,13 +4,11 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 import cloudpickle
-import torch
-from torch import Tensor
 
 from rl_actors import metrics
 from rl_actors.calls import Call, in_background
@@ -21,18 +19,17 @@ from rl_actors.losses import LogprobGradient, Loss, resolve
 from rl_actors.losses.custom import CustomLoss, logprob_gradients
 from rl_actors.meshes import LogRoute
 from rl_actors.policy_trainer import Order, PolicyTrainer
-from rl_actors.transports.base import Transport
+from rl_actors.transports.base import Transport, announce
 from rl_actors.types import (
     ForwardBackwardOutput,
     OptimParams,
     OptimResult,
-    RankOutput,
     Sample,
     SampleList,
     TrainerInfo,
-    column_dtype,
 )
 from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
+from rl_actors.wire import merge_outputs, to_wire
 
 T = TypeVar("T")
 
@@ -124,6 +121,8 @@ class TrainerClient(Client):
             self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, self._transport)
         answers = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
         self._info = answers[0]
+        if self._processes is None:
+            self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
 
     async def _close(self) -> None:
         if self._writing is not None and self._processes is not None:
@@ -182,7 +181,7 @@ class TrainerClient(Client):
 
         async def call() -> OptimResult:
             require_optimizer("optim_step", self._info.optimizer)
-            validate_optim_params(params)
+            validate_optim_params(params, self._info.optimizer, self._info.optimizer_fields)
             self._raise_failed_save()
             return await self._first("optim_step", params)
 
@@ -284,14 +283,15 @@ class TrainerClient(Client):
         if config is None:
             if self.config is None:
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
-            # A sample of T positions is a sequence of T + 1 tokens.
-            longest = min(self.config.max_sequence_length + 1, self.config.model.max_position_embeddings)
-            lora = self.config.lora
-            base = self.config.hf_path if lora.unmerged else ""
-            config = GeneratorConfig(model=self.config.model, lora=lora, hf_path=base, max_model_len=longest)
-        push = self.push_model_state_dict()
+            config = GeneratorConfig.of(self.config)
         generator = GeneratorClient.spawn(config, transport=lambda: self._transport, name=name, logs=logs)
-        generator._pull_first(push)
+
+        async def push() -> int:
+            assert self._transport is not None
+            await announce(self._transport, config.dtype)  # the generator is not up yet to do so itself
+            return await self._first("push_model_state_dict")
+
+        generator._pull_first(self._in_turn("push_model_state_dict", push))
         return generator
 
     def _in_turn(self, what: str, call: Callable[[], Awaitable[T]], *, mends: bool = False) -> Call[T]:
@@ -311,7 +311,7 @@ class TrainerClient(Client):
 
     def _validate(self, samples: Any, loss: Loss | None) -> list[Sample]:
         """The samples as they travel. Raises ValueError for what the ranks would refuse."""
-        wire = [_to_wire(sample) for sample in samples] if isinstance(samples, Sequence) else samples
+        wire = [to_wire(sample) for sample in samples] if isinstance(samples, Sequence) else samples
         info = self._info
         validate_samples(
             wire,
@@ -356,50 +356,3 @@ class TrainerClient(Client):
         self._number += 1
         order = Order(session=self._session, number=self._number)
         return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
-
-
-def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """Put what the ranks reported back into the order of the samples, and merge their metrics."""
-    values: dict[str, list[Tensor]] = {}
-    for output in outputs:
-        for name, pieces in {"logprobs": output.logprobs, **output.extras}.items():
-            in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
-            for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
-                in_order[index] = piece
-    # They came as the ranks were done; sums of floats want one order.
-    partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
-    return ForwardBackwardOutput(
-        logprobs=values["logprobs"],
-        entropy=values.get("entropy"),
-        target_logprobs=values.get("target_logprobs"),
-        metrics=metrics.finish(partials),
-        policy_version=outputs[0].policy_version,
-        partials=partials,
-    )
-
-
-def _to_wire(sample: Sample) -> Sample:
-    """Lists become tensors here, so that actors see CPU tensors of int64 and float32 alone; what cannot is left to be refused by name."""
-    if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
-        return sample
-    if all(_travels(sample.columns[name], column_dtype(name)) for name in sample.columns) and all(
-        _travels(ids, torch.int64) for ids in (sample.tokens, sample.targets)
-    ):
-        return sample
-    ids = {name: _tensor(getattr(sample, name), torch.int64) for name in ("tokens", "targets")}
-    columns = {name: _tensor(column, column_dtype(name)) for name, column in sample.columns.items()}
-    return replace(sample, **ids, columns=columns)
-
-
-def _travels(values: Any, dtype: torch.dtype) -> bool:
-    return isinstance(values, Tensor) and values.dtype == dtype and values.is_cpu
-
-
-def _tensor(values: Any, dtype: torch.dtype) -> Any:
-    try:
-        tensor = torch.as_tensor(values, device="cpu")
-    except (TypeError, ValueError, RuntimeError):
-        return values
-    # 2.7 is no token: it would become 2.
-    loses = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
-    return tensor if loses else tensor.to(dtype)

@@ -200,13 +200,15 @@ class TrainerInfo:
     max_call_bytes: int
     layout: dict[str, int]  # data_parallel_shard, tensor_parallel, …, expert_parallel -> degree
     device: str
+    device_name: str  # the GPU's; "CPU" where there is none
     dtype: str
     rank: int
     world_size: int
     pid: int
     optimizer: str | None  # its name; None: the trainer only infers
+    optimizer_fields: tuple[str, ...]  # of beta1, beta2, eps and weight_decay those that it has
     memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
-    peak_memory_bytes: int  # the most of it so far
+    peak_memory_bytes: int  # the most that it was since the process started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

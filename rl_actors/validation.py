@@ -1,7 +1,7 @@
 """Refuse bad input before any rank does work: pure checks that the client and every rank run alike."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -137,8 +137,14 @@ def require_optimizer(call: str, optimizer: Any) -> None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
-def validate_optim_params(params: OptimParams) -> None:
-    """Raises ValueError naming the field, its value and the limit."""
+HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_decay": "weight_decay"}
+"""Fields of OptimParams that an optimizer may lack -> what torch calls them."""
+
+
+def validate_optim_params(
+    params: OptimParams, optimizer: str | None = None, honoured: Collection[str] = tuple(HYPERPARAMETERS)
+) -> None:
+    """Raises ValueError naming the field, its value and the limit. honoured: those of HYPERPARAMETERS that the optimizer has."""
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
     limits: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -156,6 +162,11 @@ def validate_optim_params(params: OptimParams) -> None:
             continue
         if not (isinstance(value, float | int) and math.isfinite(value) and holds(value)):
             raise ValueError(f"{name}={value}; it must be {limit}")
+    defaults = OptimParams(learning_rate=0.0)
+    for name in HYPERPARAMETERS:
+        value, default = getattr(params, name), getattr(defaults, name)
+        if name not in honoured and value != default:
+            raise ValueError(f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave it at {default}")
 
 
 def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:

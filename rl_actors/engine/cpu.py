@@ -108,6 +108,10 @@ def has_float8() -> bool:
     return False
 
 
+def device_name() -> str:
+    return "CPU"
+
+
 def memory_bytes() -> int:
     """Resident memory of this process."""
     with open("/proc/self/statm") as statm:
@@ -115,5 +119,5 @@ def memory_bytes() -> int:
 
 
 def peak_memory_bytes() -> int:
-    """The most resident memory that this process had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    """The most that it was."""
+    return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, memory_bytes())

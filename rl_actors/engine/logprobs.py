@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
 
 from rl_actors.engine.distribution import Logits, TargetLogprobs, entropy, top_k_logprobs
@@ -53,9 +54,15 @@ class ChunkedLogprobs:
     Of a pipeline stage without one it can do nothing.
     """
 
-    def __init__(self, model: nn.Module, chunk_tokens: int, *, fuse: Callable[[Callable], Callable]) -> None:
-        """fuse: a function of tensors -> the same as one kernel, where the machine can make one."""
+    def __init__(
+        self, model: nn.Module, chunk_tokens: int, *, fuse: Callable[[Callable], Callable], keep_head: bool = True
+    ) -> None:
+        """fuse: a function of tensors -> the same as one kernel, where the machine can make one.
+
+        keep_head: FSDP keeps what it gathered for the last norm until the head has had all its chunks.
+        """
         model._skip_lm_head = True
+        self.keep_head = keep_head
         self.chunk_tokens = chunk_tokens
         self.target_logprobs = TargetLogprobs(fuse)
         self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
@@ -137,6 +144,8 @@ class ChunkedLogprobs:
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
+        if self.keep_head and isinstance(self.wrapper.lm_head, FSDPModule):  # the wrapper leaves True
+            self.wrapper.lm_head.set_reshard_after_forward(False, recurse=False)
         values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
         return values, merge(partials), total
 

@@ -45,9 +45,9 @@ def initialise(model: nn.Module, seed: int) -> None:
         weight.copy_(whole)
 
 
-def merged_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """model.state_dict() with W + (alpha / rank) B A in the place of W and no adapters; itself when there are none."""
-    state = model.state_dict()
+def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's parameters with W + (alpha / rank) B A in the place of W and no adapters; unchanged when there are none."""
+    state = dict(state)
     for name, layer in _layers(model):
         a_RI, b_OR = state.pop(f"{name}.lora_a.weight"), state.pop(f"{name}.lora_b.weight")
         weight_OI = state[f"{name}.weight"]

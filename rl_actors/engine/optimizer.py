@@ -14,6 +14,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 
 from rl_actors.config import OptimizerConfig
 from rl_actors.types import OptimParams
+from rl_actors.validation import HYPERPARAMETERS
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -64,6 +65,7 @@ class Hyperparameters:
 
         Raises ValueError for a pattern that is found in none of them that is left.
         """
+        self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
         groups: dict[str, tuple[float, float]] = {}
         for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
@@ -84,18 +86,18 @@ class Hyperparameters:
             if "weight_decay" in group:
                 group["weight_decay"] = 0.0
 
-    def validate(self, params: OptimParams) -> None:
-        """Raises ValueError for a field that the optimizer cannot honour."""
-        defaults, has = OptimParams(learning_rate=0.0), self.optimizer.param_groups[0]
-        for name, key in (("beta1", "betas"), ("beta2", "betas"), ("eps", "eps"), ("weight_decay", "weight_decay")):
-            if key not in has and getattr(params, name) != getattr(defaults, name):
-                raise ValueError(
-                    f"{name}={getattr(params, name)}, but {type(self.optimizer).__name__} has no {key}; "
-                    f"leave it at {getattr(defaults, name)}"
-                )
+    @property
+    def honoured(self) -> tuple[str, ...]:
+        """Fields of validation.HYPERPARAMETERS that the optimizer has; a pair of eps, as Adafactor's, is none."""
+        group = self.optimizer.param_groups[0]
+        fits = {"betas": len(group.get("betas", ())) == 2} | {
+            key: isinstance(group.get(key), float | int) for key in ("eps", "weight_decay")
+        }
+        return tuple(name for name, key in HYPERPARAMETERS.items() if fits[key])
 
     def set(self, params: OptimParams) -> None:
         """The next step uses these."""
+        keys = {"lr", *(HYPERPARAMETERS[name] for name in self.honoured)}
         for group, (rate, decay) in zip(self.optimizer.param_groups, self.multipliers, strict=True):
             values = {
                 "lr": params.learning_rate * rate,
@@ -103,4 +105,4 @@ class Hyperparameters:
                 "eps": params.eps,
                 "weight_decay": params.weight_decay * decay,
             }
-            group.update({key: value for key, value in values.items() if key in group})
+            group.update({key: values[key] for key in keys})

@@ -3,9 +3,11 @@
 B rows, L row length, D hidden size.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -39,16 +41,23 @@ class SingleRunner:
     planned: Mapping[str, Any] = {}  # what it asks of `plan`
     reports = True
 
-    def __init__(self, parts: Parts, logprobs: ChunkedLogprobs) -> None:
+    def __init__(self, parts: Parts, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
         self.parts, self.logprobs = parts, logprobs
+        self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
+        model = parts.model
+        # A tied embedding goes with the head, which `logprobs` looks after.
+        outer = [] if config.model.tie_word_embeddings else [model.tok_embeddings]
+        self.gathered: list[Any] = [*outer, *model.layers.values()]
 
-    def forward(self, batches: Iterable[Batch], loss: Loss | None, *, with_entropy: bool) -> list[Outcome]:
+    def forward(self, batches: Iterator[Batch], loss: Loss | None, *, with_entropy: bool) -> list[Outcome]:
         """The values and, of a loss, the metrics, without gradients. A loss that fails on one rank raises on all."""
         steady = None if loss is None else SteadyLoss(loss)
-        outcomes = [
-            (batch.spans, *self.logprobs.evaluate(self._hidden(batch), batch, steady, with_entropy=with_entropy))
-            for batch in map(self.parts.rows, batches)
-        ]
+        first = list(islice(batches, 2))
+        with self._gathered(keep={"always": False, "never": True, "default": len(first) > 1}[self.reshard_policy]):
+            outcomes = [
+                (batch.spans, *self.logprobs.evaluate(self._hidden(batch), batch, steady, with_entropy=with_entropy))
+                for batch in map(self.parts.rows, chain(first, batches))
+            ]
         if steady is not None:
             raise_together(steady.failure)
         return outcomes
@@ -62,6 +71,21 @@ class SingleRunner:
             outcomes.append((batch.spans, values, metrics))
         raise_together(steady.failure)
         return outcomes
+
+    @contextmanager
+    def _gathered(self, *, keep: bool) -> Iterator[None]:
+        """keep: FSDP gathers the parameters of a block for the first microbatch and gives them up behind the last.
+
+        Whoever comes next finds shards: an optimizer's step would not reach what is still whole.
+        """
+        for module in self.gathered:
+            module.set_reshard_after_forward(not keep)
+        try:
+            yield
+        finally:
+            for module in self.gathered:
+                module.set_reshard_after_forward(self.reshard_policy != "never")
+                module.reshard()
 
     def _hidden(self, batch: Batch) -> Tensor:
         self.parts.routers.begin(batch)

@@ -49,9 +49,16 @@ class TrainEngine:
         self.parts: Parts = build(config)
         stages = self.parts.stages
         head = stages[-1].submod if stages else self.parts.model
-        self.logprobs = ChunkedLogprobs(head, config.logprob_chunk_tokens, fuse=platform().fuse)
+        self.logprobs = ChunkedLogprobs(
+            head,
+            config.logprob_chunk_tokens,
+            fuse=platform().fuse,
+            keep_head=config.parallelism.fsdp_reshard_after_forward != "always",
+        )
         self.runner = (
-            PipelineRunner(self.parts, self.logprobs, config) if stages else SingleRunner(self.parts, self.logprobs)
+            PipelineRunner(self.parts, self.logprobs, config)
+            if stages
+            else SingleRunner(self.parts, self.logprobs, config)
         )
         self.step = OpenStep()
         self.writer = checkpoint.CheckpointWriter()
@@ -114,8 +121,8 @@ class TrainEngine:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
-        validate_optim_params(params)
-        self.parts.hyperparameters.validate(params)
+        hyperparameters = self.parts.hyperparameters
+        validate_optim_params(params, hyperparameters.name, hyperparameters.honoured)
         with self._breaking():
             named = [(n, p) for n, p in named_parameters(self.parts.model) if p.grad is not None]
             # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
@@ -177,13 +184,13 @@ class TrainEngine:
         self.step.close()
         return self.policy_version
 
-    def hf_state_dict(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """What a push publishes, sharded, cast to dtype: the weights under their Hugging Face names, tied heads once, adapters merged;
         with lora.sync="adapter" the adapters alone, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
-        state = hf.adapter_state_dict(self.parts) if self.config.lora.unmerged else hf.state_dict(self.parts)
-        return {name: tensor.detach().to(dtype) if dtype else tensor.detach() for name, tensor in state.items()}
+        make = hf.adapter_state_dict if self.config.lora.unmerged else hf.state_dict
+        return make(self.parts, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
         """Write config.json, safetensors and, where there are any, tokenizer files: whole or not there. Changes nothing here.
@@ -223,11 +230,13 @@ class TrainEngine:
             max_call_bytes=config.max_call_bytes,
             layout=layouts.all_degrees(config),
             device=str(self.parts.device),
+            device_name=platform().device_name(),
             dtype=config.compute_dtype,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             pid=os.getpid(),
             optimizer=config.optimizer.name if config.optimizer is not None else None,
+            optimizer_fields=self.parts.hyperparameters.honoured if config.optimizer is not None else (),
             memory_bytes=platform().memory_bytes(),
             peak_memory_bytes=platform().peak_memory_bytes(),
         )

@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 POLL_SECONDS = 0.05
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""What generators compute in, widest first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +35,7 @@ class Manifest:
 
 
 class Transport(ABC):
-    """A picklable handle that trainer and generator actors share. Who makes it opens and closes it.
-
-    dtype: what the trainer casts to before sending; set it to the generator's dtype. None sends float32.
-    """
-
-    dtype: torch.dtype | None = None
+    """A picklable handle that trainer and generator actors share. Who makes it opens and closes it."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
         """Start what the transport needs, once, from the process that owns it."""
@@ -65,6 +62,19 @@ class Transport(ABC):
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
         """Remove the tensors of a version."""
+
+
+async def announce(transport: Transport, dtype: str) -> None:
+    """A generator of this dtype will pull."""
+    await transport.put_object(f"generators/{dtype}", True)
+
+
+async def transfer_dtype(transport: Transport) -> torch.dtype:
+    """What pushes are cast to: the widest dtype that a generator announced, float32 before any has."""
+    for name, dtype in DTYPES.items():
+        if await transport.get_object(f"generators/{name}"):
+            return dtype
+    return torch.float32
 
 
 async def publish(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import pickle
 import shutil
+import uuid
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,8 +24,7 @@ class FilesTransport(Transport):
     Closing removes the directory when opening made it.
     """
 
-    def __init__(self, directory: str | Path, *, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
+    def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory).absolute()
         self._made = False
 
@@ -64,7 +64,7 @@ class FilesTransport(Transport):
     async def put_object(self, key: str, value: Any) -> None:
         file = self.directory / f"{key}.pickle"
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
+        partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")  # two may put the same
         partial.write_bytes(pickle.dumps(value))
         partial.rename(file)  # a reader sees the former value or this one
 

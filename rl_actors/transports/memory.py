@@ -4,7 +4,6 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
@@ -42,8 +41,7 @@ class MemoryStore(Actor):
 
 
 class MemoryTransport(Transport):
-    def __init__(self, *, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
+    def __init__(self) -> None:
         self.store: Any = None
         self._processes: ProcessMesh | None = None
 

@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torchstore
 import torchstore.api
 import torchstore.controller
@@ -45,8 +44,7 @@ torchstore.api.Controller = AsyncController
 class TorchStoreTransport(Transport):
     """TorchStoreTransport() starts a store of its own when opened; TorchStoreTransport(store_name) uses one that the caller initialized."""
 
-    def __init__(self, store_name: str | None = None, *, dtype: torch.dtype | None = None) -> None:
-        self.dtype = dtype
+    def __init__(self, store_name: str | None = None) -> None:
         self.owns_store = store_name is None
         self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
         self._processes: ProcessMesh | None = None

@@ -99,7 +99,7 @@ def test_a_field_that_the_optimizer_does_not_have_is_refused_and_nothing_changed
     engine = make_engine(optimizer=OptimizerConfig(name="torch.optim:SGD"))
     engine.forward_backward(SAMPLES, "cross_entropy")
     before = weights(engine)
-    with pytest.raises(ValueError, match="beta1=0.5, but SGD has no betas; leave it at 0.9"):
+    with pytest.raises(ValueError, match="beta1=0.5, but torch.optim:SGD has no betas; leave it at 0.9"):
         engine.optim_step(replace(PARAMS, beta1=0.5))
     assert engine.info().state == "open" and engine.policy_version == 0
     assert all(torch.equal(x, before[name]) for name, x in weights(engine).items())
@@ -165,6 +165,17 @@ def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
         ({"name": "no_such_module:SGD"}, "optimizer.name='no_such_module:SGD' cannot be imported"),
         ({"name": "math:pi"}, "optimizer.name='math:pi'; it must be"),
         ({"arguments": {"lr": 1.0}}, "optimizer.arguments has 'lr', which comes with each optim_step"),
+        ({"arguments": {"momentum": 0.9}}, r"optimizer.arguments=\{'momentum': 0.9\} does not fit AdamW: .*'momentum'"),
+        ({"arguments": {"fused": True}}, "optimizer.arguments has 'fused', which optimizer.implementation says"),
+        (
+            {"name": "torch.optim:SGD", "arguments": {"nesterov": True}},
+            r"optimizer.arguments=\{'nesterov': True\} does not fit torch.optim:SGD: Nesterov momentum requires",
+        ),
+        ({"name": "builtins:print"}, r"optimizer.arguments=\{\} does not fit builtins:print"),
+        (
+            {"name": "collections:Counter"},
+            "optimizer.name='collections:Counter' makes a Counter, which is no torch.optim.Optimizer",
+        ),
         ({"groups": {"(": (1.0, 1.0)}}, r"optimizer.groups has the pattern '\('"),
         ({"groups": {"": (1.0, 1.0)}}, "optimizer.groups has an empty pattern"),
         (

@@ -234,7 +234,7 @@ def run_group(tmp_path_factory):
 
 
 def assert_same(ranks: list[dict], one: dict, tolerance: float) -> None:
-    from rl_actors.trainer_client import merge_outputs
+    from rl_actors.wire import merge_outputs
 
     for outputs, expected in zip(zip(*(rank["outputs"] for rank in ranks), strict=True), one["outputs"], strict=True):
         indices = sorted(index for output in outputs for index in output.indices)

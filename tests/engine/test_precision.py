@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from references import random_samples
-from test_hf import MOE
+from references import random_samples, save_random
+from test_hf import BASE, MOE
 from torchtitan.config import CompileConfig
 
 from rl_actors.config import LoRAConfig, TrainerConfig
@@ -53,19 +53,38 @@ def test_two_deterministic_runs_are_bit_equal(make_engine):
         torch.use_deterministic_algorithms(False)
 
 
+COMPILE = CompileConfig(enable=True, components=["model"])
+COMPILED = {  # model, fields, how near
+    "dense": (BASE, {}, 1e-5),
+    "adapters": (BASE, {"lora": LoRAConfig(rank=4, train_unembed=True)}, 1e-5),
+    # bfloat16 is rounded at other places.
+    "experts": (MOE, {"compute_dtype": "bfloat16", "load_balance_coeff": 0.01}, 2e-2),
+}
+
+
 @pytest.mark.slow
-def test_compiled_blocks_give_the_same_numbers(make_engine):
-    engine, compiled = make_engine(), make_engine(compile=CompileConfig(enable=True, components=["model"]))
-    assert two_steps(compiled) == pytest.approx(two_steps(engine), rel=1e-5)
+@pytest.mark.parametrize("case", COMPILED)
+def test_compiled_blocks_give_the_same_numbers(make_engine, tmp_path, case):
+    model, fields, tolerance = COMPILED[case]
+    path = save_random(tmp_path / "model", model)
+    engine, compiled = (make_engine(path, **fields, **options) for options in ({}, {"compile": COMPILE}))
+    assert two_steps(compiled) == pytest.approx(two_steps(engine), rel=tolerance)
     # Neither do they change a name.
     assert compiled.parts.model.state_dict().keys() == engine.parts.model.state_dict().keys()
     names = [[name for name, _ in made.parts.model.named_parameters()] for made in (engine, compiled)]
     assert names[0] == names[1]
 
 
+def test_compiled_experts_are_refused_in_float32():
+    config = TrainerConfig(model=MOE, max_sequence_length=64, tokens_per_row=64, compile=COMPILE)
+    with pytest.raises(ValueError, match="compile.enable=True with model.num_experts=4 and compute_dtype='float32'"):
+        config.validate()
+    replace(config, compute_dtype="bfloat16").validate()
+
+
 def test_emulated_float8_is_not_compiled(make_engine):
     with pytest.raises(ValueError, match="this machine has no float8, and its emulation does not compile"):
-        make_engine(float8=True, compile=CompileConfig(enable=True, components=["model"]))
+        make_engine(float8=True, compile=COMPILE)
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from controllers.sft import SupervisedConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.engine.train_engine import TrainEngine
-from rl_actors.trainer_client import merge_outputs
+from rl_actors.wire import merge_outputs
 from tests.fakes import ParityReward
 
 ALPHABET = "0123456789+-=."

@@ -200,3 +200,13 @@ def test_a_layout_that_does_not_use_the_processes_there_are_is_refused(make_engi
     config.parallelism.tensor_parallel_degree = 2
     with pytest.raises(ValueError, match="tensor_parallel=2.* needs 2 processes but there are 1"):
         TrainEngine(config)
+
+
+def test_the_peak_of_memory_holds_what_is_gone(make_engine):
+    engine = make_engine()
+    before = engine.info()
+    num_bytes = torch.ones(64 << 20).nbytes
+    after = engine.info()
+    assert after.peak_memory_bytes >= max(
+        before.memory_bytes + num_bytes // 2, after.memory_bytes, before.peak_memory_bytes
+    )

@@ -30,6 +30,7 @@ def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
     assert (info.rank, info.world_size, info.optimizer) == (0, 1, "AdamW")
     assert info.layout == {**dict.fromkeys(layouts.DEGREES, 1), "expert_parallel": 1}
     assert (info.dtype, info.device.partition(":")[0]) == ("float32", "cuda" if torch.cuda.is_available() else "cpu")
+    assert info.optimizer_fields == ("beta1", "beta2", "eps", "weight_decay")
     assert info.memory_bytes > info.num_parameters * 4
 
 
@@ -219,7 +220,7 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
         weights = support.published_weights(transport, trainer.push_model_state_dict().result())
         ours = trainer.forward(random_samples()).result().logprobs
         assert [support.step(other) for _ in range(2)] == [1, 2]
-        assert other.is_alive().result() and not trainer.is_alive().result()  # the latter's processes are not its own
+        assert other.is_alive().result() and trainer.is_alive().result()
         assert other.push_model_state_dict().result() == 2
         theirs = support.published_weights(other._transport, 2)
         again = support.published_weights(transport, version)
@@ -269,3 +270,16 @@ def test_a_killed_process_of_one_rank_is_told_while_a_call_runs(tmp_path):
     assert not trainer.is_alive().result()
     trainer.close().result(timeout=30)
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_a_clients_own_store_has_the_weights_in_the_dtype_of_its_generator_from_the_first_push_on():
+    config = support.generator_config(dtype="bfloat16")
+    with TrainerClient.spawn(support.trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
+        generator.ready().result()
+        for version in (0, 1):
+            weights = support.published_weights(trainer._transport, version)
+            assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+            assert generator.pull_model_state_dict(version).result() == version
+            support.step(trainer)
+            trainer.push_model_state_dict().result()

@@ -11,15 +11,15 @@ import torchstore
 from rl_actors import FilesTransport, GeneratorClient, MemoryTransport, TorchStoreTransport, TrainerClient
 from rl_actors.generator import expected_tensors
 from rl_actors.meshes import spawn_processes
-from rl_actors.transports.base import find, publish
+from rl_actors.transports.base import announce, find, publish
 
 KINDS = ["torchstore", "files", "memory"]
 
 
-def make_transport(kind: str, directory, dtype=None):
+def make_transport(kind: str, directory):
     if kind == "files":
-        return FilesTransport(directory, dtype=dtype)
-    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[kind](dtype=dtype)
+        return FilesTransport(directory)
+    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[kind]()
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,17 @@ def test_what_four_ranks_push_is_got_exactly(open_transport, sharded, use, tmp_p
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_transports_dtype_is_what_travels(kind, sharded, use, tmp_path):
-    transport = make_transport(kind, tmp_path / "weights", torch.bfloat16)
+def test_the_widest_dtype_of_the_generators_is_what_travels(kind, sharded, use, tmp_path):
+    transport = make_transport(kind, tmp_path / "weights")
     asyncio.run(transport.open())
     use(transport)
-    version = sharded.push_model_state_dict().result()
-    assert_equal(support.published_weights(transport, version), weights_of(sharded, tmp_path), torch.bfloat16)
+    expected = weights_of(sharded, tmp_path)
+    for announced, travels in ((None, "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
+        if announced:
+            asyncio.run(announce(transport, announced))
+        for _ in range(2):  # a version that is out in another dtype goes out again; else a push does nothing
+            version = sharded.push_model_state_dict().result()
+        assert_equal(support.published_weights(transport, version), expected, getattr(torch, travels))
     asyncio.run(transport.close())
 
 
@@ -228,27 +233,31 @@ def test_the_generator_holds_what_a_sharded_trainer_pushed(
 
 
 def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
-    """Whether the trainer casts, or the generator."""
-    casting = TorchStoreTransport(dtype=torch.bfloat16)
-    plain = TorchStoreTransport(store_name=casting.store_name)
+    """Whether the trainer casts, or, beside a generator of float32, the generator."""
+    transport = TorchStoreTransport()
 
     async def start():
-        await casting.open()
+        await transport.open()
         return await spawn_processes("bfloat16", 1, env={"OMP_NUM_THREADS": "1"})
 
     processes = asyncio.run(start())
     config = support.generator_config(dtype="bfloat16")
-    mesh = processes.mesh.spawn("bfloat16", support.TestGenerator, config, plain)
+    mesh = processes.mesh.spawn("bfloat16", support.TestGenerator, config, transport)
     generator = GeneratorClient(mesh)
-    for transport in (casting, plain):
-        use(transport)
+    generator.ready().result()
+    use(transport)
+    for travels in (torch.bfloat16, torch.float32):
         version = support.step(sharded)
         sharded.push_model_state_dict().result()
+        assert {x.dtype for x in support.published_weights(transport, version).values()} == {travels}
         generator.pull_model_state_dict(version).result()
         held = mesh.held_weights.call_one().get(timeout=60)
         assert_vllm_equal(held, weights_of(sharded, tmp_path), torch.bfloat16)
+        asyncio.run(announce(transport, "float32"))
+    assert generator.is_alive().result()
     asyncio.run(processes.stop())
-    asyncio.run(casting.close())
+    assert not generator.is_alive().result()
+    asyncio.run(transport.close())
 
 
 def assert_vllm_equal(held, weights, dtype) -> None:

@@ -1,0 +1,171 @@
+"""What two ranks of FSDP2 read from a Hugging Face directory, hold of it, and gather from each other."""
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from layout_work import MODELS, STEP, TRAINED, layout, make_engine, run_processes, samples_with
+from references import save_random
+from safetensors.torch import load_file
+
+from rl_actors.losses import GSPO
+
+CASES = ("tied", "untied", "experts")
+
+
+def bytes_by_name(requests: list[tuple[str, int]]) -> Counter:
+    total: Counter = Counter()
+    for name, num_bytes in requests:
+        total[name] += num_bytes
+    return total
+
+
+def count_reads(monkeypatch) -> list[tuple[str, int]]:
+    """(name, bytes) of all that is read from safetensors from here on."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    reads: list[tuple[str, int]] = []
+    process = HuggingFaceStorageReader._process_read_request
+
+    def counted(self, file, request, planner):
+        reads.append((request.storage_index.fqn, request.lengths.numel() * 4))
+        process(self, file, request, planner)
+
+    monkeypatch.setattr(HuggingFaceStorageReader, "_process_read_request", counted)
+    return reads
+
+
+def count_gathers(monkeypatch) -> list[str]:
+    """What FSDP gathers from here on: the first parameter of the group."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    gathers: list[str] = []
+    gather = _fsdp_param_group.foreach_all_gather
+
+    def counted(fsdp_params, *args, **kwargs):
+        gathers.append(fsdp_params[0]._param_fqn)
+        return gather(fsdp_params, *args, **kwargs)
+
+    monkeypatch.setattr(_fsdp_param_group, "foreach_all_gather", counted)
+    return gathers
+
+
+def observe(path: str, fields: dict, policy: str) -> dict:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        reads, gathers = count_reads(monkeypatch), count_gathers(monkeypatch)
+        engine = make_engine(path, layout(shard=2, fsdp_reshard_after_forward=policy), fields)
+        seen: dict = {"reads": bytes_by_name(reads)}
+        seen |= pushed(engine)
+        samples, policy_samples = samples_with("loss_weights") * 4, samples_with(*TRAINED) * 4
+        calls = {
+            "forward": lambda: engine.forward(samples),
+            "forward of one microbatch": lambda: engine.forward(samples[:2]),
+            "forward_backward": lambda: engine.forward_backward(samples, "cross_entropy"),
+            "forward in an open step": lambda: engine.forward(samples),
+            "forward_backward of whole sequences": lambda: engine.forward_backward(policy_samples, GSPO()),
+            "step": lambda: engine.optim_step(STEP),
+        }
+        for name, call in calls.items():
+            gathers.clear()
+            answer = call()
+            seen[name] = Counter(name.removesuffix(".attention.qkv_linear.wqkv.weight") for name in gathers)
+        seen["result"] = answer
+        batches = list(engine._batches(samples, ()))
+        seen["microbatches"] = len(batches)
+        seen["chunks"] = min(engine.logprobs._num_chunks(*batch.tokens_BL.shape) for batch in batches)
+    return seen
+
+
+def pushed(engine) -> dict:
+    state = engine.hf_state_dict()
+    return {
+        "pushed": {name: tensor.to_local().nbytes for name, tensor in state.items()},
+        "weights": {name: tensor.full_tensor().clone() for name, tensor in state.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """observed(model, policy) -> (the directory, what each of two ranks saw)"""
+
+    @cache
+    def run(model: str, policy: str):
+        path = save_random(tmp_path_factory.mktemp("model"), MODELS[model][0])
+        return path, run_processes(tmp_path_factory, 2, observe, path, MODELS[model][1], policy)
+
+    return run
+
+
+def stored_bytes(path: str) -> dict[str, int]:
+    sizes = {}
+    for file in Path(path).glob("*.safetensors"):
+        sizes |= {name: tensor.nbytes for name, tensor in load_file(file).items()}
+    return sizes
+
+
+@pytest.mark.parametrize("model", [CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES[1:])])
+def test_each_rank_reads_and_pushes_its_half_of_every_tensor(observed, model):
+    path, ranks = observed(model, "default")
+    for name, size in stored_bytes(path).items():
+        assert [seen["reads"][name] for seen in ranks] == [size // 2] * 2, name
+        assert [seen["pushed"][name] for seen in ranks] == [size // 2] * 2, name
+    stored = load_file(Path(path) / "model.safetensors")
+    for seen in ranks:
+        assert seen["weights"].keys() == stored.keys()
+        assert all(torch.equal(seen["weights"][name], stored[name]) for name in stored)
+
+
+def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str, dict[str, int]]:
+    """Of blocks and of the group of the head, which holds a tied embedding; an untied embedding is as a block."""
+    m = num_microbatches
+    blocks = {"default": (1, 2 * m), "always": (m, 2 * m), "never": (1, m)}[policy]  # of forward and forward_backward
+    again = 1 if policy == "always" else 0  # for the head, behind the norm of the same group
+    head = (m * (1 + again), m * (2 + again), m * (3 + again))
+
+    def counts(block: int, head: int) -> dict[str, int]:
+        names = {"layers.0": block, "layers.1": block}
+        if model == "tied":
+            return names | {"tok_embeddings.weight": head}
+        return names | {"tok_embeddings.weight": block, "norm.weight": head}
+
+    return {
+        "forward": counts(blocks[0], head[0]),
+        "forward of one microbatch": counts(1, 1 + again),
+        "forward_backward": counts(blocks[1], head[1]),
+        "forward in an open step": counts(blocks[0], head[0]),
+        # Two passes through the head, and the norm's backward pass.
+        "forward_backward of whole sequences": counts(blocks[1], head[2]),
+        "step": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "model, policy",
+    [
+        ("tied", "default"),
+        *(
+            pytest.param(model, policy, marks=pytest.mark.slow)
+            for model, policy in [
+                ("untied", "default"),
+                ("untied", "always"),
+                ("untied", "never"),
+                ("experts", "default"),
+            ]
+        ),
+    ],
+)
+def test_a_forward_gathers_a_block_once_and_no_chunk_of_the_head_gathers_anything(observed, model, policy):
+    _, ranks = observed(model, policy)
+    for seen in ranks:
+        assert seen["microbatches"] == 3 and seen["chunks"] > 1
+        expected = expected_gathers(model, policy, seen["microbatches"])
+        assert {name: dict(seen[name]) for name in expected} == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_step_with_a_forward_in_it_is_the_same_however_long_gathered_weights_are_kept(observed, policy):
+    results = [seen["result"] for run in (observed("untied", "default"), observed("untied", policy)) for seen in run[1]]
+    assert results == results[:1] * 4 and results[0].policy_version == 1
