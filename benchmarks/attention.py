@@ -54,33 +54,29 @@ def flex(case: Case, options: dict[str, Any], block_size: int = 128) -> Attentio
     return run
 
 
-def ragged(case: Case, kernel: str, *, repeat: bool = False) -> Attention:
-    """The modules that the trainer has. repeat: keys and values once for every query head."""
+def varlen(case: Case) -> Attention:
+    """The module that the trainer has."""
     from rl_actors.engine import gpu_attention
 
-    module = {"varlen": gpu_attention.FlashVarlen, "cudnn": gpu_attention.CudnnVarlen}[kernel].Config().build()
+    module = gpu_attention.FlashVarlen.Config().build()
     made = gpu_attention.documents(case.num_rows, case.row_length, case.spans())
     starts = made.cu_seq_q.cuda()
     masks = made._replace(cu_seq_q=starts, cu_seq_k=starts)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if repeat:
-            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-        return module(q, k, v, attention_masks=masks, enable_gqa=not repeat)
+        return module(q, k, v, attention_masks=masks, enable_gqa=True)
 
     return run
 
 
-def cudnn_causal(case: Case, *, repeat: bool = False) -> Attention:
+def cudnn_causal(case: Case) -> Attention:
     """cuDNN through scaled_dot_product_attention: rows of equal documents are a batch of them."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = q.shape
-        if repeat:
-            k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
         q, k, v = (x.reshape(-1, case.document, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=not repeat)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2).reshape(shape)
 
     return run
@@ -88,9 +84,7 @@ def cudnn_causal(case: Case, *, repeat: bool = False) -> Attention:
 
 CANDIDATES: dict[str, Callable[[Case], Attention]] = {
     "flex": lambda case: flex(case, {}),
-    "varlen": lambda case: ragged(case, "varlen"),
-    "cudnn": lambda case: ragged(case, "cudnn"),
-    "cudnn, keys repeated": lambda case: ragged(case, "cudnn", repeat=True),
+    "varlen": varlen,
     "cudnn, dense": cudnn_causal,
     "flex, TMA": lambda case: flex(case, {"USE_TMA": True}),
     "flex, fwd 128x128x8x2": lambda case: flex(

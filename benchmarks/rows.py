@@ -29,20 +29,22 @@ class Row:
 PACKED = {"row_length": 32_768, "document": 2048}
 
 ROWS = {
-    "0_6b-16k": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4),
-    "0_6b-16k-kept": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4, checkpointing="none"),
-    "0_6b-64k": Row(model="0_6b", row_length=65_536, document=65_536),
-    "0_6b-64k-kept": Row(model="0_6b", row_length=65_536, document=65_536, checkpointing="none"),
-    "0_6b-packed": Row(model="0_6b", rows=2, attention="varlen", reference_attention="varlen", **PACKED),
-    "0_6b-packed-kept": Row(
-        model="0_6b", rows=2, attention="varlen", reference_attention="varlen", checkpointing="none", **PACKED
+    "0_6b-16k": Row(model="0_6b", row_length=16_384, document=16_384, attention="cudnn", microbatches=4),
+    "0_6b-16k-kept": Row(
+        model="0_6b", row_length=16_384, document=16_384, attention="cudnn", microbatches=4, checkpointing="none"
     ),
-    "1_7b-4k": Row(model="1_7b", row_length=4096, document=4096, rows=4, microbatches=4),
-    "1_7b-4k-kept": Row(model="1_7b", row_length=4096, document=4096, rows=4, microbatches=4, checkpointing="none"),
-    "4b-16k": Row(model="4b", row_length=16_384, document=16_384, microbatches=2),
-    "4b-packed": Row(model="4b", attention="varlen", reference_attention="varlen", **PACKED),
-    "4b-packed-float8": Row(model="4b", attention="varlen", reference_attention="varlen", float8=True, **PACKED),
-    "4b-packed-2gpu": Row(model="4b", attention="varlen", reference_attention="varlen", num_gpus=2, **PACKED),
-    "8b-packed-4gpu": Row(model="8b", attention="varlen", reference_attention="varlen", num_gpus=4, **PACKED),
+    "0_6b-64k": Row(model="0_6b", row_length=65_536, document=65_536, attention="cudnn"),
+    "0_6b-64k-kept": Row(model="0_6b", row_length=65_536, document=65_536, attention="cudnn", checkpointing="none"),
+    "0_6b-packed": Row(model="0_6b", rows=2, **PACKED),
+    "0_6b-packed-kept": Row(model="0_6b", rows=2, checkpointing="none", **PACKED),
+    "1_7b-4k": Row(model="1_7b", row_length=4096, document=4096, attention="cudnn", rows=4, microbatches=4),
+    "1_7b-4k-kept": Row(
+        model="1_7b", row_length=4096, document=4096, attention="cudnn", rows=4, microbatches=4, checkpointing="none"
+    ),
+    "4b-16k": Row(model="4b", row_length=16_384, document=16_384, attention="cudnn", microbatches=2),
+    "4b-packed": Row(model="4b", **PACKED),
+    "4b-packed-float8": Row(model="4b", float8=True, **PACKED),
+    "4b-packed-2gpu": Row(model="4b", num_gpus=2, **PACKED),
+    "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
     "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),
 }

@@ -272,8 +272,8 @@ class TrainerConfig:
     """Directory whose tokenizer files checkpoints and exports hold, too; empty: hf_path."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "varlen", "cudnn"] = "flex"
-    """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, or cuDNN's; the last two compute in
-    bfloat16. A CPU has one of its own."""
+    """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, or cuDNN's where every row holds one
+    document and FlashAttention 2 elsewhere; the last two compute in bfloat16. A CPU has one of its own."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing."""
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -17,7 +17,7 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
@@ -181,7 +181,7 @@ def build(config: TrainerConfig) -> Parts:
         "compile_config": config.compile,
         "ac_config": {
             "none": None,
-            "selective": machine.selective_checkpointing(),
+            "selective": SelectiveAC.Config(),
             "full": FullAC.Config(),
         }[config.activation_checkpointing],
         "dump_folder": "",

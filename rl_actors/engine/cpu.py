@@ -22,7 +22,6 @@ if not torch.cuda.is_available():
     torchtitan.tools.utils.device_type, torchtitan.tools.utils.device_module = "cpu", torch.cpu
 
 import torchtitan.models.common.attention as attention_module  # noqa: E402
-from torchtitan.distributed.activation_checkpoint import SelectiveAC  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from rl_actors import cpu_process  # noqa: E402
@@ -76,10 +75,6 @@ def attention(kernel: str) -> DenseAttention.Config:
 def attention_masks(model: nn.Module, kernel: str) -> Callable[[Batch], Tensor]:
     """What the attention layers take for a batch of whole rows."""
     return lambda batch: dense_mask(batch.positions_BL)
-
-
-def selective_checkpointing() -> SelectiveAC.Config:
-    return SelectiveAC.Config()
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
