@@ -88,7 +88,7 @@ def interleaved(made: TrainerConfig) -> TrainerConfig:
 
 
 def compiled(made: TrainerConfig) -> TrainerConfig:
-    made.compile.enable = True
+    made.compile.enable, made.compute_dtype = True, "bfloat16"  # in float32 experts are not compiled at all
     return made
 
 

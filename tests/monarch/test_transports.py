@@ -232,6 +232,7 @@ def test_the_generator_holds_what_a_sharded_trainer_pushed(
     assert_vllm_equal(held, weights_of(sharded, tmp_path), torch.float32)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
     """Whether the trainer casts, or, beside a generator of float32, the generator."""
     transport = TorchStoreTransport()
