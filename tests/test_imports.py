@@ -24,6 +24,7 @@ LEVELS = {
     "rl_actors.transports": 1,
     "rl_actors.adapters": 0,
     "rl_actors.config": 0,
+    "rl_actors.model_config": 0,
     "rl_actors.footprint": 0,
     "rl_actors.layouts": 0,
     "rl_actors.logs": 0,
