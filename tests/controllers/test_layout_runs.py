@@ -23,7 +23,7 @@ LAYOUTS = {
 }
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
 # Rounding alone differs, and training amplifies it: six optimizer steps, each a division by the root of second moments, a step of the run.
-FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-5, 5e-4
+FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 
 class RecordingGenerator(rl_actors.GeneratorClient):

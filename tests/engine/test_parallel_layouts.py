@@ -218,11 +218,10 @@ def test_a_checkpoint_of_one_layout_goes_on_under_another(
     path, checkpoint = directory_of(model), str(tmp_path / "checkpoint")
     saved = run(size(saved_under), save, path, saved_under, fields, checkpoint)
     loaded = run(size(loaded_under), load, path, loaded_under, fields, checkpoint)
-    tolerance = 1e-4 if config.num_experts else 1e-5
     for step in range(2):
         before, after = (
             merge_outputs(len(LENGTHS), [rank[step][0] for rank in answers]).metrics["loss:sum"]
             for answers in (saved, loaded)
         )
-        assert after == pytest.approx(before, rel=tolerance)
-        assert loaded[0][step][1] == pytest.approx(saved[0][step][1], rel=tolerance)
+        assert after == pytest.approx(before, rel=1e-6)
+        assert loaded[0][step][1] == pytest.approx(saved[0][step][1], rel=5e-6)  # gradients of two layouts: seen, 2e-6
