@@ -1,6 +1,7 @@
 """Independent references for the trainer: transformers' Qwen3 and a plain PyTorch loop. Nothing here uses the engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,22 +11,23 @@ from rl_actors.config import ModelConfig
 from rl_actors.types import OptimParams, Sample
 
 VOCAB_SIZE = 64
+BASE = ModelConfig(
+    vocab_size=VOCAB_SIZE,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    rope_theta=10_000.0,
+    tie_word_embeddings=False,
+)
 
 
 def save_qwen3(directory: Path, *, tied: bool) -> str:
     """Save a random Qwen3 that is sure of itself: at the usual 0.02 all logprobs are near -log V, and errors hide."""
-    model_config = ModelConfig(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        rope_theta=10_000.0,
-        tie_word_embeddings=tied,
-    )
+    model_config = replace(BASE, num_hidden_layers=3, tie_word_embeddings=tied)
     return save_random(directory, model_config, seed=int(tied))
 
 

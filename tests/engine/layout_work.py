@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from references import VOCAB_SIZE, ppo_samples
+from references import BASE, VOCAB_SIZE, ppo_samples
 from torch import Tensor
 
 from rl_actors import layouts
@@ -18,18 +18,7 @@ from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.losses import GSPO, KL, PPO
 from rl_actors.types import OptimParams, Sample
 
-TIED = ModelConfig(
-    vocab_size=VOCAB_SIZE,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=512,
-    rope_theta=10_000.0,
-    tie_word_embeddings=True,
-)
+TIED = replace(BASE, max_position_embeddings=512, tie_word_embeddings=True)
 UNTIED = replace(TIED, tie_word_embeddings=False)
 FOUR_BLOCKS = replace(UNTIED, num_hidden_layers=4)
 EXPERTS = replace(UNTIED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)

@@ -6,25 +6,13 @@ from shutil import copyfile
 
 import pytest
 import torch
-from references import random_samples, reference_logprobs, save_random
+from references import BASE, random_samples, reference_logprobs, save_random
 from safetensors.torch import load_file, save_file
 
 from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine import hf
 from rl_actors.types import OptimParams, Sample
 
-BASE = ModelConfig(
-    vocab_size=64,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    rope_theta=10_000.0,
-    tie_word_embeddings=False,
-)
 MOE = replace(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SHAPES = {
     "4 query heads a key head": replace(BASE, num_key_value_heads=1),
