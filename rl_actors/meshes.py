@@ -142,6 +142,7 @@ async def spawn_processes(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of our store
         # Losses and actors of the caller's modules can be imported there: a rank that cannot read a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "PYTHONFAULTHANDLER": "1",  # a process that a library ends says where it was
         "MALLOC_ARENA_MAX": "1",  # cpu_process keeps memory in the main arena alone
         **(env or {}),
     }

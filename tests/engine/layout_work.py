@@ -1,5 +1,6 @@
 """What tests of layouts run: models, samples, what a rank does with them, and the processes, forked from one that has imported torch."""
 
+import faulthandler
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -168,6 +169,7 @@ def go_on(engine) -> list[tuple[Any, float]]:
 
 
 def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) -> None:
+    faulthandler.enable()  # where a rank was that a library's abort ended
     torch.set_num_threads(1)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     store = dist.FileStore(f"{folder}/store", world_size)

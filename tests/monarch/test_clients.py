@@ -255,7 +255,7 @@ def test_what_one_rank_raises_and_the_death_of_another_reach_the_caller_in_time(
     support.wait_until(lambda: support.descendants(os.getpid()) <= before)
 
 
-def test_a_killed_process_of_one_rank_is_told_while_a_call_runs(tmp_path):
+def test_a_process_that_aborts_is_told_while_a_call_runs_and_says_where_it_was(tmp_path, capfd):
     trainer = TrainerClient.spawn(support.trainer_config(), name="single")
     [info] = trainer.info().result()
     gate = Gate(folder=tmp_path)
@@ -263,13 +263,15 @@ def test_a_killed_process_of_one_rank_is_told_while_a_call_runs(tmp_path):
     gate.wait_begun()
     assert trainer.is_alive().result()  # also while a call runs
     began = time.monotonic()
-    os.kill(info.pid, signal.SIGKILL)
+    os.kill(info.pid, signal.SIGABRT)
     for call in (pending, trainer.forward(random_samples())):
         with pytest.raises(RuntimeError, match=r"single: the process of rank 0 .* ended during forward"):
             call.result(timeout=15)
     assert not trainer.is_alive().result()
     trainer.close().result(timeout=30)
     assert time.monotonic() - began < 10
+    printed = capfd.readouterr().err
+    assert "Fatal Python error: Aborted" in printed and "in forward_backward" in printed
 
 
 @pytest.mark.slow
