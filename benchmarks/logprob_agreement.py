@@ -120,15 +120,21 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps, and turns after the first")
+    parser.add_argument(
+        "--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps, and turns after the first"
+    )
     parser.add_argument("--seconds", type=float, default=240.0, help="no turn begins later")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--teach", type=int, default=80, help="steps on chains at most")
-    parser.add_argument("--attention", default="varlen", choices=["flex", "varlen", "cudnn"], help="of the trainer on a GPU")
+    parser.add_argument(
+        "--attention", default="varlen", choices=["flex", "varlen", "cudnn"], help="of the trainer on a GPU"
+    )
     parser.add_argument("--compile", action="store_true", help="the trainer's blocks, as the configs have it")
-    parser.add_argument("--transport", default="files", choices=["files", "torchstore"], help="files lie in shared memory")
+    parser.add_argument(
+        "--transport", default="files", choices=["files", "torchstore"], help="files lie in shared memory"
+    )
     arguments = parser.parse_args()
     from benchmarks.random_weights import write
 

@@ -39,13 +39,15 @@ class _Running:
     job: Job
     places: list[int]
     deadline: float
-    answers: dict[int, tuple[bool, Any]] = field(default_factory=dict)  # of each place: (whether it worked, answer or traceback)
+    answers: dict[int, tuple[bool, Any]] = field(
+        default_factory=dict
+    )  # by place: whether it worked, answer or traceback
 
 
 class Ranks:
     """`with Ranks(4) as ranks: for job, answers, error in ranks.run(jobs): …`"""
 
-    def __init__(self, count: int, *, seconds: float = 150.0) -> None:
+    def __init__(self, count: int, *, seconds: float = 300.0) -> None:
         """Start `count` processes. seconds: limit of one job."""
         self.seconds = seconds
         self.context = multiprocessing.get_context("spawn")
@@ -61,19 +63,19 @@ class Ranks:
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Any], str]]:
         """(job, what each rank answered, "") as they are done, or (job, [], why not). Jobs run side by side as far as there are processes."""
         waiting, running = list(jobs), []
-        free = list(range(len(self.processes)))
+        free = set(range(len(self.processes)))
         for job in jobs:
             if job.num_ranks > len(free):
                 raise ValueError(f"{job.name} takes {job.num_ranks} ranks; there are {len(free)}")
         while waiting or running:
-            while fitting := [job for job in waiting if job.num_ranks <= len(free)]:
-                job = fitting[0]
+            while fitting := [(job, places) for job in waiting if (places := self._places(job, free))]:
+                job, places = fitting[0]
                 waiting.remove(job)
-                places, free = free[: job.num_ranks], free[job.num_ranks :]
+                free -= set(places)
                 running.append(self._send(job, places))
             for done in self._some_done(running):
                 running.remove(done)
-                free = sorted([*free, *done.places])
+                free |= set(done.places)
                 failures = [answer for worked, answer in done.answers.values() if not worked]
                 if len(done.answers) < len(done.places) or failures:
                     for place in done.places:
@@ -83,7 +85,13 @@ class Ranks:
                 else:
                     yield done.job, [done.answers[place][1] for place in done.places], ""
 
-    def _send(self, job: Job, places: list[int]) -> _Running:
+    def _places(self, job: Job, free: set[int]) -> list[int]:
+        """As many free ones, or none. A process has the same rank in all jobs of a size: torch remembers the shards of a mesh, not whose."""
+        starts = range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks)
+        blocks = [list(range(start, start + job.num_ranks)) for start in starts]
+        return next((block for block in blocks if free.issuperset(block)), [])
+
+    def _send(self, job: Job, places: Sequence[int]) -> _Running:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             port = unused.getsockname()[1]
@@ -96,7 +104,7 @@ class Ranks:
                 "MASTER_PORT": str(port),
             }
             self.processes[place].pipe.send((job.work, job.arguments, environment))
-        return _Running(job=job, places=places, deadline=time.monotonic() + self.seconds)
+        return _Running(job=job, places=list(places), deadline=time.monotonic() + self.seconds)
 
     def _some_done(self, running: Sequence[_Running]) -> list[_Running]:
         """Those of which all ranks answered, or one failed, or whose time is up; waits until there is one."""
