@@ -248,14 +248,18 @@ class GeneratorConfig:
     """Longest prompt plus completion in tokens."""
     max_num_seqs: int = 256
     """Sequences that run at a time; further ones queue."""
-    kv_cache_bytes: int = 256 << 20
-    """Memory of the key-value cache on a CPU."""
+    kv_cache_bytes: int | None = None
+    """Memory of the key-value cache. None: on a CPU 256 MiB, on a GPU what is left of gpu_memory_utilization, which vLLM measures as it
+    starts: nothing else may then take or free memory there."""
     gpu: int | None = None
     """Index of the GPU, among those that the program sees; None: the first, which it then shares with the trainer's first rank."""
     gpu_memory_utilization: float = 0.8
     """Share of the GPU's memory that the engine may take."""
     enforce_eager: bool = False
     """Run without CUDA graphs."""
+    batch_invariant: bool = False
+    """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later, at a cost in speed: what a request with a seed of its own
+    is answered does not depend on what runs beside it."""
     num_threads: int | None = None
     """CPU threads of the forward pass on a CPU; None: OMP_NUM_THREADS, else as many as there are cores."""
     seed: int = 0

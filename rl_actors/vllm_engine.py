@@ -23,6 +23,9 @@ NO_VERSION = -1
 
 # The engine must share the actor's process, and helper kernels compiled at first use would cost twelve seconds on a CPU.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # read as vLLM's modules are imported
+BATCH_INVARIANT_CAPABILITY = (9, 0)
+CPU_KV_CACHE_BYTES = 256 << 20
 CPU_BATCHED_TOKENS = 4096
 GPU_BATCHED_TOKENS = 8192
 """Prompt tokens of one step; what runs beside them waits for it."""
@@ -32,13 +35,16 @@ CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 def start_vllm(config: GeneratorConfig) -> Any:
     """An LLMEngine in this process: on the weights of config.hf_path, else on random ones until the first pull.
 
-    Raises ValueError for adapters that vLLM cannot apply on this machine.
+    Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that it does not have there.
     """
-    os.environ.update(ENGINE_ENV)
     on_cpu = not torch.cuda.is_available()
+    require_adapters_possible(config, on_cpu=on_cpu)
+    require_batch_invariance(config)
+    os.environ.update(ENGINE_ENV)
     if on_cpu:
         os.environ.update(CPU_ENV)
-    require_adapters_possible(config, on_cpu=on_cpu)
+    if config.batch_invariant:
+        os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory:
         return _llm_engine(config, directory)
 
@@ -63,7 +69,7 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         cpu_process.prepare()
         type(current_platform).simple_compile_backend = "eager"
         memory: dict[str, Any] = {
-            "kv_cache_memory_bytes": config.kv_cache_bytes,
+            "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE_BYTES,
             # vLLM 0.32 fails in a step that splits the prompt of a seeded request: "CPU Generator does not use offset".
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, CPU_BATCHED_TOKENS),
@@ -94,6 +100,7 @@ def gpu_options(config: GeneratorConfig) -> dict[str, Any]:
 
     options: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
+        "kv_cache_memory_bytes": config.kv_cache_bytes,
         "max_num_batched_tokens": max(config.max_num_seqs, GPU_BATCHED_TOKENS),
     }
     if not config.enforce_eager:
@@ -124,6 +131,19 @@ def require_adapters_possible(config: GeneratorConfig, *, on_cpu: bool) -> None:
         raise ValueError(
             'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take no float32; '
             "set bfloat16, or sync them merged"
+        )
+
+
+def require_batch_invariance(config: GeneratorConfig) -> None:
+    """Raises ValueError naming the value and the reason where vLLM 0.32 has no batch-invariant mode."""
+    if not config.batch_invariant:
+        return
+    if not torch.cuda.is_available():
+        raise ValueError("generator.batch_invariant=True on a CPU: vLLM's batch-invariant kernels are for GPUs")
+    if (capability := torch.cuda.get_device_capability()) < BATCH_INVARIANT_CAPABILITY:
+        raise ValueError(
+            f"generator.batch_invariant=True on a GPU of compute capability {'.'.join(map(str, capability))}; "
+            f"vLLM's batch-invariant kernels want {'.'.join(map(str, BATCH_INVARIANT_CAPABILITY))} or later"
         )
 
 

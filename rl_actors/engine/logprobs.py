@@ -55,7 +55,13 @@ class ChunkedLogprobs:
     """
 
     def __init__(
-        self, model: nn.Module, chunk_tokens: int, *, fuse: Callable[[Callable], Callable], keep_head: bool = True
+        self,
+        model: nn.Module,
+        chunk_tokens: int,
+        *,
+        fuse: Callable[[Callable], Callable],
+        keep_head: bool = True,
+        min_chunks: int = 1,
     ) -> None:
         """fuse: a function of tensors -> the same as one kernel, where the machine can make one.
 
@@ -64,6 +70,7 @@ class ChunkedLogprobs:
         model._skip_lm_head = True
         self.keep_head = keep_head
         self.chunk_tokens = chunk_tokens
+        self.min_chunks = min_chunks
         self.target_logprobs = TargetLogprobs(fuse)
         self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
         self.wrapper.set_lm_head(model.lm_head)
@@ -150,8 +157,8 @@ class ChunkedLogprobs:
         return values, merge(partials), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """The fewest equal chunks of a row with at most chunk_tokens positions in all rows together."""
-        at_least = -(-num_rows * row_length // self.chunk_tokens)
+        """The fewest equal chunks of a row with at most chunk_tokens positions in all rows together, and at least min_chunks."""
+        at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
 
 

@@ -54,6 +54,8 @@ class TrainEngine:
             config.logprob_chunk_tokens,
             fuse=platform().fuse,
             keep_head=config.parallelism.fsdp_reshard_after_forward != "always",
+            # In a pipeline the last norm's gradient waits in float32, and FSDP reduces the head's beside it: its chunks are added in float32.
+            min_chunks=2 if stages else 1,
         )
         self.runner = (
             PipelineRunner(self.parts, self.logprobs, config)

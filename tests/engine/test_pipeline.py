@@ -49,6 +49,7 @@ CASES = {
     "adapters": Case(layout=INTERLEAVED, fields={"lora": LoRAConfig(rank=4, train_unembed=True)}),
     "recomputation": Case(layout=INTERLEAVED, fields={"activation_checkpointing": "full"}),
     "bfloat16": Case(fields={"compute_dtype": "bfloat16"}),
+    "bfloat16, few logits": Case(fields={"compute_dtype": "bfloat16", "logprob_chunk_tokens": 1024}),
     "float8": Case(fields={"float8": True}),
     "compiled": Case(fields={"compile": CompileConfig(enable=True, components=["model"])}),
     "FSDP2": Case(layout={"data_parallel_shard_degree": 2}),
@@ -60,7 +61,7 @@ CASES = {
 # Cases that one group of processes runs: starting it takes most of the time.
 GROUPS = {
     "1F1B": ["1F1B"],
-    "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "float8"],
+    "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "bfloat16, few logits", "float8"],
     "compiled": ["compiled"],
     "four": [
         name

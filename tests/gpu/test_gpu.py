@@ -1,9 +1,6 @@
-"""The CUDA path is alive: the default run as it is, and one step at the shape of Qwen3-0.6B. Needs one GPU; speed is not judged here."""
+"""The CUDA path is alive: steps at the shape of Qwen3-0.6B. Needs one GPU; speed is not judged here."""
 
-import json
 import math
-import subprocess
-import sys
 import time
 
 import pytest
@@ -12,17 +9,6 @@ import torch
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig, num_loss_tokens
 
 pytestmark = pytest.mark.gpu
-
-
-def test_tiny_grpo_runs_unchanged_on_a_gpu(tmp_path):
-    command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--output-dir", str(tmp_path / "run")]
-    finished = subprocess.run([*command, "--steps", "20"], timeout=500, capture_output=True, text=True)
-    print(finished.stdout[-4000:], finished.stderr[-2000:])
-    assert finished.returncode == 0
-    records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    grpo = [record for record in records if record["phase"] == "grpo" and not record.get("skipped")]
-    assert max(record["logprob_diff/mean"] for record in grpo) < 1e-3
-    assert grpo[-1]["validation/accuracy"] > 0.2
 
 
 def test_one_step_at_0_6b_shape():

@@ -78,11 +78,12 @@ def test_two_deterministic_trainers_report_the_same_bits():
     for length in torch.randint(20, 900, (12,), generator=draw).tolist():
         ids = torch.randint(model.vocab_size, (length,), generator=draw).tolist()
         samples.append(Sample.from_tokens(ids[:4], ids[4:], old_logprobs=-11.9, advantages=1.0))
-    reported = []
-    for _ in range(2):
-        with TrainerClient.spawn(config) as trainer:
-            for _ in range(3):
-                output = trainer.forward_backward(samples, loss=PPO()).result()
-                params = OptimParams(learning_rate=1e-4, grad_divisor=num_loss_tokens(samples))
-                reported.append((output.metrics, trainer.optim_step(params).result().grad_norm))
-    assert reported[:3] == reported[3:]
+    params = OptimParams(learning_rate=1e-4, grad_divisor=num_loss_tokens(samples))
+    with TrainerClient.spawn(config, name="one") as one, TrainerClient.spawn(config, name="other") as other:
+        # All calls of both are under way at once.
+        calls = [
+            [(trainer.forward_backward(samples, loss=PPO()), trainer.optim_step(params)) for _ in range(3)]
+            for trainer in (one, other)
+        ]
+        reported = [[(output.result().metrics, step.result().grad_norm) for output, step in steps] for steps in calls]
+    assert reported[0] == reported[1]

@@ -1,0 +1,241 @@
+"""The same twice: recorded rollouts through two fresh trainers with deterministic kernels, seeded requests alone and among others.
+
+Trainers: every metric of each forward_backward and optim_step, and every logprob, bit for bit, over five steps; beside them a pair
+without deterministic kernels. Generators: tokens and logprobs of seeded requests, submitted one at a time, then among other requests,
+then among others still; in vLLM's batch-invariant mode where the machine has it, and without. Everything is started at once.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import results
+from configs.qwen3 import MODELS
+from configs.qwen3 import trainer as trainer_config
+from configs.tiny import tiny
+from rl_actors import (
+    PPO,
+    Completion,
+    GeneratorClient,
+    GeneratorConfig,
+    OptimParams,
+    Sample,
+    SamplingParams,
+    TrainerClient,
+    TrainerConfig,
+    num_loss_tokens,
+)
+
+# Tokens. vLLM keeps the keys and values of whole blocks of 16, so that a short prompt is never found again.
+PROMPTS = {"short": 12, "long": 100}
+SHARPNESS = 15.0  # of the random weights: one to two nats a token, where rounding changes tokens
+
+
+def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
+    if name == "tiny":
+        model = replace(tiny().trainer.model, vocab_size=256, max_position_embeddings=512)
+        trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
+        return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64)
+    trainer = replace(trainer_config(name, tokens_per_row=4096), max_sequence_length=1024)
+    generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=1024, max_num_seqs=128)
+    generator.gpu_memory_utilization, generator.kv_cache_bytes = 0.1, 4 << 30  # others start beside it
+    generator.setup_timeout = 600.0
+    return trainer, generator
+
+
+# --- generators ---------------------------------------------------------------------------------------------------
+
+
+def prompts_of(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(2, vocab_size, (count, length), generator=draw).tolist()
+
+
+def seeded(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Any]:
+    """A call for each prompt, with a seed of its own, all under way."""
+    made = [SamplingParams(max_tokens=num_tokens, ignore_stop=True, seed=1000 + i) for i in range(len(prompts))]
+    return [client.generate([prompt], params) for prompt, params in zip(prompts, made, strict=True)]
+
+
+def answers(calls: Sequence[Any]) -> list[Completion]:
+    return [call.result()[0][0] for call in calls]
+
+
+def companions(client: GeneratorClient, count: int, vocab_size: int, num_tokens: int, seed: int) -> list[Any]:
+    """Requests without seeds, of many lengths, that begin and end while the others run."""
+    draw = torch.Generator().manual_seed(seed)
+    calls = []
+    for length, tokens in zip(
+        torch.randint(5, 120, (count,), generator=draw).tolist(),
+        torch.randint(num_tokens // 4, num_tokens + 1, (count,), generator=draw).tolist(),
+        strict=True,
+    ):
+        prompt = torch.randint(2, vocab_size, (length,), generator=draw).tolist()
+        calls.append(client.generate([prompt], SamplingParams(max_tokens=tokens, ignore_stop=True)))
+    return calls
+
+
+def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str, Any]:
+    """How many completions have other tokens, where first, and the largest difference of logprobs up to there."""
+    firsts, differences, same_bits = [], [0.0], 0
+    for a, b in zip(some, others, strict=True):
+        pairs = list(zip(a.tokens, b.tokens, strict=True))
+        first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        if first is not None:
+            firsts.append(first)
+        same_bits += first is None and a.logprobs == b.logprobs
+        differences += [abs(x - y) for x, y in zip(a.logprobs[:first], b.logprobs[:first], strict=True)]
+    return {
+        "completions": len(some),
+        "other_tokens": len(firsts),
+        "first_at": min(firsts, default=None),
+        "logprobs_bit_equal": same_bits,
+        "logprob_difference": max(differences),
+    }
+
+
+def compare_generator(client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int) -> list[Any]:
+    """Print and keep what differs; [(prompt, completion)] of the requests submitted alone."""
+    recorded: list[Any] = []
+    for kind, length in PROMPTS.items():
+        prompts = prompts_of(count, length, vocab_size, seed=length)
+        alone = [answers([call])[0] for call in _one_by_one(client, prompts, num_tokens)]
+        rounds = {}
+        for name, seed in (("among others", 1), ("among others still", 2)):
+            others = companions(client, 5 * count, vocab_size, num_tokens, seed)
+            mine = seeded(client, prompts, num_tokens)
+            others += companions(client, 2 * count, vocab_size, num_tokens, seed + 10)
+            rounds[name] = answers(mine)
+            answers(others)
+        for name, completions in rounds.items():
+            results.add("determinism", f"generator {mode}, {kind} prompts, alone and {name}", apart(alone, completions))
+        again = [answers([call])[0] for call in _one_by_one(client, prompts, num_tokens)]
+        results.add("determinism", f"generator {mode}, {kind} prompts, alone twice", apart(alone, again))
+        recorded += zip(prompts, alone, strict=True)
+    return recorded
+
+
+def _one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int):
+    """The calls of seeded(), each made when the one before is answered."""
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=num_tokens, ignore_stop=True, seed=1000 + i)
+        yield client.generate([prompt], params)
+
+
+# --- trainers -----------------------------------------------------------------------------------------------------
+
+
+def rollouts(recorded: Sequence[Any]) -> list[Sample]:
+    return [
+        Sample.from_tokens(prompt, c.tokens, old_logprobs=c.logprobs, advantages=1.0 if i % 2 else -1.0)
+        for i, (prompt, c) in enumerate(recorded)
+    ]
+
+
+def submit_steps(client: TrainerClient, samples: Sequence[Sample], num_steps: int) -> list[Any]:
+    """The calls of all steps, under way."""
+    params = OptimParams(learning_rate=1e-5, grad_divisor=num_loss_tokens(samples))
+    calls = []
+    half = len(samples) // 2
+    for _ in range(num_steps):
+        for part in (samples[:half], samples[half:]):
+            calls.append(client.forward_backward(part, loss=PPO(ratio_high=1.28), entropy=True))
+        calls.append(client.optim_step(params))
+    return calls
+
+
+def reported(answer: Any) -> dict[str, Any]:
+    """Every number of an answer by its name; floats as their bits."""
+    if hasattr(answer, "grad_norm"):
+        return {"grad_norm": answer.grad_norm.hex(), "policy_version": answer.policy_version, "skipped": answer.skipped}
+    found: dict[str, Any] = {name: float(value).hex() for name, value in answer.metrics.items()}
+    for name in ("logprobs", "entropy"):
+        values = torch.cat(getattr(answer, name))
+        found[name] = values.view(torch.int32).tolist()
+    return found
+
+
+def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Print and keep which numbers differ, and where first."""
+    differing: dict[str, int] = {}
+    compared = 0
+    for turn, (a, b) in enumerate(zip(some, others, strict=True)):
+        first, second = reported(a.result()), reported(b.result())
+        assert first.keys() == second.keys()
+        compared += len(first)
+        for metric in first:
+            if first[metric] != second[metric]:
+                differing.setdefault(metric, turn)
+    figures = {"calls": len(some), "numbers": compared, "differing": len(differing), "first_at_call": differing}
+    results.add("determinism", f"trainer {name}", figures | {"bit_equal": not differing})
+    return not differing
+
+
+def main() -> None:
+    began = time.perf_counter()
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", choices=["trainer", "generator"], help="one of the two; trainers need a few rollouts all the same"
+    )
+    parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=12 if on_gpu else 4, help="seeded ones of each kind of prompt")
+    parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
+    parser.add_argument("--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs")
+    arguments = parser.parse_args()
+    from benchmarks.random_weights import write
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)
+
+    with ExitStack() as stack:
+        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) / "model")
+        trainer_options, generator_options = configs_of(arguments.model)
+        model = generator_options.model
+        write(model, Path(directory), scale=SHARPNESS if on_gpu else 3.0)
+        say("weights written")
+        generator_options = replace(generator_options, hf_path=directory, enforce_eager=arguments.eager)
+        generator_options.gpu = torch.cuda.device_count() - 1 if on_gpu else None
+        modes = {"batch-invariant": True, "as it is": False} if on_gpu else {"as it is": False}
+        generators = {
+            mode: stack.enter_context(
+                GeneratorClient.spawn(replace(generator_options, batch_invariant=invariant), name=f"generator{i}")
+            )
+            for i, (mode, invariant) in enumerate(modes.items())
+        }
+        pairs: dict[str, list[TrainerClient]] = {}
+        if arguments.only != "generator":
+            trainer_options = replace(trainer_options, hf_path=directory)
+            trainer_options.compile.enable = trainer_options.compile.enable and not arguments.eager
+            for name, deterministic in (("deterministic", True), ("as it is", False)):
+                config = replace(trainer_options, deterministic=deterministic)
+                pairs[name] = [
+                    stack.enter_context(TrainerClient.spawn(config, name=f"{name.split()[0]}{i}")) for i in range(2)
+                ]
+        recorded: list[Any] = []
+        for mode, client in generators.items():
+            client.ready().result()
+            say(f"generator {mode}: up")
+            count = arguments.requests if arguments.only != "trainer" else 1
+            recorded = compare_generator(client, mode, model.vocab_size, arguments.tokens, count)
+            say(f"generator {mode}: done")
+        samples = rollouts(recorded)
+        calls = {
+            name: [submit_steps(client, samples, arguments.steps) for client in pair] for name, pair in pairs.items()
+        }
+        equal = {name: compare_trainers(name, *both) for name, both in calls.items()}
+        say("done")
+    if not equal.get("deterministic", True):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""The default run, as it is, on a GPU. The last file of this folder: conftest.py starts the run before the first test."""
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+
+def test_tiny_grpo_runs_unchanged_on_a_gpu(tiny_run):
+    process, folder, output = tiny_run
+    returncode = process.wait(timeout=400)
+    print(output.read_text()[-4000:])
+    assert returncode == 0
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    grpo = [record for record in records if record["phase"] == "grpo" and not record.get("skipped")]
+    assert max(record["logprob_diff/mean"] for record in grpo) < 1e-3
+    assert grpo[-1]["validation/accuracy"] > 0.2
