@@ -45,8 +45,8 @@ def configs_of(name: str, directory: str) -> tuple[TrainerConfig, GeneratorConfi
 
 def measure(
     trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, turn: int, num_tokens: int
-) -> list[Sample]:
-    """Print and keep the line of this step; returns the samples."""
+) -> tuple[list[Sample], dict[str, float]]:
+    """What the trainer says of 64 sequences that the generator sampled, and these."""
     draw = torch.Generator().manual_seed(turn)
     prompts = torch.randint(2, model.vocab_size, (64, 32), generator=draw).tolist()
     groups = generator.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_stop=True)).result()
@@ -63,8 +63,7 @@ def measure(
         "entropy": float(torch.cat([values[-num_tokens:] for values in output.entropy]).mean()),
         "tokens": 64 * num_tokens,
     }
-    results.add("logprob_agreement", f"step {turn}", figures)
-    return samples
+    return samples, figures
 
 
 def main() -> None:
@@ -90,8 +89,14 @@ def main() -> None:
 
 
 def follow(trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, arguments) -> None:
+    worst = dict.fromkeys(("difference_mean", "difference_max", "kl"), 0.0)  # of the steps until then
     for turn in range(arguments.steps + 1):
-        samples = measure(trainer, generator, model, turn, arguments.tokens)
+        samples, figures = measure(trainer, generator, model, turn, arguments.tokens)
+        worst = {
+            name: float(torch.tensor([value, figures[name]]).max()) for name, value in worst.items()
+        }  # keeps a NaN
+        figures |= {f"worst_{name}": value for name, value in worst.items()}
+        results.add("logprob_agreement", f"{arguments.model} step {turn}", figures)
         if turn == arguments.steps:
             break
         trainer.forward_backward(samples, loss=PPO())
