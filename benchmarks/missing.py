@@ -5,6 +5,7 @@ A row that fails does not end the table: it is named at the end, and the exit st
 """
 
 import argparse
+import ctypes
 import os
 import signal
 import subprocess
@@ -59,8 +60,8 @@ def measure(
 
 
 def _run(command: Sequence[str], timeout: float) -> int:
-    """In a process group of its own, none of which outlives it."""
-    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+    """In a process group of its own, none of which outlives it; it dies with this process, too."""
+    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=_die_with_parent)
     try:
         return child.wait(timeout)
     except subprocess.TimeoutExpired:
@@ -74,6 +75,10 @@ def _run(command: Sequence[str], timeout: float) -> int:
                     child.wait(GRACE)
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf) -> int:
