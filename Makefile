@@ -32,7 +32,7 @@ grpo: setup ## the main job: GRPO on a tiny model
 sft: setup ## supervised training of the same model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
-bench: setup ## list the benchmarks; ROW=overhead runs one
+bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing those without a result from such a machine
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays

@@ -1,7 +1,7 @@
-"""List the benchmarks, or run one: `python -m benchmarks [NAME [ARGUMENT ...]]`.
+"""List the rows of the table and the benchmarks, or run one: `python -m benchmarks [NAME [ARGUMENT ...]]`.
 
-A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its entry in the list.
-A row of trainer_speed is run by its name, too.
+A row is one of benchmarks.table. A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its
+entry in the list. Nothing here imports torch.
 """
 
 import ast
@@ -9,7 +9,8 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks.rows import ROWS
+from benchmarks import missing
+from benchmarks.table import TABLE, newest, ratio, verdict
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
@@ -23,19 +24,33 @@ def benchmarks(folder: Path) -> dict[str, str]:
     return found
 
 
+def rows() -> list[str]:
+    """Of every row: what it needs, whether this kind of machine has a result, and the newest ratio."""
+    found = [f"{'row':<26} {'needs':<7} {'here':<8} {'ratio':<6} {'target':<32} {'meets it':<22} newest result"]
+    for name, row in TABLE.items():
+        line = newest(row, missing.gpu_here())
+        here = ("missing" if line is None else "measured") if row.runs_here() else "-"
+        says = (ratio(line), verdict(row, line), f"{line['device']}, {line['date']}") if line else ("", "", "not run")
+        target_ = ", ".join(f"{limit:g}" for limit in (*row.at_least.values(), *row.at_most.values()))
+        found.append(f"{name:<26} {row.needs:<7} {here:<8} {says[0]:<6} {target_:<32} {says[1]:<22} {says[2]}".rstrip())
+    return found
+
+
 def main() -> None:
     found = benchmarks(Path(__file__).parent)
     name, *arguments = sys.argv[1:] or [""]
     if not name:
-        print("make bench ROW=NAME runs one of:")
-        print("\n".join(f"  {name:<20} {line}" for name, line in found.items()) or "  (none yet)")
-        print("or a row of trainer_speed:")
-        print("\n".join(f"  {row}" for row in ROWS))
+        print(
+            "make bench ROW=NAME runs a row, or every row that is missing here: ROW=missing (ARGS=--help says more)\n"
+        )
+        print("\n".join(rows()))
+        print("\nThe benchmarks, with arguments of their own: python -m benchmarks NAME --help\n")
+        print("\n".join(f"{name:<20} {line}" for name, line in found.items()))
         return
-    if name in ROWS:
-        name, arguments = "trainer_speed", [name, *arguments]
+    if name in TABLE:
+        sys.exit(missing.run([name], arguments))
     if name not in found:
-        sys.exit(f"no benchmark {name!r}; there are: {', '.join(found) or 'none'}")
+        sys.exit(f"no row and no benchmark {name!r}; `make bench` lists them")
     sys.argv = [f"benchmarks.{name}", *arguments]
     importlib.import_module(f"benchmarks.{name}").main()
 

@@ -99,7 +99,7 @@ def main() -> None:
     arguments = parser.parse_args()
     trainer_options, generator_options, prompt_tokens, new_tokens = configs_of(arguments.model, num_gpus)
     busy = BusyShare()
-    transport = TorchStoreTransport(dtype=getattr(torch, generator_options.dtype))
+    transport = TorchStoreTransport()
     in_background(transport.open(), "store").result()
     with ExitStack() as clients:
         trainer = clients.enter_context(TrainerClient.spawn(trainer_options, transport=transport))

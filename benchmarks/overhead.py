@@ -1,6 +1,7 @@
 """What the actors cost: a training step and generation through the clients, against the same engines called directly, in one run.
 
-Each pair alternates, so that both sides meet the same load of the machine; the ratio is of medians.
+Each pair alternates, so that both sides meet the same load of the machine. The ratio is of medians: of times for a step (lower is
+better), of tokens/s for generation.
 """
 
 import argparse
@@ -15,12 +16,13 @@ from typing import Any
 
 import torch
 
+from benchmarks import results
 from configs.tiny import tiny
 from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient, num_loss_tokens
 
 
 def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
-    """Print both medians and the ratio: of times for a step (lower is better), of tokens/s for generation."""
+    """Print and keep both medians and the ratio. tokens: that a call makes; 0: a step."""
     through(), direct()  # the first of each pays for caches
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
@@ -29,12 +31,11 @@ def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], re
             call()
             seconds.append(time.perf_counter() - start)
     client, engine = map(statistics.median, times)
+    figures = {"client_seconds": client, "engine_seconds": engine}
+    figures["ratio"] = engine / client if tokens else client / engine
     if tokens:
-        print(
-            f"{name}: client {tokens / client:,.0f} tok/s, engine {tokens / engine:,.0f} tok/s, ratio {engine / client:.3f}"
-        )
-    else:
-        print(f"{name}: client {client * 1e3:.1f} ms, engine {engine * 1e3:.1f} ms, ratio {client / engine:.3f}")
+        figures |= {"tokens_per_second": tokens / client, "engine_tokens_per_second": tokens / engine}
+    results.add("overhead", name, figures)
 
 
 def training(repeats: int) -> None:
@@ -61,7 +62,7 @@ def training(repeats: int) -> None:
             trainer.forward_backward(samples, loss=PPO()).result()
             trainer.optim_step(params).result()
 
-        compare("training step, 1,024 samples", through, direct, repeats, tokens=0)
+        compare("step of 1,024 samples", through, direct, repeats, tokens=0)
     torch.distributed.destroy_process_group()
 
 
@@ -98,11 +99,15 @@ def generation(repeats: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parts = {"training": training, "generation": generation}
+    parser.add_argument("parts", nargs="*", default=list(parts), help=" or ".join(parts), metavar="PART")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls of each side")
-    repeats = parser.parse_args().repeats
+    arguments = parser.parse_args()
+    if unknown := set(arguments.parts) - parts.keys():
+        parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
     # A process each: vLLM turns off torch's threads in its own.
-    for part in (training, generation):
-        child = multiprocessing.get_context("spawn").Process(target=part, args=(repeats,))
+    for name in arguments.parts:
+        child = multiprocessing.get_context("spawn").Process(target=parts[name], args=(arguments.repeats,))
         child.start()
         child.join()
         if child.exitcode:

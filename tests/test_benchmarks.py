@@ -1,0 +1,262 @@
+"""The rows of the benchmarks: listed, measured where they are missing, and laid out as the README's table. No engine starts here."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__, missing, results, table
+from benchmarks.rows import ROWS
+from benchmarks.table import H200, TABLE, TableRow
+
+ROOT = Path(__file__).parents[1]
+# Measured with this in the place of `python -m benchmarks`: NAME ... appends a line each, and a note that it ran.
+FAKE = """
+import sys, time
+from pathlib import Path
+from benchmarks import results
+_, *names = sys.argv[1:]
+for name in names:
+    with (results.FOLDER / "ran").open("a") as file:
+        file.write(name + " ")
+    if name == "slow" and not (results.FOLDER / "quick").exists():
+        time.sleep(60)
+    if name == "broken" and not (results.FOLDER / "mended").exists():
+        sys.exit(3)
+    if name != "silent":
+        results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0, "engine_tokens_per_second": 100.0})
+"""
+# `missing` with fake rows of these names, in a process of its own.
+DRIVER = """
+import sys
+from benchmarks import missing, table
+folder, *names = sys.argv[1:]
+fakes = {
+    name: table.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=table._beside) for name in names
+}
+missing.PYTHON = [sys.executable, "-S", folder + "/fake.py"]
+missing.TABLE.clear()
+missing.TABLE.update(fakes)
+sys.argv = ["missing"]
+missing.main()
+"""
+
+
+def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
+    """Rows of the same process are written a+b."""
+    return {
+        line: TableRow(
+            what="fake",
+            num_gpus=num_gpus,
+            command=("fake",) if "+" in name else ("fake", line),
+            argument=line if "+" in name else "",
+            line=line,
+            measured=table._beside,
+        )
+        for name in names
+        for line in name.split("+")
+    }
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder of results, on a machine without GPUs, where `fake.py` measures."""
+    (tmp_path / "fake.py").write_text(FAKE)
+    monkeypatch.setattr(results, "FOLDER", tmp_path)
+    monkeypatch.setattr(results, "gpus", tuple)
+    monkeypatch.setattr(missing, "PYTHON", [sys.executable, "-S", str(tmp_path / "fake.py")])
+    monkeypatch.setenv("RL_ACTORS_RESULTS", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of fake.py
+    return tmp_path
+
+
+@pytest.fixture
+def rows(monkeypatch):
+    def put(made: dict[str, TableRow]) -> None:
+        monkeypatch.setattr(table, "TABLE", made)
+        monkeypatch.setattr(missing, "TABLE", made)
+        monkeypatch.setattr(__main__, "TABLE", made)
+
+    return put
+
+
+def keep(folder: Path, benchmark: str, name: str, device: str, date: str = "2026-01-01T00:00:00+00:00", **figures):
+    with (folder / f"{benchmark}.jsonl").open("a") as file:
+        file.write(json.dumps({"name": name, "device": device, "date": date, **figures}) + "\n")
+
+
+def ran(folder: Path) -> list[str]:
+    return (folder / "ran").read_text().split() if (folder / "ran").exists() else []
+
+
+def test_every_row_is_one_of_a_benchmark_that_is_there():
+    modules = __main__.benchmarks(ROOT / "benchmarks")
+    assert not TABLE.keys() & modules.keys()
+    assert TABLE.keys() >= ROWS.keys()
+    for name, row in TABLE.items():
+        assert all(part in TABLE for part in row.quotient_of), name
+        assert bool(row.command) != bool(row.quotient_of), name
+        assert not row.command or row.command[0] in modules, name
+
+
+def test_the_list_says_of_every_row_what_it_needs_and_loads_no_torch():
+    program = (
+        "import sys; sys.argv[1:] = []; from benchmarks import __main__; __main__.main(); print('torch' in sys.modules)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    *listed, torch_is_loaded = run.stdout.splitlines()
+    assert torch_is_loaded == "False", run.stderr
+    needs = {line.split()[0]: line for line in listed if line.strip()}
+    for name, row in TABLE.items():
+        assert row.needs in needs[name], name
+
+
+def test_the_list_counts_results_of_this_kind_of_machine_alone(folder, rows, monkeypatch):
+    rows({**fake_rows("a", "b"), **fake_rows("g", num_gpus=1), **fake_rows("h", num_gpus=4)})
+    keep(folder, "fake", "a", "2 x NVIDIA H200", ratio=0.1)
+    keep(folder, "fake", "b", "64 cores of x86_64", ratio=0.25)
+    keep(folder, "fake", "g", "8 x NVIDIA H200", ratio=0.75)
+    _, *on_a_cpu = (line.split()[:5] for line in __main__.rows())
+    assert on_a_cpu[0][:3] == ["a", "CPU", "missing"]
+    assert on_a_cpu[1][:4] == ["b", "CPU", "measured", "0.250"]
+    assert on_a_cpu[2] == ["g", "1", "GPU", "-", "0.750"]
+    monkeypatch.setattr(results, "gpus", lambda: ("NVIDIA H100",) * 2)
+    _, *on_two_gpus = (line.split()[:4] for line in __main__.rows())
+    assert [line[1:] for line in on_two_gpus] == [
+        ["CPU", "-", "not"],
+        ["CPU", "-", "0.250"],
+        ["1", "GPU", "missing"],  # an H200 is no H100
+        ["4", "GPUs", "-"],
+    ]
+
+
+def test_missing_are_the_rows_without_a_result_of_this_kind_of_machine(folder, rows, monkeypatch):
+    rows({**fake_rows("a", "b"), **fake_rows("g", num_gpus=1), **fake_rows("h", num_gpus=4)})
+    keep(folder, "fake", "a", "1 x NVIDIA H200", ratio=0.1)
+    keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
+    keep(folder, "fake", "g", "2 cores of x86_64", ratio=0.25)
+    assert missing.missing(table.TABLE) == ["a"]
+    assert missing.missing(table.TABLE, since="2026-01-02") == ["a", "b"]
+    monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
+    assert missing.missing(table.TABLE) == ["g"]
+    keep(folder, "fake", "g", "1 x NVIDIA H200", ratio=0.25)
+    assert missing.missing(table.TABLE) == []
+
+
+def test_a_row_that_fails_does_not_end_the_table_and_is_run_again(folder, rows, capsys):
+    rows(fake_rows("a", "broken", "silent", "b"))
+    assert missing.run(missing.missing(table.TABLE)) == 1
+    assert ran(folder) == ["a", "broken", "silent", "b"]
+    out = capsys.readouterr().out
+    assert "failed: broken, silent" in out and "a: ratio 0.500" in out and "broken: not run" in out
+    (folder / "mended").touch()
+    rows(fake_rows("a", "broken", "b"))
+    assert missing.run(missing.missing(table.TABLE)) == 0
+    assert ran(folder) == ["a", "broken", "silent", "b", "broken"]
+    assert missing.missing(table.TABLE) == []
+
+
+def test_rows_of_one_process_are_run_by_one_and_only_the_missing_ones(folder, rows):
+    rows(fake_rows("a+b+c", "d"))
+    keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
+    assert missing.run(missing.missing(table.TABLE)) == 0
+    assert ran(folder) == ["a", "c", "d"]
+
+
+def test_no_row_is_begun_after_the_time_and_none_takes_longer_than_its_own(folder, rows, capsys):
+    rows(fake_rows("slow", "a"))
+    assert missing.run(["slow"], timeout=2) == 1
+    assert "stopped after 2 s" in capsys.readouterr().out
+    assert missing.run(["a"], until=time.monotonic() - 1) == 0
+    assert "not begun: a" in capsys.readouterr().out
+    assert "a" not in ran(folder)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folder, sent):
+    (folder / "driver.py").write_text(DRIVER)
+    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "a", "slow", "b"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while "slow" not in ran(folder):
+        assert broken.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    broken.send_signal(sent)
+    out, _ = broken.communicate(timeout=60)
+    ended = (-signal.SIGKILL, False) if sent == signal.SIGKILL else (130, True)
+    assert (broken.returncode, "goes on from there" in out) == ended
+    while subprocess.run(["pgrep", "-f", str(folder / "fake.py")], stdout=subprocess.DEVNULL).returncode == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (folder / "quick").touch()
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert ran(folder) == ["a", "slow", "slow", "b"]
+
+
+def test_a_quotient_runs_its_rows_and_is_of_their_speeds(folder, rows, capsys):
+    quotient = TableRow(what="", num_gpus=0, measured=table._quotient, at_least={"ratio": 1.2}, quotient_of=("a", "b"))
+    rows({**fake_rows("a", "b"), "q": quotient})
+    assert missing.missing(table.TABLE) == ["a", "b"]
+    assert missing.run(["q"]) == 0
+    assert ran(folder) == ["a", "b"]
+    assert "q: ratio 1.000; target ≥ 1.2: misses ratio" in capsys.readouterr().out
+
+
+def test_a_row_that_this_machine_cannot_run_is_refused_by_name(folder, rows):
+    rows({**fake_rows("a"), **fake_rows("g", num_gpus=2)})
+    with pytest.raises(SystemExit, match="g needs 2 GPUs; here is no GPU"):
+        missing.run(["a", "g"])
+    assert ran(folder) == []
+
+
+def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, rows):
+    met, missed, nan = (fake_rows(name, num_gpus=1)[name] for name in ("met", "missed", "nan"))
+    for row in (met, missed, nan):
+        row.at_least["ratio"] = 0.98
+        row.at_least["tokens_per_second"] = 1000
+    rows({"met": met, "missed": missed, "nan": nan, **fake_rows("cpu", "bare")})
+    speeds = {"tokens_per_second": 1200.0, "reference_tokens_per_second": 1000.0}
+    keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=0.5, **speeds)
+    keep(folder, "fake", "met", "2 x NVIDIA H200", ratio=1.2, **speeds)  # the newest counts
+    keep(folder, "fake", "met", "2 cores of x86_64", ratio=0.1, **speeds)  # no GPU
+    keep(folder, "fake", "nan", "1 x NVIDIA H200", ratio=float("nan"), **speeds)
+    keep(folder, "fake", "cpu", "2 cores of x86_64", ratio=0.3, **speeds)
+    head, _, *lines = ([cell.strip() for cell in row.split("|")[1:-1]] for row in table.markdown().splitlines())
+    cells = [dict(zip(head, line, strict=True)) for line in lines]
+    assert [line["meets it"] for line in cells] == ["yes", "not run", "misses ratio", "", "not run"]
+    assert cells[0] == {
+        "row": "`met`",
+        "what": "fake",
+        "measured": "1,200 beside 1,000 tokens/s",
+        "ratio": "1.200",
+        "target": "≥ 0.98, tokens/s ≥ 1,000",
+        "meets it": "yes",
+        "device, date": "2 x NVIDIA H200, 2026-01-01",
+        "again": "`make bench ROW=met`",
+    }
+    assert cells[1]["device, date"] == "needs 1 GPU" and cells[3]["device, date"] == "2 cores of x86_64, 2026-01-01"
+
+
+def test_the_readme_has_the_table_that_the_results_give(monkeypatch):
+    monkeypatch.setattr(results, "FOLDER", ROOT / "benchmarks" / "results")
+    shown = (ROOT / "README.md").read_text().partition(table.MARKS[0])[2].partition(table.MARKS[1])[0]
+    assert shown == table.markdown(), "python -m benchmarks table --write puts it there"
+
+
+def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
+    page = tmp_path / "README.md"
+    page.write_text(f"above\n{table.MARKS[0]}old\n{table.MARKS[1]}below\n")
+    table.write(page)
+    assert page.read_text() == f"above\n{table.MARKS[0]}{table.markdown()}{table.MARKS[1]}below\n"
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="lacks the marks"):
+        table.write(page)
+    assert page.read_text() == "no marks"
