@@ -50,7 +50,7 @@ def _parts() -> dict[str, Any]:
         tie_word_embeddings=False,  # a tied head learns the digits at the ends, 0 and 9, long after the rest
     )
     return {
-        **arithmetic(digits=2, operators="+"),
+        **addition(digits=2),
         "trainer": TrainerConfig(
             model=model,
             max_sequence_length=64,
@@ -68,9 +68,9 @@ def _parts() -> dict[str, Any]:
     }
 
 
-def arithmetic(digits: int, operators: str) -> dict[str, Any]:
-    """The task: two terms of so many digits with one of these operators, in an alphabet of its own."""
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": [*operators]}
+def addition(digits: int) -> dict[str, Any]:
+    """The task: two terms of so many digits, in an alphabet of its own."""
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}
     term = r"\d" * digits
     return {
@@ -81,6 +81,6 @@ def arithmetic(digits: int, operators: str) -> dict[str, Any]:
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            prompt_pattern=rf"{term}[{operators}]{term}=",  # the task draws its terms from 0 to a power of ten
+            prompt_pattern=rf"{term}\+{term}=",  # the task draws its terms from 0 to a power of ten
         ),
     }
