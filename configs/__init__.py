@@ -1,6 +1,7 @@
 """Configs by name: functions that return one; a variant edits another's result."""
 
 from configs import qwen3
+from configs.small import small
 from configs.tiny import tiny, tiny_sft
 
 _SHAPES = (
@@ -14,6 +15,6 @@ _SHAPES = (
     qwen3.qwen3_8b_two_gpus,
 )
 CONFIGS = {
-    "controllers.grpo": {"tiny": tiny} | {make.__name__: make for make in _SHAPES},
+    "controllers.grpo": {"tiny": tiny, "small": small} | {make.__name__: make for make in _SHAPES},
     "controllers.sft": {"tiny": tiny_sft},
 }

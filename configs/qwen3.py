@@ -6,7 +6,7 @@ The weights are random and the task is the tiny run's, so that a run needs no do
 
 from dataclasses import replace
 
-from configs.tiny import supervised, two_digit_addition
+from configs.tiny import addition, supervised
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
@@ -97,7 +97,7 @@ def _run(model: str, tokens_per_row: int, generator: GeneratorConfig) -> GRPOCon
     generator.dtype, generator.max_model_len, generator.max_num_seqs = "bfloat16", 4096, 1024
     generator.setup_timeout = 600.0
     return GRPOConfig(
-        **two_digit_addition(),
+        **addition(digits=2),
         trainer=trainer(model, tokens_per_row=tokens_per_row),
         generator=generator,
         steps=50,

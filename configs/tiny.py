@@ -30,9 +30,9 @@ def tiny_sft() -> SFTConfig:
     return SFTConfig(**_parts(), steps=400, supervised=supervised(stop_at=1.0))
 
 
-def supervised(stop_at: float, learning_rate: float = 1e-3) -> SupervisedConfig:
+def supervised(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128) -> SupervisedConfig:
     schedule = ScheduleConfig(learning_rate=learning_rate, warmup_steps=20)
-    return SupervisedConfig(batch_size=128, schedule=schedule, stop_at_answer_probability=stop_at)
+    return SupervisedConfig(batch_size=batch_size, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
 def _parts() -> dict[str, Any]:
@@ -50,7 +50,7 @@ def _parts() -> dict[str, Any]:
         tie_word_embeddings=False,  # a tied head learns the digits at the ends, 0 and 9, long after the rest
     )
     return {
-        **two_digit_addition(),
+        **addition(digits=2),
         "trainer": TrainerConfig(
             model=model,
             max_sequence_length=64,
@@ -68,18 +68,19 @@ def _parts() -> dict[str, Any]:
     }
 
 
-def two_digit_addition() -> dict[str, Any]:
-    """The task, in an alphabet of its own."""
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2, "operators": ["+"]}
+def addition(digits: int) -> dict[str, Any]:
+    """The task: two terms of so many digits, in an alphabet of its own."""
+    options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}
+    term = r"\d" * digits
     return {
         "alphabet": "0123456789+-=.",
-        "max_tokens": 3,  # of an answer; only a shorter one needs the end of the text
+        "max_tokens": digits + 1,  # of an answer; only a shorter one needs the end of the text
         "environment": EnvironmentConfig(
             task="basic_arithmetic",
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            prompt_pattern=r"\d\d\+\d\d=",  # the task draws its terms from 0 to 100
+            prompt_pattern=rf"{term}\+{term}=",  # the task draws its terms from 0 to a power of ten
         ),
     }

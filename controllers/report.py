@@ -72,6 +72,12 @@ def draw_reward(axes: Axes, records: Records) -> None:
         axes.set_ylim(-0.03, 1.05)  # a std reaches past the rewards there are
 
 
+def around_rewards(records: Records) -> Records:
+    """Of the supervised steps at most as many as there are others: they have no reward, and would leave its curve no room."""
+    num_others = sum(r.get("phase") != "sft" for r in records)
+    return records[-2 * num_others :] if num_others else records
+
+
 def draw_times(axes: Axes, records: Records) -> None:
     timed = [r for r in records if r.get("time/step") is not None]
     edges = [r["step"] - 0.5 for r in timed] + [timed[-1]["step"] + 0.5]
@@ -127,7 +133,7 @@ def charts(records: Records) -> list[str]:
         ("learning rate", records, {"learning_rate": ("learning rate", "blue")}),
         ("logprob difference", rest, difference),
     ]
-    cards = [chart("reward and validation accuracy", draw_reward, records, (9.6, 3.6))]
+    cards = [chart("reward and validation accuracy", draw_reward, around_rewards(records), (9.6, 3.6))]
     for title, chosen, lines in plans:
         if any(series(chosen, key)[0] for key in lines):
             cards.append(chart(title, partial(draw_lines, lines=lines), chosen, (4.7, 2.6)))
@@ -180,7 +186,7 @@ def write_report(run_folder: str | Path) -> Path:
     records = read_jsonl(folder.metrics)
     config = json.loads(folder.config.read_text()) if folder.config.exists() else {}
     outcome = json.loads(folder.outcome.read_text()) if folder.outcome.exists() else {}
-    figure = chart("reward and validation accuracy", draw_reward, records, (9, 3.8))
+    figure = chart("reward and validation accuracy", draw_reward, around_rewards(records), (9, 3.8))
     figure.savefig(folder.reward_png, dpi=150, metadata={"Software": None})
     light, dark = (";".join(f"--{name}:{color}" for name, color in colors.items()) for colors in (LIGHT, DARK))
     summary = "".join(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controllers.metrics import RunFolder
-from controllers.report import write_report
+from controllers.report import around_rewards, write_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +103,12 @@ def test_an_interrupted_run_of_any_length_has_a_report(tmp_path, num_steps):
     assert "interrupted" in page.text and "not measured" in page.text and "none recorded" in page.text
     assert ("no steps recorded" in page.text) == (num_steps == 0)
     assert folder.reward_png.stat().st_size > 1000
+
+
+def test_the_chart_of_rewards_shows_no_more_supervised_steps_than_others():
+    for num_sft, num_grpo, first in ((10, 2, 8), (2, 10, 0), (10, 0, 0)):
+        records = [{"step": s, "phase": "sft" if s < num_sft else "grpo"} for s in range(num_sft + num_grpo)]
+        assert around_rewards(records) == records[first:]
 
 
 def test_a_report_is_the_same_every_time(tmp_path):
