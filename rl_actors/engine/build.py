@@ -39,6 +39,7 @@ from rl_actors.engine.context import RowShards, WholeRows
 from rl_actors.engine.inputs import Batch
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
+from rl_actors.engine.outcome import ToHost
 from rl_actors.engine.stages import LocalModel, cut
 
 
@@ -52,6 +53,7 @@ class Parts:
     parallel_dims: ParallelDims
     device: torch.device
     to_device: Callable[[torch.Tensor], torch.Tensor]
+    to_host: ToHost
     rows: Callable[[Batch], Batch]  # a batch of whole rows -> what this rank holds of it, with attention masks
     context: Callable[[], Any]  # torchtitan's context around forward and backward
     adapter: Qwen3StateDictAdapter
@@ -216,6 +218,7 @@ def build(config: TrainerConfig) -> Parts:
         parallel_dims=parallel_dims,
         device=device,
         to_device=partial(machine.to_device, device=device),
+        to_host=machine.to_host,
         rows=_rows(modules[0], parallel_dims, config, machine),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         adapter=Qwen3StateDictAdapter(model_config, None),

@@ -75,7 +75,9 @@ class RouterCounters:
                 mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
                 is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
             counts_E = _local(moe.tokens_per_expert_E)
-            counts_E.sub_(_local(expert_ids_BLK)[is_padding_BL].flatten().bincount(minlength=len(counts_E)))
+            ids_BLK = _local(expert_ids_BLK)
+            padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
+            counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())  # a mask would be waited for
 
 
 def _local(tensor: Tensor) -> Tensor:
