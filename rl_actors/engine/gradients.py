@@ -51,10 +51,11 @@ class Gradients:
     def _squared(self, layout: Any, indices: list[int]) -> Tensor:
         # In float64: the squares of norms would leave float32's range, and the order of ranks shows less.
         total = torch.stack([self.norms[index] for index in indices]).double().square().sum()
-        mesh, placements = layout or (None, ())
-        for dim, placement in enumerate(placements):
-            if not placement.is_replicate() and mesh.size(dim) > 1:
-                dist.all_reduce(total, group=mesh.get_group(dim))
+        if layout is not None:
+            mesh, placements = layout
+            for dim, placement in enumerate(placements):
+                if not placement.is_replicate() and mesh.size(dim) > 1:
+                    dist.all_reduce(total, group=mesh.get_group(dim))
         return total
 
     @torch.no_grad()

@@ -27,7 +27,7 @@ class Batch:
     is_padding_BL: Tensor  # bool
     spans: list[Span]
     index_N: (
-        Tensor  # on the host: where in the flattened whole rows the samples' N positions are, in the order of spans
+        Tensor  # on the host: where the samples' N positions are in the flattened whole rows, in the order of spans
     )
     to_device: Callable[[Tensor], Tensor]
     attention_masks: Any = None  # what the attention layers take
@@ -109,13 +109,13 @@ def make_batch(
         return values_P.repeat_interleave(lengths_P).view(shape)
 
     def lay(of_sample: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """fill: [...], what is where no sample is, or nothing of a sample."""
+        """fill: what is at a position where there is no sample, or nothing of it."""
+        found = [None if isinstance(piece, int) else of_sample(piece) for piece in pieces]
+        laid = [fill.expand(n, *fill.shape) if x is None else x for n, x in zip(lengths_P.tolist(), found, strict=True)]
+        return torch.cat(laid).unflatten(0, shape)
 
-        def laid(piece: Sample | int) -> Tensor:
-            found = None if isinstance(piece, int) else of_sample(piece)
-            return fill.expand(piece if isinstance(piece, int) else len(piece), *fill.shape) if found is None else found
-
-        return torch.cat([laid(piece) for piece in pieces]).unflatten(0, shape)
+    def column(name: str) -> Tensor:
+        return lay(lambda sample: sample.columns.get(name), _nothing(samples, name))
 
     is_padding_BL = spread(is_padding_P)
     offsets_BL = torch.arange(is_padding_BL.numel()).view(shape) - spread(starts_P)
@@ -126,10 +126,9 @@ def make_batch(
         "temperatures_BL": spread(temperatures_P),
         "is_padding_BL": is_padding_BL,
     }
-    columns = {name: lay(lambda s, name=name: s.columns.get(name), _nothing(samples, name)) for name in column_names}
     return Batch(
         **{name: to_device(tensor) for name, tensor in tensors.items()},
-        columns={name: to_device(column) for name, column in columns.items()},
+        columns={name: to_device(column(name)) for name in column_names},
         spans=spans,
         index_N=(~is_padding_BL).flatten().nonzero()[:, 0],
         to_device=to_device,

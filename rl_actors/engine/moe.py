@@ -70,6 +70,7 @@ class RouterCounters:
     def _take_padding_off(self, moe: nn.Module, expert_ids_BLK: Tensor) -> None:
         if moe.training:
             is_padding_BL = self.is_padding_BL
+            assert is_padding_BL is not None
             if isinstance(expert_ids_BLK, DTensor):
                 # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
                 mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
