@@ -121,7 +121,7 @@ def test_forward_with_a_loss_reports_what_forward_backward_does(make_engine, los
     assert engine.step.state == "open"
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["products", "selective", "full"])
 def test_activation_checkpointing_changes_no_number(make_engine, checkpointing):
     samples, params = ppo_samples(ODD_LENGTHS), OptimParams(learning_rate=1e-3, grad_divisor=10.0)
 
