@@ -13,10 +13,11 @@ class Row:
     document: int  # positions of one document; divides row_length
     rows: int = 1  # of a microbatch
     microbatches: int = 1  # of a step
-    checkpointing: Literal["none", "selective", "full"] = "selective"
+    checkpointing: Literal["none", "products", "selective", "full"] = "selective"
     attention: str = "flex"  # ours, of TrainerConfig.attention
     reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
     float8: bool = False
+    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
 
@@ -44,6 +45,12 @@ ROWS = {
     "4b-16k": Row(model="4b", row_length=16_384, document=16_384, attention="cudnn", microbatches=2),
     "4b-packed": Row(model="4b", **PACKED),
     "4b-packed-float8": Row(model="4b", float8=True, **PACKED),
+    "4b-packed-products": Row(model="4b", checkpointing="products", **PACKED),
+    "4b-packed-float8-tensorwise": Row(model="4b", float8=True, float8_recipe="tensorwise", **PACKED),
+    "4b-packed-float8-tensorwise-products": Row(
+        model="4b", float8=True, float8_recipe="tensorwise", checkpointing="products", **PACKED
+    ),
+    "4b-packed-float8-gw-hp": Row(model="4b", float8=True, float8_recipe="rowwise_with_gw_hp", **PACKED),
     "4b-packed-2gpu": Row(model="4b", num_gpus=2, **PACKED),
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
     "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),

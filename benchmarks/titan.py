@@ -19,12 +19,12 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.qwen3 import parallelize_qwen3
 
 from benchmarks.rows import Row
 from rl_actors import ModelConfig
+from rl_actors.engine import checkpointing
 from rl_actors.engine.build import platform, qwen3_config
 
 
@@ -91,7 +91,10 @@ def _build(row: Row, model: ModelConfig, num_ranks: int, on_gpu: bool) -> Any:
             layer.attention.inner_attention = machine.attention("flex")
         layer.attention.rope.max_seq_len = row.row_length
     if row.float8:
-        converter = Float8LinearConverter.Config(model_compile_enabled=True, filter_fqns=["lm_head"])
+        recipe: Any = row.float8_recipe
+        converter = Float8LinearConverter.Config(
+            recipe_name=recipe, model_compile_enabled=True, filter_fqns=["lm_head"]
+        )
         config = converter.build().convert(config)
     debug = DebugConfig(seed=0)
     config.update_from_config(
@@ -99,14 +102,13 @@ def _build(row: Row, model: ModelConfig, num_ranks: int, on_gpu: bool) -> Any:
     )
     with torch.device("meta"):
         module = config.build()
-    checkpointing = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}[row.checkpointing]
     module = parallelize_qwen3(
         module,
         parallel_dims=dims,
         training=training,
         parallelism=parallelism,
         compile_config=compiled,
-        ac_config=checkpointing,
+        ac_config=checkpointing.policy(row.checkpointing),
         dump_folder="",
     )
     dist_utils.set_determinism(dims, device, debug, distinct_seed_mesh_dims=["pp"])

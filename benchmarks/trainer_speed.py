@@ -36,6 +36,7 @@ def trainer_config(row: Row) -> TrainerConfig:
         compute_dtype="bfloat16" if on_gpu else "float32",
         activation_checkpointing=row.checkpointing,
         float8=row.float8,
+        float8_recipe=row.float8_recipe,
         max_sequence_length=row.document,
         tokens_per_row=row.row_length,
         rows_per_microbatch=row.rows,

@@ -138,14 +138,17 @@ class TrainerConfig:
     attention: Literal["flex", "varlen", "cudnn"] = "flex"
     """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, or cuDNN's where every row holds one
     document and FlashAttention 2 elsewhere; the last two compute in bfloat16. A CPU has one of its own."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What the backward pass recomputes instead of storing."""
+    activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
+    """What the backward pass recomputes instead of storing. products: what lies between attention and matrix products; selective:
+    every second matrix product as well; full: whole blocks."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """torch.compile of the blocks, when it is enabled and "model" is among its components."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass; parameters, gradients and optimizer state stay float32."""
     float8: bool = False
-    """Linear layers of the blocks in float8 (torchao, rowwise); emulated, for tests, on a machine without such hardware."""
+    """Linear layers of the blocks in float8 by torchao; emulated, for tests, on a machine without such hardware."""
+    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    """Scales of float8: one a tensor, with the fastest kernels; one a row; one a row with the weights' gradients in compute_dtype."""
     max_sequence_length: int = 4096
     """Longest sample in positions; longer ones are refused."""
     tokens_per_row: int = 4096

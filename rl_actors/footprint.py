@@ -174,7 +174,9 @@ def _activations(config: TrainerConfig) -> int:
     kept = running = 0.0
     for layer in range(model.num_hidden_layers):
         saved = _saved_by_block(model, layer, d, tensor, context)
-        kept += {"none": saved, "selective": _saved_selectively(model, layer, d, tensor, context), "full": d}[
+        selectively = _saved_selectively(model, layer, d, tensor, context)
+        every_product = selectively + d + _width(model, layer) / tensor
+        kept += {"none": saved, "products": every_product, "selective": selectively, "full": d}[
             config.activation_checkpointing
         ]
         running = max(running, saved)
@@ -216,10 +218,14 @@ def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, co
     """Elements a position: the block's input, attention, and every second matrix product."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
-    width = (
+    return 2 * d + (q + 2 * kv * context) + q + _width(model, layer) / tensor
+
+
+def _width(model: ModelConfig, layer: int) -> int:
+    """Of what a token passes through in the MLP, in all its experts together."""
+    return (
         model.num_experts_per_tok * model.moe_intermediate_size if model.has_experts(layer) else model.intermediate_size
     )
-    return 2 * d + (q + 2 * kv * context) + q + width / tensor
 
 
 def _gathered(config: TrainerConfig, size: int) -> float:

@@ -4,7 +4,7 @@ A partial is a number for sum, min and max, and a pair (numerator, denominator) 
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,20 +24,28 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> Partials:
     return merged
 
 
+def numbers_of(
+    partials: Mapping[str, Any], to_host: Callable[[Tensor], Callable[[], Tensor]] = lambda tensor: lambda: tensor
+) -> Callable[[], Partials]:
+    """Begin to bring partials of device scalars to the host, in one transfer; what is returned waits for it and gives numbers.
+
+    to_host: begins to copy a tensor; what it returns waits for the copy.
+    """
+    pairs = {name: value if isinstance(value, tuple) else (value,) for name, value in partials.items()}
+    scalars = [x.detach().double() for pair in pairs.values() for x in pair if isinstance(x, Tensor)]
+    arrival = to_host(torch.stack(scalars)) if scalars else None
+
+    def numbers() -> Partials:
+        arrived = iter(arrival().tolist() if arrival is not None else [])
+        found = {name: [next(arrived) if isinstance(x, Tensor) else x for x in pair] for name, pair in pairs.items()}
+        return {name: tuple(found[name]) if isinstance(partials[name], tuple) else found[name][0] for name in partials}
+
+    return numbers
+
+
 def to_numbers(partials: Mapping[str, Any]) -> Partials:
-    """Bring partials of device scalars to the host in one transfer."""
-    flat = [
-        (name, i, x)
-        for name, value in partials.items()
-        for i, x in enumerate(value if isinstance(value, tuple) else (value,))
-    ]
-    if not flat:
-        return {}
-    numbers = torch.stack([torch.as_tensor(x).double() for _, _, x in flat]).tolist()
-    result: Partials = {}
-    for (name, i, _), number in zip(flat, numbers, strict=True):
-        result[name] = (result[name], number) if i else number
-    return result
+    """Partials of scalars on the host as numbers."""
+    return numbers_of(partials)()
 
 
 def finish(partials: Mapping[str, Any]) -> dict[str, float]:

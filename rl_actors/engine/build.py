@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
+from torchao.float8 import Float8LinearConfig
 from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
@@ -34,11 +34,12 @@ from torchtitan.models.qwen3 import (
 import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
 from rl_actors.config import ModelConfig, TrainerConfig
-from rl_actors.engine import lora
+from rl_actors.engine import checkpointing, lora
 from rl_actors.engine.context import RowShards, WholeRows
 from rl_actors.engine.inputs import Batch
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
+from rl_actors.engine.outcome import ToHost
 from rl_actors.engine.stages import LocalModel, cut
 
 
@@ -52,6 +53,7 @@ class Parts:
     parallel_dims: ParallelDims
     device: torch.device
     to_device: Callable[[torch.Tensor], torch.Tensor]
+    to_host: ToHost
     rows: Callable[[Batch], Batch]  # a batch of whole rows -> what this rank holds of it, with attention masks
     context: Callable[[], Any]  # torchtitan's context around forward and backward
     adapter: Qwen3StateDictAdapter
@@ -119,9 +121,15 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mod
         )
     # The head's products feed the logprobs, so it stays as it is.
     converter = Float8LinearConverter.Config(
-        emulate=emulate, model_compile_enabled=config.compile.enable, filter_fqns=["lm_head"]
-    )
-    return converter.build().convert(model_config)
+        recipe_name=config.float8_recipe,  # type: ignore[arg-type]  # torchtitan names two of torchao's three
+        emulate=emulate,
+        model_compile_enabled=config.compile.enable,
+        filter_fqns=["lm_head"],
+    ).build()
+    # torchtitan emulates scales of whole tensors whatever the recipe.
+    recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
+    converter.torchao_config = replace(recipe, emulate=emulate)
+    return converter.convert(model_config)
 
 
 def _rows(
@@ -179,11 +187,7 @@ def build(config: TrainerConfig) -> Parts:
         "training": training,
         "parallelism": config.parallelism,
         "compile_config": config.compile,
-        "ac_config": {
-            "none": None,
-            "selective": SelectiveAC.Config(),
-            "full": FullAC.Config(),
-        }[config.activation_checkpointing],
+        "ac_config": checkpointing.policy(config.activation_checkpointing),
         "dump_folder": "",
     }
     if parallel_dims.pp_enabled:
@@ -216,6 +220,7 @@ def build(config: TrainerConfig) -> Parts:
         parallel_dims=parallel_dims,
         device=device,
         to_device=partial(machine.to_device, device=device),
+        to_host=machine.to_host,
         rows=_rows(modules[0], parallel_dims, config, machine),
         context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         adapter=Qwen3StateDictAdapter(model_config, None),

@@ -59,6 +59,8 @@ class RowShards:
             **dict(zip(named, shards[: len(named)], strict=True)),
             columns=dict(zip(batch.columns, shards[len(named) :], strict=True)),
             spans=batch.spans,
+            index_N=batch.index_N,
+            to_device=batch.to_device,
             attention_masks=self.local_masks(masks),
             mesh=self.mesh,
         )
@@ -73,7 +75,7 @@ class BatchShard(Batch):
 
     def one_a_row(self) -> RowPerSample:
         num_rows, num_held = self.tokens_BL.shape
-        return RowPerSample(self.spans, torch.Size((num_rows, num_held * self.mesh.size())), self.tokens_BL.device)
+        return RowPerSample(self, torch.Size((num_rows, num_held * self.mesh.size())))
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         index_BL = self._gather(self.index_BC)

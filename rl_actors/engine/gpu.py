@@ -63,6 +63,19 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+def to_host(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy it to pinned memory. What is returned waits for the copy, and not for what was launched behind it."""
+    copied = tensor.to("cpu", non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def wait() -> Tensor:
+        event.synchronize()
+        return copied
+
+    return wait
+
+
 def fuse(function: Callable) -> Callable:
     """A function of tensors as few kernels."""
     return torch.compile(function)

@@ -26,11 +26,15 @@ class Batch:
     columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]
     is_padding_BL: Tensor  # bool
     spans: list[Span]
+    index_N: (
+        Tensor  # on the host: where the samples' N positions are in the flattened whole rows, in the order of spans
+    )
+    to_device: Callable[[Tensor], Tensor]
     attention_masks: Any = None  # what the attention layers take
 
     def one_a_row(self) -> "RowPerSample":
         """Where each sample's positions are in whole rows, for losses that must see whole samples."""
-        return RowPerSample(self.spans, self.tokens_BL.shape, self.tokens_BL.device)
+        return RowPerSample(self, self.tokens_BL.shape)
 
     # Of rows that a rank holds whole; context.py has those of which it holds a part.
 
@@ -53,23 +57,26 @@ class RowPerSample:
     Without samples S is 1 and T is L, so that a loss over nothing still has a shape.
     """
 
-    def __init__(self, spans: Sequence[Span], shape: torch.Size, device: torch.device) -> None:
-        self.shape = shape  # of the whole rows
-        length = max((end - start for _, _, start, end in spans), default=self.shape[1])
-        index_ST = torch.full((max(1, len(spans)), length), -1, dtype=torch.int64)
-        for row_S, (_, row, start, end) in zip(index_ST, spans, strict=False):
-            row_S[: end - start] = torch.arange(row * self.shape[1] + start, row * self.shape[1] + end)
-        self.index_ST = index_ST.to(device)
+    def __init__(self, batch: Batch, shape: torch.Size) -> None:
+        """shape: of the whole rows."""
+        self.shape = shape
+        lengths_S = torch.tensor([end - start for _, _, start, end in batch.spans] or [0])
+        longest = int(lengths_S.max()) if batch.spans else shape[1]
+        inside_ST = torch.arange(longest) < lengths_S[:, None]
+        index_ST = torch.zeros(inside_ST.shape, dtype=torch.int64)
+        index_ST[inside_ST] = batch.index_N
+        # Indices that the host knows: the device would have to be waited for to count a mask of its own.
+        self.index_ST, self.inside_ST = batch.to_device(index_ST), batch.to_device(inside_ST)
+        self.index_N, self.filled_N = (batch.to_device(x) for x in (batch.index_N, inside_ST.flatten().nonzero()[:, 0]))
 
     def unpack(self, values_BL: Tensor) -> Tensor:
-        values_ST = values_BL.flatten(0, 1)[self.index_ST.clamp(min=0)]
-        inside_ST = (self.index_ST >= 0).view(*self.index_ST.shape, *[1] * (values_ST.ndim - 2))
+        values_ST = values_BL.flatten(0, 1)[self.index_ST]
+        inside_ST = self.inside_ST.view(*self.inside_ST.shape, *[1] * (values_ST.ndim - 2))
         return torch.where(inside_ST, values_ST, 0)
 
     def pack(self, values_ST: Tensor) -> Tensor:
-        inside_ST = self.index_ST >= 0
         packed_N = values_ST.new_zeros(self.shape.numel(), *values_ST.shape[2:])
-        packed_N[self.index_ST[inside_ST]] = values_ST[inside_ST]
+        packed_N[self.index_N] = values_ST.flatten(0, 1)[self.filled_N]
         return packed_N.unflatten(0, self.shape)
 
 
@@ -84,47 +91,51 @@ def make_batch(
     Every position of padding is a document of its own: as one long document it could pass the end of the rotary embedding.
     """
     shape = (len(microbatch.rows), microbatch.row_length)
-    spans = []
+    spans: list[Span] = []
+    pieces: list[Sample | int] = []  # that the rows are made of, one behind the other: samples, and lengths of padding
     for row, indices in enumerate(microbatch.rows):
         end = 0
         for index in indices:
             start, end = end, end + len(samples[index])
             spans.append((index, row, start, end))
-    laid = [samples[index] for index, *_ in spans]
-    lengths_S = torch.tensor([len(sample) for sample in laid], dtype=torch.int64)
-    starts_S = torch.tensor([row * shape[1] + start for _, row, start, _ in spans], dtype=torch.int64)
-    # N positions that hold samples: where each lies in its document and in the rows.
-    documents_N = torch.arange(len(laid)).repeat_interleave(lengths_S)
-    positions_N = torch.arange(len(documents_N)) - (lengths_S.cumsum(0) - lengths_S)[documents_N]
-    index_N = starts_S[documents_N] + positions_N
+            pieces.append(samples[index])
+        pieces.append(shape[1] - end)
+    lengths_P = torch.tensor([piece if isinstance(piece, int) else len(piece) for piece in pieces])
+    is_padding_P = torch.tensor([isinstance(piece, int) for piece in pieces])
+    temperatures_P = torch.tensor([1.0 if isinstance(piece, int) else piece.temperature for piece in pieces])
+    starts_P = lengths_P.cumsum(0) - lengths_P
 
-    def lay(values: list[Tensor], into: Tensor) -> Tensor:
-        if values:
-            into.view(-1, *into.shape[2:])[index_N] = torch.cat(values)
-        return into
+    def spread(values_P: Tensor) -> Tensor:
+        return values_P.repeat_interleave(lengths_P).view(shape)
 
-    tokens_BL = lay([sample.tokens for sample in laid], torch.zeros(shape, dtype=torch.int64))
-    targets_BL = lay([sample.targets for sample in laid], torch.full(shape, IGNORE_TARGET))
-    positions_BL = lay([positions_N], torch.zeros(shape, dtype=torch.int64))
-    temperatures_S = torch.tensor([sample.temperature for sample in laid], dtype=torch.float32)
-    temperatures_BL = lay([temperatures_S[documents_N]], torch.ones(shape))
-    is_padding_BL = lay([torch.zeros(len(documents_N), dtype=torch.bool)], torch.ones(shape, dtype=torch.bool))
-    columns = {name: _empty_column(samples, name, shape) for name in column_names}
-    for name, column_BL in columns.items():
-        if any(name in sample.columns for sample in laid):
-            lay([s.columns[name] if name in s.columns else torch.zeros(len(s)) for s in laid], column_BL)
+    def lay(of_sample: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
+        """fill: what is at a position where there is no sample, or nothing of it."""
+        found = [None if isinstance(piece, int) else of_sample(piece) for piece in pieces]
+        laid = [fill.expand(n, *fill.shape) if x is None else x for n, x in zip(lengths_P.tolist(), found, strict=True)]
+        return torch.cat(laid).unflatten(0, shape)
+
+    def column(name: str) -> Tensor:
+        return lay(lambda sample: sample.columns.get(name), _nothing(samples, name))
+
+    is_padding_BL = spread(is_padding_P)
+    offsets_BL = torch.arange(is_padding_BL.numel()).view(shape) - spread(starts_P)
+    tensors = {
+        "tokens_BL": lay(lambda sample: sample.tokens, torch.tensor(0)),
+        "targets_BL": lay(lambda sample: sample.targets, torch.tensor(IGNORE_TARGET)),
+        "positions_BL": offsets_BL.masked_fill_(is_padding_BL, 0),
+        "temperatures_BL": spread(temperatures_P),
+        "is_padding_BL": is_padding_BL,
+    }
     return Batch(
-        tokens_BL=to_device(tokens_BL),
-        targets_BL=to_device(targets_BL),
-        positions_BL=to_device(positions_BL),
-        temperatures_BL=to_device(temperatures_BL),
-        columns={name: to_device(column) for name, column in columns.items()},
-        is_padding_BL=to_device(is_padding_BL),
+        **{name: to_device(tensor) for name, tensor in tensors.items()},
+        columns={name: to_device(column(name)) for name in column_names},
         spans=spans,
+        index_N=(~is_padding_BL).flatten().nonzero()[:, 0],
+        to_device=to_device,
     )
 
 
-def _empty_column(samples: Sequence[Sample], name: str, shape: tuple[int, int]) -> Tensor:
-    if name not in TOP_K_COLUMNS:
-        return torch.zeros(shape)
-    return torch.zeros(*shape, samples[0].columns[name].shape[1], dtype=column_dtype(name))
+def _nothing(samples: Sequence[Sample], name: str) -> Tensor:
+    """What a column holds where there is nothing: [], of TOP_K_COLUMNS [K]."""
+    shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
+    return torch.zeros(shape, dtype=column_dtype(name))

@@ -70,12 +70,15 @@ class RouterCounters:
     def _take_padding_off(self, moe: nn.Module, expert_ids_BLK: Tensor) -> None:
         if moe.training:
             is_padding_BL = self.is_padding_BL
+            assert is_padding_BL is not None
             if isinstance(expert_ids_BLK, DTensor):
                 # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
                 mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
                 is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
             counts_E = _local(moe.tokens_per_expert_E)
-            counts_E.sub_(_local(expert_ids_BLK)[is_padding_BL].flatten().bincount(minlength=len(counts_E)))
+            ids_BLK = _local(expert_ids_BLK)
+            padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
+            counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())  # a mask would be waited for
 
 
 def _local(tensor: Tensor) -> Tensor:

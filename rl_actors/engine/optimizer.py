@@ -13,6 +13,7 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
 from rl_actors.config import OptimizerConfig
+from rl_actors.engine.gradients import local
 from rl_actors.types import OptimParams
 from rl_actors.validation import HYPERPARAMETERS
 
@@ -22,8 +23,26 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
+class _OfShards:
+    """Adam goes element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch of each of them."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+        has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
+        for tensors in lists:
+            tensors[:] = map(local, tensors)
+        return has_complex
+
+
+class Adam(_OfShards, torch.optim.Adam):
+    """torch's, and its state is DTensors as torch's."""
+
+
+class AdamW(_OfShards, torch.optim.AdamW):
+    """torch's, and its state is DTensors as torch's."""
+
+
 class Optimizers(OptimizersContainer):
-    """Adam and AdamW as torchtitan makes them; "module:Class" as that class makes itself."""
+    """Adam and AdamW with torchtitan's arguments; "module:Class" as that class makes itself."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -31,7 +50,7 @@ class Optimizers(OptimizersContainer):
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
-        return pkgutil.resolve_name(name) if ":" in name else OptimizersContainer._resolve_optimizer_factory(name)
+        return pkgutil.resolve_name(name) if ":" in name else {"Adam": Adam, "AdamW": AdamW}[name]
 
     @staticmethod
     def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:

@@ -21,13 +21,11 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from rl_actors.config import TrainerConfig
 from rl_actors.engine.build import Parts
 from rl_actors.engine.gather import raise_together
-from rl_actors.engine.inputs import Batch, Span
+from rl_actors.engine.inputs import Batch
 from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss, Values
+from rl_actors.engine.outcome import Outcome
 from rl_actors.losses import Loss
 from rl_actors.metrics import Partials
-
-Outcome = tuple[list[Span], Values, Partials]
-"""Of one microbatch: where the samples are (Batch.spans), what was computed at every position, and metrics."""
 
 Compute = Callable[[Tensor, Batch], tuple[Values, Partials, Tensor]]
 """(hidden_BLD, batch) -> (values, metrics, the loss)."""
@@ -54,10 +52,10 @@ class SingleRunner:
         steady = None if loss is None else SteadyLoss(loss)
         first = list(islice(batches, 2))
         with self._gathered(keep={"always": False, "never": True, "default": len(first) > 1}[self.reshard_policy]):
-            outcomes = [
-                (batch.spans, *self.logprobs.evaluate(self._hidden(batch), batch, steady, with_entropy=with_entropy))
-                for batch in map(self.parts.rows, chain(first, batches))
-            ]
+            outcomes = []
+            for batch in map(self.parts.rows, chain(first, batches)):
+                found = self.logprobs.evaluate(self._hidden(batch), batch, steady, with_entropy=with_entropy)
+                outcomes.append(Outcome(batch, *found, self.parts.to_host))
         if steady is not None:
             raise_together(steady.failure)
         return outcomes
@@ -67,8 +65,8 @@ class SingleRunner:
         steady, outcomes = SteadyLoss(loss), []
         for batch in map(self.parts.rows, batches):
             values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, steady, with_entropy=with_entropy)
+            outcomes.append(Outcome(batch, values, metrics, self.parts.to_host))
             total.backward()
-            outcomes.append((batch.spans, values, metrics))
         raise_together(steady.failure)
         return outcomes
 
@@ -184,7 +182,7 @@ class PipelineRunner:
         except Exception as error:
             call.failure = error
             return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
-        call.outcomes.append((batch.spans, values, metrics))
+        call.outcomes.append(Outcome(batch, values, metrics, self.parts.to_host))
         return total
 
     def _is_single(self) -> bool:

@@ -11,27 +11,24 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torchtitan.distributed import utils as dist_utils
 
 from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
-from rl_actors.engine.gather import by_rank
+from rl_actors.engine.gradients import Gradients
 from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs
 from rl_actors.engine.optimizer import named_parameters
+from rl_actors.engine.outcome import Outcome
 from rl_actors.engine.packing import plan
-from rl_actors.engine.pipeline import Outcome, PipelineRunner, SingleRunner
+from rl_actors.engine.pipeline import PipelineRunner, SingleRunner
 from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.step import OpenStep
 from rl_actors.losses import Loss, resolve
-from rl_actors.metrics import merge, to_numbers
+from rl_actors.metrics import merge
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
 from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
-
-MAX_NAMES_REPORTED = 10
 
 
 class TrainEngine:
@@ -67,6 +64,9 @@ class TrainEngine:
         self.profiler = StepProfiler(torch.distributed.get_rank())
         self.policy_version = 0
         self.steps_skipped = 0
+        self.trained = [(n, p) for n, p in named_parameters(self.parts.model) if p.requires_grad]
+        pp_mesh = self.parts.parallel_dims.get_optional_mesh("pp")
+        self.pipeline = pp_mesh.get_group() if pp_mesh is not None else None
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
         self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
         self.num_data_ranks: int = mesh.size() if mesh is not None else 1
@@ -126,16 +126,14 @@ class TrainEngine:
         hyperparameters = self.parts.hyperparameters
         validate_optim_params(params, hyperparameters.name, hyperparameters.honoured)
         with self._breaking():
-            named = [(n, p) for n, p in named_parameters(self.parts.model) if p.grad is not None]
-            # FSDP sums (divide factor 1), so one division by the global count belongs here, in float32.
-            torch._foreach_div_([_local(p.grad) for _, p in named], float(params.grad_divisor))
-            norms = torch._foreach_norm([_local(p.grad) for _, p in named])  # before clipping spreads a NaN
-            max_norm = float("inf") if params.grad_clip_norm is None else params.grad_clip_norm
-            pp_mesh, ep_enabled = self.parts.parallel_dims.get_optional_mesh("pp"), self.parts.parallel_dims.ep_enabled
-            trained = [p for _, p in named]
-            grad_norm = float(dist_utils.clip_grad_norm_(trained, max_norm, pp_mesh=pp_mesh, ep_enabled=ep_enabled))
+            gradients = Gradients(self.trained, self.pipeline, self.parts.device)
+            grad_norm = gradients.norm() / params.grad_divisor
             finite = grad_norm < float("inf")
-            broken = () if finite else self._nonfinite([n for n, _ in named], norms)
+            broken = () if finite else gradients.nonfinite()
+            if finite:
+                # FSDP sums (divide factor 1), so the division by the global count belongs here: in one pass with the clipping.
+                clip = 1.0 if params.grad_clip_norm is None else min(1.0, params.grad_clip_norm / (grad_norm + 1e-6))
+                gradients.scale(clip / params.grad_divisor)
         if finite:
             with self._breaking(weights=True):
                 self._apply(params)
@@ -258,18 +256,16 @@ class TrainEngine:
             yield make_batch(samples, microbatch, columns, self.parts.to_device)
 
     def _output(self, outcomes: list[Outcome]) -> RankOutput:
-        spans = [(values, span) for spans, values, _ in outcomes for span in spans] if self.reports_samples else []
-
-        def gathered(name: str) -> Tensor:
-            return torch.cat([values[name][row, start:end] for values, (_, row, start, end) in spans]).float().cpu()
-
+        told = outcomes if self.reports_samples else []
+        values = [outcome.values() for outcome in told]
+        joined = {name: torch.cat([of_one[name] for of_one in values]) for name in (values[0] if values else ())}
         return RankOutput(
             rank=torch.distributed.get_rank(),
-            indices=[index for _, (index, *_) in spans],
-            lengths=[end - start for _, (_, _, start, end) in spans],
-            logprobs=gathered("logprobs") if spans else torch.empty(0),
-            extras={name: gathered(name) for name in spans[0][0] if name != "logprobs"} if spans else {},
-            metrics=to_numbers(merge(metrics for _, _, metrics in outcomes)) if self.reports else {},
+            indices=[index for outcome in told for index in outcome.indices],
+            lengths=[length for outcome in told for length in outcome.lengths],
+            logprobs=joined.pop("logprobs", torch.empty(0)),
+            extras=joined,
+            metrics=merge(outcome.metrics() for outcome in outcomes) if self.reports else {},
             policy_version=self.policy_version,
         )
 
@@ -280,12 +276,6 @@ class TrainEngine:
     def _clear(self) -> None:
         self.parts.optimizers.zero_grad()
         self.parts.routers.clear()
-
-    def _nonfinite(self, names: list[str], norms: Sequence[Tensor]) -> tuple[str, ...]:
-        # A shard may be finite where its neighbour is not, and a pipeline stage has names of its own: all ranks say, so that they agree.
-        finite = torch.isfinite(torch.stack(list(norms))).tolist()
-        everywhere = by_rank([name for name, is_finite in zip(names, finite, strict=True) if not is_finite])
-        return tuple(dict.fromkeys(name for of_rank in everywhere for name in of_rank))[:MAX_NAMES_REPORTED]
 
     @contextmanager
     def _breaking(self, *, weights: bool = False):
@@ -303,7 +293,3 @@ class TrainEngine:
             yield
         finally:
             self.parts.model.train()
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -23,14 +23,17 @@ def two_steps(engine) -> list[float]:
 
 
 def test_float8_trains_near_float32_and_its_masters_are_float32(make_engine):
-    expected = two_steps(make_engine())
-    engine = make_engine(float8=True)
-    kinds = [type(module).__name__ for module in engine.parts.model.modules()]
-    assert kinds.count("Float8Linear") == 3 * 5  # fused qkv, wo, w1, w2, w3 in 3 blocks
-    actual = two_steps(engine)
-    assert actual == pytest.approx(expected, rel=0.05)
-    assert actual != pytest.approx(expected, rel=1e-4)  # it was at work
-    assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
+    expected, found = two_steps(make_engine()), []
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        engine = make_engine(float8=True, float8_recipe=recipe)
+        kinds = [type(module).__name__ for module in engine.parts.model.modules()]
+        assert kinds.count("Float8Linear") == 3 * 5  # fused qkv, wo, w1, w2, w3 in 3 blocks
+        found.append(two_steps(engine))
+        assert found[-1] == pytest.approx(expected, rel=0.05)
+        assert found[-1] != pytest.approx(expected, rel=1e-4)  # it was at work
+        assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
+    # The gradients of the weights show in the second step alone.
+    assert found[0][0] != found[1][0] and found[1][0] == found[2][0] and found[1][2:] != found[2][2:]
 
 
 def test_bfloat16_computes_near_float32_and_its_masters_are_float32(make_engine):

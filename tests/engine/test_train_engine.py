@@ -121,7 +121,7 @@ def test_forward_with_a_loss_reports_what_forward_backward_does(make_engine, los
     assert engine.step.state == "open"
 
 
-@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["products", "selective", "full"])
 def test_activation_checkpointing_changes_no_number(make_engine, checkpointing):
     samples, params = ppo_samples(ODD_LENGTHS), OptimParams(learning_rate=1e-3, grad_divisor=10.0)
 
@@ -210,3 +210,17 @@ def test_the_peak_of_memory_holds_what_is_gone(make_engine):
     assert after.peak_memory_bytes >= max(
         before.memory_bytes + num_bytes // 2, after.memory_bytes, before.peak_memory_bytes
     )
+
+
+def test_an_answer_is_on_its_way_before_the_backward_pass(make_engine):
+    engine, gradients = make_engine(), []
+    block = next(p for n, p in engine.parts.model.named_parameters() if n.endswith("layers.0.feed_forward.w1.weight"))
+
+    def to_host(tensor):
+        gradients.append(block.grad)
+        return lambda: tensor
+
+    engine.runner.parts = replace(engine.runner.parts, to_host=to_host)
+    output = engine.forward_backward(random_samples([31, 7]), "cross_entropy")
+    assert gradients and gradients == [None] * len(gradients) and block.grad is not None
+    assert output.logprobs.numel() == 38 and output.metrics["loss:sum"] > 0

@@ -1,0 +1,44 @@
+"""The norm, the scale and the names of a step's gradients, on plain tensors; the layouts' tests have the sharded ones."""
+
+import pytest
+import torch
+
+from rl_actors.engine.gradients import Gradients
+
+
+def parameters_with(gradients: dict[str, torch.Tensor | None]):
+    named = []
+    for name, gradient in gradients.items():
+        parameter = torch.nn.Parameter(torch.zeros(() if gradient is None else gradient.shape))
+        parameter.grad = gradient
+        named.append((name, parameter))
+    return named
+
+
+def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
+    return Gradients(parameters_with(gradients), None, torch.device("cpu"))
+
+
+def test_the_norm_is_torchs_and_scaling_scales_it():
+    draw = torch.Generator().manual_seed(0)
+    named = {str(n): torch.randn(n, 7, generator=draw) for n in (3, 50, 400)}
+    gradients = make({**named, "frozen": None})
+    expected = float(torch.nn.utils.get_total_norm(list(named.values())))
+    assert gradients.norm() == pytest.approx(expected, rel=1e-6)
+    before = [tensor.clone() for tensor in named.values()]
+    gradients.scale(0.125)
+    assert all(torch.equal(a, 0.125 * b) for a, b in zip(named.values(), before, strict=True))
+
+
+def test_without_gradients_the_norm_is_0():
+    assert make({"frozen": None}).norm() == 0.0
+
+
+def test_large_gradients_that_are_finite_have_a_finite_norm():
+    # Each norm is 1e19; the square of a second one would leave float32's range.
+    assert make({str(i): torch.full((1,), 1e19) for i in range(100)}).norm() == pytest.approx(1e20, rel=1e-6)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(value):
+    assert not make({"a": torch.ones(3), "b": torch.tensor([0.0, value])}).norm() < float("inf")
