@@ -1,13 +1,48 @@
-"""What vLLM 0.32's reload of weights leaves out on a CPU, where kernels compute with weights packed from the model's. Not for a GPU."""
+"""Everything of the generator's vLLM that only a CPU needs: its threads, its options, what a reload of weights leaves out. vllm_gpu.py has the same names."""
 
 import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from rl_actors import cpu_process
+from rl_actors.config import GeneratorConfig
+
+# Helper kernels compiled at first use would cost twelve seconds.
+ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+KV_CACHE_BYTES = 256 << 20
+BATCHED_TOKENS = 4096
+"""Prompt tokens of one step; what runs beside them waits for it."""
+
+
+def require_possible(config: GeneratorConfig) -> None:
+    """Raises ValueError naming the value and the reason for what vLLM 0.32 cannot do on a CPU."""
+    if config.lora.unmerged and config.model.num_experts:
+        raise ValueError(
+            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
+            "vLLM then runs experts in a Triton kernel, which needs a GPU"
+        )
+    if config.batch_invariant:
+        raise ValueError("generator.batch_invariant=True on a CPU: vLLM's batch-invariant kernels are for GPUs")
+
+
+def options(config: GeneratorConfig) -> dict[str, Any]:
+    """vLLM's arguments; call it on the thread that is to run the engine."""
+    from vllm.platforms import current_platform
+
+    cpu_process.prepare()
+    type(current_platform).simple_compile_backend = "eager"
+    return {
+        "kv_cache_memory_bytes": config.kv_cache_bytes or KV_CACHE_BYTES,
+        # vLLM 0.32 fails in a step that splits the prompt of a seeded request: "CPU Generator does not use offset".
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, BATCHED_TOKENS),
+        "enforce_eager": True,
+    }
+
 
 @contextlib.contextmanager
-def packed_anew(engine: Any) -> Iterator[None]:
-    """Around a reload of all weights."""
+def reloading(engine: Any) -> Iterator[None]:
+    """Around a reload of all weights: kernels compute with weights packed from the model's."""
     engine.apply_model(_forget_packed_experts)
     yield
     engine.apply_model(_repack_tied_head)

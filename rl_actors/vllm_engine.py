@@ -9,27 +9,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from rl_actors import adapters, cpu_process, vllm_cpu
+from rl_actors import adapters, vllm_cpu, vllm_gpu
 from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.types import Completion, SamplingParams
 
 NO_VERSION = -1
 """policy_version of weights that were not pulled."""
 
-# The engine must share the actor's process, and helper kernels compiled at first use would cost twelve seconds on a CPU.
+# The engine must share the actor's process.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # read as vLLM's modules are imported
-BATCH_INVARIANT_CAPABILITY = (9, 0)
-CPU_KV_CACHE_BYTES = 256 << 20
-CPU_BATCHED_TOKENS = 4096
-GPU_BATCHED_TOKENS = 8192
-"""Prompt tokens of one step; what runs beside them waits for it."""
-CPU_ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+
+
+def machine() -> ModuleType:
+    """vllm_gpu or vllm_cpu: what differs between the machines is theirs."""
+    return vllm_gpu if torch.cuda.is_available() else vllm_cpu
 
 
 def start_vllm(config: GeneratorConfig) -> Any:
@@ -37,12 +37,8 @@ def start_vllm(config: GeneratorConfig) -> Any:
 
     Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that it does not have there.
     """
-    on_cpu = not torch.cuda.is_available()
-    require_adapters_possible(config, on_cpu=on_cpu)
-    require_batch_invariance(config)
-    os.environ.update(ENGINE_ENV)
-    if on_cpu:
-        os.environ.update(CPU_ENV)
+    machine().require_possible(config)
+    os.environ.update(ENGINE_ENV | machine().ENV)
     if config.batch_invariant:
         os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory:
@@ -62,20 +58,7 @@ def model_directory(config: GeneratorConfig) -> Iterator[str]:
 
 def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
     from vllm import EngineArgs, LLMEngine
-    from vllm.platforms import current_platform
 
-    on_cpu = current_platform.is_cpu()
-    if on_cpu:
-        cpu_process.prepare()
-        type(current_platform).simple_compile_backend = "eager"
-        memory: dict[str, Any] = {
-            "kv_cache_memory_bytes": config.kv_cache_bytes or CPU_KV_CACHE_BYTES,
-            # vLLM 0.32 fails in a step that splits the prompt of a seeded request: "CPU Generator does not use offset".
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, CPU_BATCHED_TOKENS),
-        }
-    else:
-        memory = gpu_options(config)
     args = EngineArgs(
         model=directory,
         skip_tokenizer_init=True,
@@ -83,68 +66,14 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        enforce_eager=config.enforce_eager or on_cpu,
         # log_softmax(logits / temperature) after top-p and top-k: the distribution that was sampled from
         logprobs_mode="processed_logprobs",
         seed=config.seed,
         disable_log_stats=True,
-        **memory,
+        **machine().options(config),
         **(adapter_options(config.lora) if config.lora.unmerged else {}),
     )
     return LLMEngine.from_engine_args(args)
-
-
-def gpu_options(config: GeneratorConfig) -> dict[str, Any]:
-    """vLLM's arguments on a GPU: decoding in CUDA graphs, without the minutes that compiling the model takes."""
-    from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
-
-    options: dict[str, Any] = {
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "kv_cache_memory_bytes": config.kv_cache_bytes,
-        "max_num_batched_tokens": max(config.max_num_seqs, GPU_BATCHED_TOKENS),
-    }
-    if not config.enforce_eager:
-        options["compilation_config"] = CompilationConfig(
-            mode=CompilationMode.NONE,
-            cudagraph_mode=CUDAGraphMode.FULL_DECODE_ONLY,
-            cudagraph_capture_sizes=graph_sizes(config.max_num_seqs),
-        )
-    return options
-
-
-def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that a graph is captured for; others run in the next larger one. graph_sizes(200) -> [1, 2, 4, …, 64, 128, 192, 200]"""
-    small = [1 << i for i in range(6)]
-    return sorted({min(size, max_num_seqs) for size in (*small, *range(64, max_num_seqs, 64), max_num_seqs)})
-
-
-def require_adapters_possible(config: GeneratorConfig, *, on_cpu: bool) -> None:
-    """Raises ValueError naming the value and the reason for adapters that vLLM 0.32 cannot apply on such a machine."""
-    if not config.lora.unmerged:
-        return
-    if on_cpu and config.model.num_experts:
-        raise ValueError(
-            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
-            "vLLM then runs experts in a Triton kernel, which needs a GPU"
-        )
-    if not on_cpu and config.dtype == "float32":
-        raise ValueError(
-            'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take no float32; '
-            "set bfloat16, or sync them merged"
-        )
-
-
-def require_batch_invariance(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason where vLLM 0.32 has no batch-invariant mode."""
-    if not config.batch_invariant:
-        return
-    if not torch.cuda.is_available():
-        raise ValueError("generator.batch_invariant=True on a CPU: vLLM's batch-invariant kernels are for GPUs")
-    if (capability := torch.cuda.get_device_capability()) < BATCH_INVARIANT_CAPABILITY:
-        raise ValueError(
-            f"generator.batch_invariant=True on a GPU of compute capability {'.'.join(map(str, capability))}; "
-            f"vLLM's batch-invariant kernels want {'.'.join(map(str, BATCH_INVARIANT_CAPABILITY))} or later"
-        )
 
 
 def adapter_options(config: LoRAConfig) -> dict[str, Any]:
@@ -168,9 +97,7 @@ class WholeWeights:
         """Leave the weights that the engine was started with."""
 
     def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
-        from vllm.platforms import current_platform
-
-        with vllm_cpu.packed_anew(engine) if current_platform.is_cpu() else contextlib.nullcontext():
+        with machine().reloading(engine):
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
 
 

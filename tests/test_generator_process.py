@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from rl_actors import GeneratorConfig
+from rl_actors import GeneratorConfig, vllm_cpu, vllm_gpu
 from rl_actors.generator_client import process_environment
-from rl_actors.vllm_engine import graph_sizes, require_batch_invariance
 
 
 def on_gpus(monkeypatch, count: int, visible: str) -> None:
@@ -35,17 +34,15 @@ def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):
     ("most", "sizes"), [(1, [1]), (48, [1, 2, 4, 8, 16, 32, 48]), (200, [1, 2, 4, 8, 16, 32, 64, 128, 192, 200])]
 )
 def test_graphs_are_captured_up_to_the_most_sequences(most, sizes):
-    assert graph_sizes(most) == sizes
+    assert vllm_gpu.graph_sizes(most) == sizes
 
 
 def test_a_batch_invariant_mode_that_is_not_there_is_refused(monkeypatch):
-    require_batch_invariance(GeneratorConfig())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    vllm_gpu.require_possible(GeneratorConfig())
     with pytest.raises(ValueError, match="batch_invariant=True on a CPU"):
-        require_batch_invariance(GeneratorConfig(batch_invariant=True))
-    on_gpus(monkeypatch, 1, "")
+        vllm_cpu.require_possible(GeneratorConfig(batch_invariant=True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(ValueError, match="batch_invariant=True on a GPU of compute capability 8.6"):
-        require_batch_invariance(GeneratorConfig(batch_invariant=True))
+        vllm_gpu.require_possible(GeneratorConfig(batch_invariant=True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    require_batch_invariance(GeneratorConfig(batch_invariant=True))
+    vllm_gpu.require_possible(GeneratorConfig(batch_invariant=True))

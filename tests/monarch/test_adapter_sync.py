@@ -26,9 +26,11 @@ from rl_actors import (
     SamplingParams,
     TrainerClient,
     adapters,
+    vllm_cpu,
+    vllm_gpu,
 )
 from rl_actors.meshes import spawn_processes
-from rl_actors.vllm_engine import NO_VERSION, require_adapters_possible
+from rl_actors.vllm_engine import NO_VERSION
 
 LORA = LoRAConfig(rank=4, alpha=16.0, seed=3)
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
@@ -214,14 +216,14 @@ def test_an_adapter_of_the_output_projection_is_sampled_from_and_gives_no_logpro
 
 BARE_VLLM = """
 import sys
-from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, vllm_engine
+from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, vllm_cpu, vllm_engine
 
 if __name__ == "__main__":
     path, unembed = sys.argv[1], sys.argv[2] == "unembed"
     lora = LoRAConfig(rank=4, train_mlp=False, train_unembed=unembed, sync="adapter")
     limits = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_bytes": 8 << 20}
     config = GeneratorConfig(model=ModelConfig.from_hf(path), hf_path=path, lora=lora, **limits)
-    vllm_engine.require_adapters_possible = lambda *_, **__: None
+    vllm_cpu.require_possible = lambda config: None
     engine = vllm_engine.start_vllm(config)
     from vllm import SamplingParams
 
@@ -256,22 +258,23 @@ def test_what_is_refused_fails_in_vllm(tmp_path, case, error):
 
 
 @pytest.mark.parametrize(
-    "fields, on_cpu, message",
+    "fields, machine, other, message",
     [
         (
             {"model": ModelConfig(num_experts=4), "dtype": "bfloat16"},
-            True,
+            vllm_cpu,
+            vllm_gpu,
             'model.num_experts=4 with lora.sync="adapter" on a CPU',
         ),
-        ({"dtype": "float32"}, False, 'generator.dtype="float32" with lora.sync="adapter" on a GPU'),
+        ({"dtype": "float32"}, vllm_gpu, vllm_cpu, 'generator.dtype="float32" with lora.sync="adapter" on a GPU'),
     ],
 )
-def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, on_cpu, message):
+def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, machine, other, message):
     config = GeneratorConfig(lora=replace(LORA, sync="adapter"), hf_path="somewhere", **fields)
     with pytest.raises(ValueError, match=message):
-        require_adapters_possible(config, on_cpu=on_cpu)
-    require_adapters_possible(replace(config, lora=LORA), on_cpu=on_cpu)
-    require_adapters_possible(config, on_cpu=not on_cpu)
+        machine.require_possible(config)
+    machine.require_possible(replace(config, lora=LORA))
+    other.require_possible(config)
 
 
 def test_a_generator_of_adapters_needs_the_weights_under_them():
