@@ -16,7 +16,7 @@ from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
-from rl_actors.engine.gradients import Gradients
+from rl_actors.engine.gradients import Gradients, by_layout
 from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs
 from rl_actors.engine.optimizer import named_parameters
@@ -62,7 +62,7 @@ class TrainEngine:
         self.profiler = StepProfiler(torch.distributed.get_rank())
         self.policy_version = 0
         self.steps_skipped = 0
-        self.trained = [(n, p) for n, p in named_parameters(self.parts.model) if p.requires_grad]
+        self.trained = by_layout(named_parameters(self.parts.model))
         pp_mesh = self.parts.parallel_dims.get_optional_mesh("pp")
         self.pipeline = pp_mesh.get_group() if pp_mesh is not None else None
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
