@@ -104,7 +104,8 @@ class TrainEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
 
-        Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken.
+        Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken. The answer does not
+        wait for the last backward pass on a GPU, so a kernel that fails there fails the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
