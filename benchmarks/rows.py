@@ -18,6 +18,7 @@ class Row:
     reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    float8_eager_casts: bool = True
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
 
@@ -50,6 +51,7 @@ ROWS = {
     "4b-packed-float8-tensorwise-products": Row(
         model="4b", float8=True, float8_recipe="tensorwise", checkpointing="products", **PACKED
     ),
+    "4b-packed-float8-faster-casts": Row(model="4b", float8=True, float8_eager_casts=False, **PACKED),
     "4b-packed-float8-gw-hp": Row(model="4b", float8=True, float8_recipe="rowwise_with_gw_hp", **PACKED),
     "4b-packed-2gpu": Row(model="4b", num_gpus=2, **PACKED),
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),

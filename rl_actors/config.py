@@ -149,6 +149,9 @@ class TrainerConfig:
     """Linear layers of the blocks in float8 by torchao; emulated, for tests, on a machine without such hardware."""
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
     """Scales of float8: one a tensor, with the fastest kernels; one a row; one a row with the weights' gradients in compute_dtype."""
+    float8_eager_casts: bool = True
+    """With the recipe rowwise every compiled kernel of the process rounds where eager ones would, as torchtitan has it since a loss
+    became NaN (pytorch/pytorch#150859). False leaves that to torch's default, which rounds what is saved for the backward pass."""
     max_sequence_length: int = 4096
     """Longest sample in positions; longer ones are refused."""
     tokens_per_row: int = 4096

@@ -77,8 +77,8 @@ def to_host(tensor: Tensor) -> Callable[[], Tensor]:
 
 
 def fuse(function: Callable) -> Callable:
-    """A function of tensors as few kernels."""
-    return torch.compile(function)
+    """A function of tensors as few kernels. Where float8 has compiled kernels round as eager ones would, these need not."""
+    return torch.compile(function, options={"emulate_precision_casts": False})
 
 
 def local_masks(masks: BlockMask) -> BlockMask:

@@ -24,7 +24,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class _OfShards:
-    """Adam goes element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch of each of them."""
+    """Adam goes element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]

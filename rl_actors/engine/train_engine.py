@@ -16,7 +16,7 @@ from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.build import Parts, build, platform
-from rl_actors.engine.gradients import Gradients
+from rl_actors.engine.gradients import Gradients, by_layout
 from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs
 from rl_actors.engine.optimizer import named_parameters
@@ -64,7 +64,7 @@ class TrainEngine:
         self.profiler = StepProfiler(torch.distributed.get_rank())
         self.policy_version = 0
         self.steps_skipped = 0
-        self.trained = [(n, p) for n, p in named_parameters(self.parts.model) if p.requires_grad]
+        self.trained = by_layout(named_parameters(self.parts.model))
         pp_mesh = self.parts.parallel_dims.get_optional_mesh("pp")
         self.pipeline = pp_mesh.get_group() if pp_mesh is not None else None
         mesh = self.parts.parallel_dims.get_optional_mesh("batch")
@@ -106,7 +106,8 @@ class TrainEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
 
-        Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken.
+        Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken. The answer does not
+        wait for the last backward pass on a GPU, so a kernel that fails there fails the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_actors.engine.gradients import Gradients
+from rl_actors.engine.gradients import Gradients, by_layout
 
 
 def parameters_with(gradients: dict[str, torch.Tensor | None]):
@@ -16,7 +16,7 @@ def parameters_with(gradients: dict[str, torch.Tensor | None]):
 
 
 def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
-    return Gradients(parameters_with(gradients), None, torch.device("cpu"))
+    return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"))
 
 
 def test_the_norm_is_torchs_and_scaling_scales_it():
