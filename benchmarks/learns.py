@@ -1,7 +1,7 @@
 """A run as a user starts it, supervised steps and then GRPO: held-out accuracy and time against their targets.
 
 On a GPU the config is `small`, on a CPU `tiny`. Further flags go to the controller: `--steps 20` makes a short rehearsal. The line of
-figures and the curve, learns.png beside it, are written also of a run that was stopped; --read makes them of one that was killed.
+figures and the curve, learns-<config>.png beside it, are written also of a run that was stopped; --read makes them of one that was killed.
 """
 
 import argparse
@@ -67,6 +67,7 @@ def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
         "accuracy_best": max(accuracies("grpo"), default=0.0),
         "seconds": round(in_all, 1),
         "seconds_beside_steps": round(in_all - sum(spent.values()), 1),
+        "first_step_seconds": round(total("time/step", records[:1]), 1),
         **{f"{name}_steps": len(of) for name, of in phases.items()},
         **{f"{name}_seconds": round(value, 1) for name, value in (spent | parts).items()},
         "logprob_diff_mean": max((record.get("logprob_diff/mean") or 0.0 for record in phases["grpo"]), default=0.0),
@@ -85,17 +86,20 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=540.0, help="seconds after which the run is stopped")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="run nothing: read a run that is there")
     options, flags = parser.parse_known_args()
-    path = options.read or options.output_dir or Path("runs") / f"learns-{datetime.now():%Y%m%d-%H%M%S}"
-    seconds = (
-        None if options.read else run(["--config", options.config, "--output-dir", str(path), *flags], options.limit)
-    )
-    folder = RunFolder(path)
+    folder = RunFolder(options.read or options.output_dir or f"runs/learns-{datetime.now():%Y%m%d-%H%M%S}")
+    if options.read:
+        name, seconds = folder.path.name, None
+    elif folder.holds_run:
+        sys.exit(f"{folder.path} holds a run; --read reads it")
+    else:
+        name = options.config + ", changed" * bool(flags)
+        seconds = run(["--config", options.config, "--output-dir", str(folder.path), *flags], options.limit)
     if not folder.holds_run:
-        sys.exit(f"{path} holds no run")
-    write_report(path)
+        sys.exit(f"{folder.path} holds no run")
+    write_report(folder.path)
     found = figures(folder, seconds)
-    results.add("learns", f"{options.config} {' '.join(flags)}".strip(), found)
-    shutil.copy(folder.reward_png, results.FOLDER / "learns.png")
+    results.add("learns", name, found)
+    shutil.copy(folder.reward_png, results.FOLDER / f"learns-{options.config}.png")
     missed = [
         *([f"accuracy {found['accuracy']:.3f}, not {ACCURACY}"] if found["accuracy"] < ACCURACY else []),
         *([f"{found['seconds']:.0f} s, not {SECONDS:.0f}"] if found["seconds"] > SECONDS else []),
