@@ -26,7 +26,7 @@ def benchmarks(folder: Path) -> dict[str, str]:
 
 def rows() -> list[str]:
     """Of every row: what it needs, whether this kind of machine has a result, and the newest ratio beside its target."""
-    columns = "{:<26} {:<7} {:<8} {:<24} {:<46} {:<24} {}"
+    columns = f"{{:<{max(map(len, TABLE))}}}" + " {:<7} {:<8} {:<24} {:<46} {:<24} {}"
     found = [columns.format("row", "needs", "here", "ratio", "target", "meets it", "newest result")]
     for name, row in TABLE.items():
         line = newest(row, missing.gpu_here())
