@@ -218,7 +218,7 @@ def _overhead_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
     return TableRow(
         what=f"{line}, through the client beside the engine alone",
         num_gpus=0,
-        command=("overhead",),
+        command=("overhead", "--repeats", "9"),
         argument=part,
         line=line,
         measured=_overhead,
