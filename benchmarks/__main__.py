@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import missing
-from benchmarks.table import TABLE, newest, ratio, verdict
+from benchmarks.table import TABLE, newest, ratio, target, verdict
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
@@ -25,14 +25,17 @@ def benchmarks(folder: Path) -> dict[str, str]:
 
 
 def rows() -> list[str]:
-    """Of every row: what it needs, whether this kind of machine has a result, and the newest ratio."""
-    found = [f"{'row':<26} {'needs':<7} {'here':<8} {'ratio':<6} {'target':<32} {'meets it':<22} newest result"]
+    """Of every row: what it needs, whether this kind of machine has a result, and the newest ratio beside its target."""
+    columns = f"{{:<{max(map(len, TABLE))}}}" + " {:<7} {:<8} {:<24} {:<46} {:<24} {}"
+    found = [columns.format("row", "needs", "here", "ratio", "target", "meets it", "newest result")]
     for name, row in TABLE.items():
         line = newest(row, missing.gpu_here())
         here = ("missing" if line is None else "measured") if row.runs_here() else "-"
-        says = (ratio(line), verdict(row, line), f"{line['device']}, {line['date']}") if line else ("", "", "not run")
-        target_ = ", ".join(f"{limit:g}" for limit in (*row.at_least.values(), *row.at_most.values()))
-        found.append(f"{name:<26} {row.needs:<7} {here:<8} {says[0]:<6} {target_:<32} {says[1]:<22} {says[2]}".rstrip())
+        cells = ("", target(row), "", "not run")
+        if line is not None:
+            first = ratio(line) or row.measured(line).partition(";")[0]
+            cells = (first, target(row), verdict(row, line), f"{line['device']}, {line['date']}")
+        found.append(columns.format(name, row.needs, here, *cells))
     return found
 
 

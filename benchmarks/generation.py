@@ -1,16 +1,16 @@
 """Tokens a second of generation through GeneratorClient beside the bare vLLM engine with the same settings, in one run.
 
-All requests are there at once: 128 prompt tokens and 256 new ones each on a GPU; logprobs of the sampled tokens on both sides.
+All requests are there at once: 128 prompt tokens and 256 new ones each on a GPU; logprobs of the sampled tokens on both sides. The two
+take turns, so that a slow moment of the machine meets both; on a GPU each has two fifths of its memory.
 """
 
 import argparse
 import multiprocessing
 import statistics
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -18,9 +18,6 @@ from benchmarks import results
 from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import GeneratorClient, GeneratorConfig, SamplingParams
-
-Run = Callable[[list[list[int]]], Any]
-"""Generates for these prompts, to the end."""
 
 
 def config_of(name: str, concurrency: int) -> GeneratorConfig:
@@ -31,7 +28,7 @@ def config_of(name: str, concurrency: int) -> GeneratorConfig:
         dtype="bfloat16",
         max_model_len=1024,
         max_num_seqs=concurrency,
-        gpu_memory_utilization=0.8,
+        gpu_memory_utilization=0.4,
         setup_timeout=600.0,
     )
 
@@ -41,54 +38,70 @@ def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
     return torch.randint(2, vocab_size, (count, length), generator=draw).tolist()
 
 
-def timed(run: Run, prompts: list[list[int]], counts: list[int], repeats: int) -> dict[int, float]:
-    """Median seconds for each number of requests, after one round that warms up."""
-    found = {}
-    for number, count in enumerate(counts):
-        seconds = []
-        for turn in range(repeats + 1):
-            # No prompt comes twice: vLLM would have its keys and values.
-            first = 2 + number * (repeats + 1) + turn
-            fresh = [[first, *prompt[1:]] for prompt in prompts[:count]]
-            start = time.perf_counter()
-            run(fresh)
-            seconds.append(time.perf_counter() - start)
-        found[count] = statistics.median(seconds[1:])
-    return found
-
-
-def bare(
-    config: GeneratorConfig, prompts: list, params: SamplingParams, counts: list, repeats: int, answer: Connection
-):
-    """vLLM's own loop over its engine, in a process of its own."""
+def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
+    """vLLM's own loop over its engine: sends the seconds of its start, then those of every (prompts, params) that it receives."""
     from rl_actors.vllm_engine import start_vllm, vllm_params
 
-    began = time.perf_counter()
+    start = time.perf_counter()
     engine = start_vllm(config)
-    started = time.perf_counter() - began
+    pipe.send(time.perf_counter() - start)
+    with suppress(EOFError):
+        while True:
+            prompts, params = pipe.recv()
+            start = time.perf_counter()
+            for index, prompt in enumerate(prompts):
+                engine.add_request(str(index), {"prompt_token_ids": prompt}, vllm_params(params, index)[0])
+            while engine.has_unfinished_requests():
+                engine.step()
+            pipe.send(time.perf_counter() - start)
 
-    def run(fresh: list[list[int]]) -> None:
-        for index, prompt in enumerate(fresh):
-            engine.add_request(str(index), {"prompt_token_ids": prompt}, vllm_params(params, index)[0])
-        while engine.has_unfinished_requests():
-            engine.step()
 
-    answer.send((timed(run, prompts, counts, repeats), started))
+def through_client(client: GeneratorClient, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Seconds, with as many calls at once as GRPO would make with groups of 16."""
+    start = time.perf_counter()
+    calls = [client.generate(prompts[i : i + 16], params) for i in range(0, len(prompts), 16)]
+    for call in calls:
+        call.result()
+    return time.perf_counter() - start
 
 
-def through_client(config: GeneratorConfig, prompts: list, params: SamplingParams, counts: list, repeats: int):
-    began = time.perf_counter()
-    with GeneratorClient.spawn(config) as client:
-        client.ready().result()
-        started = time.perf_counter() - began
+def through_engine(pipe: Connection, prompts: list[list[int]], params: SamplingParams) -> float:
+    pipe.send((prompts, params))
+    return _answer(pipe)
 
-        def run(fresh: list[list[int]]) -> None:
-            # As many calls at once as GRPO would make, with groups of 16.
-            calls = [client.generate(fresh[i : i + 16], params) for i in range(0, len(fresh), 16)]
-            for call in calls:
-                call.result()
 
-        return timed(run, prompts, counts, repeats), started
+def _answer(pipe: Connection) -> float:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise SystemExit("the bare engine failed") from None
+
+
+def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Namespace, vocab_size: int) -> None:
+    """A line for each number of requests: medians after one round that warms up."""
+    prompt_tokens, new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
+    prompts = prompts_of(max(arguments.requests), prompt_tokens, vocab_size)
+    params = SamplingParams(max_tokens=new_tokens, ignore_stop=True)
+    first = 2
+    for count in arguments.requests:
+        ours, theirs = [], []
+        for _ in range(arguments.repeats + 1):
+            # No prompt comes twice: vLLM would have its keys and values.
+            fresh = [[first, *prompt[1:]] for prompt in prompts[:count]]
+            first += 1
+            theirs.append(through_engine(pipe, fresh, params))
+            ours.append(through_client(client, fresh, params))
+        rates = [count * new_tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs)]
+        figures = {
+            "tokens_per_second": rates[0],
+            "engine_tokens_per_second": rates[1],
+            "ratio": rates[0] / rates[1],
+            "prompt_tokens": prompt_tokens,
+            "new_tokens": new_tokens,
+            "seconds": [round(x, 3) for x in ours[1:]],
+            "engine_seconds": [round(x, 3) for x in theirs[1:]],
+        }
+        results.add("generation", f"{arguments.model} {count} requests", figures)
 
 
 def main() -> None:
@@ -99,33 +112,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = config_of(arguments.model, max(arguments.requests))
-    prompt_tokens, new_tokens = (128, 256) if on_gpu else (16, 64)
-    prompts = prompts_of(max(arguments.requests), prompt_tokens, config.model.vocab_size)
-    params = SamplingParams(max_tokens=new_tokens, ignore_stop=True)
-    shared = (config, prompts, params, arguments.requests, arguments.repeats)
     context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    child = context.Process(target=bare, args=(*shared, sender))
+    pipe, other_end = context.Pipe()
+    child = context.Process(target=serve_bare, args=(config, other_end))
     child.start()
-    sender.close()
+    other_end.close()
     try:
-        engine, engine_start = receiver.recv()
-    except EOFError:
-        raise SystemExit("the bare engine failed") from None
-    child.join()
-    client, client_start = through_client(*shared)
-    for count in arguments.requests:
-        tokens = count * new_tokens
-        figures = {
-            "tokens_per_second": tokens / client[count],
-            "engine_tokens_per_second": tokens / engine[count],
-            "ratio": engine[count] / client[count],
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "start_seconds": round(client_start, 1),
-            "engine_start_seconds": round(engine_start, 1),
-        }
-        results.add("generation", f"{arguments.model} {count} requests", figures)
+        # First, and alone: vLLM measures the memory that is left.
+        print(f"bare engine: up after {_answer(pipe):.0f} s", flush=True)
+        start = time.perf_counter()
+        with GeneratorClient.spawn(config) as client:
+            client.ready().result()
+            print(f"client's engine: up after {time.perf_counter() - start:.0f} s", flush=True)
+            compare(client, pipe, arguments, config.model.vocab_size)
+    finally:
+        pipe.close()
+        child.join()
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def measure(
         began, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
         print(f"== {', '.join(rows)}", flush=True)
         status = _run([*PYTHON, *command, *filter(None, arguments), *extra], timeout)
-        print(f"== {', '.join(rows)}: exit status {status}, {time.monotonic() - start:.0f} s", flush=True)
+        print(f"\n== {', '.join(rows)}: exit status {status}, {time.monotonic() - start:.0f} s", flush=True)
         failed += [name for name in rows if status or newest(TABLE[name], gpu_here(), since=began) is None]
     return failed
 

@@ -143,7 +143,7 @@ def _gpus(line: Line, *, idle: bool = False) -> str:
 
 def _agreement(line: Line) -> str:
     return (
-        f"difference: mean {line['difference_mean']:.1e}, worst token {line['difference_max']:.1e}; KL {line['kl']:.1e}; "
+        f"mean difference {line['difference_mean']:.1e}; worst token {line['difference_max']:.1e}; KL {line['kl']:.1e}; "
         f"entropy {line['entropy'][0]:.2f} to {line['entropy'][1]:.2f} nats; {line['turns']} turns"
     )
 
@@ -218,7 +218,7 @@ def _overhead_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
     return TableRow(
         what=f"{line}, through the client beside the engine alone",
         num_gpus=0,
-        command=("overhead",),
+        command=("overhead", "--repeats", "9"),
         argument=part,
         line=line,
         measured=_overhead,
