@@ -191,13 +191,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
     parser.add_argument("--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs")
     arguments = parser.parse_args()
-    from benchmarks.random_weights import write
+    from benchmarks.random_weights import scratch, write
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)
 
     with ExitStack() as stack:
-        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) / "model")
+        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch()))) / "model")
         trainer_options, generator_options = configs_of(arguments.model)
         model = generator_options.model
         write(model, Path(directory), scale=SHARPNESS if on_gpu else 3.0)

@@ -95,10 +95,11 @@ class Ranks:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             port = unused.getsockname()[1]
+        num_devices = torch.cuda.device_count() or len(self.processes)
         for rank, place in enumerate(places):
             environment = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(place),
+                "LOCAL_RANK": str(place % num_devices),
                 "WORLD_SIZE": str(job.num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
