@@ -139,7 +139,9 @@ def require_batch_invariance(config: GeneratorConfig) -> None:
     if not config.batch_invariant:
         return
     if not torch.cuda.is_available():
-        raise ValueError("generator.batch_invariant=True on a CPU: vLLM's batch-invariant kernels are for GPUs")
+        raise ValueError(
+            "generator.batch_invariant=True on a CPU: vLLM's batch-invariant mode computes in Triton kernels, which need a GPU"
+        )
     if (capability := torch.cuda.get_device_capability()) < BATCH_INVARIANT_CAPABILITY:
         raise ValueError(
             f"generator.batch_invariant=True on a GPU of compute capability {'.'.join(map(str, capability))}; "
