@@ -6,6 +6,7 @@ then among others still; in vLLM's batch-invariant mode where the machine has it
 """
 
 import argparse
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -180,6 +181,7 @@ def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> b
 
 def main() -> None:
     began = time.perf_counter()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each of the four trainers beside each other
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -191,13 +193,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
     parser.add_argument("--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs")
     arguments = parser.parse_args()
-    from benchmarks.random_weights import write
+    from benchmarks.random_weights import scratch, write
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)
 
     with ExitStack() as stack:
-        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm"))) / "model")
+        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch()))) / "model")
         trainer_options, generator_options = configs_of(arguments.model)
         model = generator_options.model
         write(model, Path(directory), scale=SHARPNESS if on_gpu else 3.0)

@@ -9,6 +9,7 @@ import argparse
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -205,9 +206,10 @@ def main() -> None:
     num_ranks = {name: torch.Size(degrees.values()).numel() for name, degrees in LAYOUTS.items()}
     layouts = [name for name in arguments.layouts if num_ranks[name] <= arguments.gpus]
     failed: list[str] = []
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, Ranks(arguments.gpus) as ranks:
-        from benchmarks.random_weights import write  # imports while the ranks do
+    with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
+        from benchmarks.random_weights import scratch, write  # imports while the ranks do
 
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch()))
         directory = f"{folder}/model"
         write(shape.model, Path(directory), scale=4.0)
         print(f"[{time.perf_counter() - began:5.1f} s] weights written", flush=True)

@@ -1,8 +1,8 @@
 """How far the generator's logprobs are from the trainer's in bfloat16, at one to two nats a token, over steps.
 
 Random weights are trained on chains (benchmarks/chains.py) until they are that sure; scaling them up instead also scales what rounding
-does to every logit. Then a turn is: the generator samples, the trainer's forward_backward says how likely it finds each token (mean and
-largest difference, the k3 estimate of the KL divergence, the entropy, the worst token), an optimizer step, a push and a pull.
+does to every logit. Then a turn is: the generator samples, the trainer's forward says how likely it finds each token (mean and largest
+difference, the k3 estimate of the KL divergence, the entropy, the worst token), optimizer steps, a push and a pull.
 """
 
 import argparse
@@ -120,9 +120,8 @@ def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument(
-        "--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps, and turns after the first"
-    )
+    parser.add_argument("--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps in all")
+    parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps of a turn")
     parser.add_argument("--seconds", type=float, default=240.0, help="no turn begins later")
     parser.add_argument("--sequences", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
@@ -136,10 +135,10 @@ def main() -> None:
         "--transport", default="files", choices=["files", "torchstore"], help="files lie in shared memory"
     )
     arguments = parser.parse_args()
-    from benchmarks.random_weights import write
+    from benchmarks.random_weights import scratch, write
 
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm")))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch())))
         trainer_options, generator_options = configs_of(arguments.model, "", arguments.attention)
         model: ModelConfig = trainer_options.model
         trainer_options.compile.enable = arguments.compile
@@ -165,33 +164,40 @@ def main() -> None:
 
 def follow(trainer: TrainerClient, generator: GeneratorClient, corpus: Chains, clock: Clock, arguments: Any) -> None:
     lines: list[dict[str, Any]] = []
-    for turn in range(arguments.steps + 1):
+    seconds: list[list[float]] = []  # of a turn: to sample, to train, to push, to pull
+    for step in range(0, arguments.steps + 1, arguments.updates):
         if clock.seconds() > arguments.seconds:
-            clock.say(f"{arguments.seconds:g} s are over before turn {turn}")
+            clock.say(f"{arguments.seconds:g} s are over before step {step}")
             break
-        began = time.perf_counter()
+        moments = [time.perf_counter()]
         samples = sample(generator, corpus, arguments.sequences, arguments.tokens)
-        sampled = time.perf_counter()
-        output = trainer.forward_backward(samples, loss=PPO(), entropy=True).result()
-        trained = time.perf_counter()
-        params = OptimParams(learning_rate=arguments.learning_rate, grad_divisor=num_loss_tokens(samples))
-        version = trainer.optim_step(params).result().policy_version
+        moments.append(time.perf_counter())
+        output = trainer.forward(samples, loss=PPO(), entropy=True).result()
+        lines.append(figures_of(samples, output, arguments.tokens))
+        results.add("logprob_agreement", f"{arguments.model} step {step}", lines[-1] | {"second": clock.seconds()})
+        for part in (samples[i :: arguments.updates] for i in range(arguments.updates)):
+            trainer.forward_backward(part, loss=PPO())
+            params = OptimParams(learning_rate=arguments.learning_rate, grad_divisor=num_loss_tokens(part))
+            version = trainer.optim_step(params).result().policy_version
+        moments.append(time.perf_counter())
         trainer.push_model_state_dict().result()
-        pushed = time.perf_counter()
+        moments.append(time.perf_counter())
         generator.pull_model_state_dict(version).result()
-        moments = [began, sampled, trained, pushed, time.perf_counter()]
-        phases = [round(b - a, 3) for a, b in zip(moments, moments[1:], strict=False)]
-        lines.append(figures_of(samples, output, arguments.tokens) | {"sample_train_push_pull_seconds": phases})
-        results.add("logprob_agreement", f"{arguments.model} step {turn}", lines[-1] | {"second": clock.seconds()})
+        moments.append(time.perf_counter())
+        seconds.append([b - a for a, b in zip(moments, moments[1:], strict=False)])
     means, kls = ([line[name] for line in lines] for name in ("difference_mean", "kl"))
     summary = {
         "difference_mean": max(means),
         "kl": max(kls),
         "difference_max": max(line["difference_max"] for line in lines),
-        "first_ten": statistics.fmean(means[:10]),
-        "last_ten": statistics.fmean(means[-10:]),
+        "first_turns": statistics.fmean(means[:5]),
+        "last_turns": statistics.fmean(means[-5:]),
         "entropy": [min(line["entropy"] for line in lines), max(line["entropy"] for line in lines)],
         "turns": len(lines),
+        "steps": arguments.updates * (len(lines) - 1),
+        "sample_train_push_pull_seconds": [
+            round(statistics.median(of_one), 3) for of_one in zip(*seconds, strict=True)
+        ],
         "attention": arguments.attention,
         "compiled": arguments.compile,
     }

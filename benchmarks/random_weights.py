@@ -4,6 +4,7 @@ For measurements and rehearsals: config.json and safetensors of the right names 
 """
 
 import argparse
+import shutil
 import time
 from pathlib import Path
 
@@ -14,6 +15,13 @@ from rl_actors import ModelConfig
 from rl_actors.engine import hf
 
 STD = 0.02
+SCRATCH_BYTES = 8 << 30
+
+
+def scratch() -> str | None:
+    """Where a temporary folder of weights goes: shared memory, where there is room; None: the system's own place."""
+    memory = Path("/dev/shm")
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= SCRATCH_BYTES else None
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:

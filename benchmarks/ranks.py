@@ -50,6 +50,7 @@ class Ranks:
     def __init__(self, count: int, *, seconds: float = 300.0) -> None:
         """Start `count` processes. seconds: limit of one job."""
         self.seconds = seconds
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
         self.context = multiprocessing.get_context("spawn")
         self.processes = [self._start(place) for place in range(count)]
 
@@ -95,10 +96,11 @@ class Ranks:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             port = unused.getsockname()[1]
+        num_devices = torch.cuda.device_count() or len(self.processes)
         for rank, place in enumerate(places):
             environment = {
                 "RANK": str(rank),
-                "LOCAL_RANK": str(place),
+                "LOCAL_RANK": str(place % num_devices),
                 "WORLD_SIZE": str(job.num_ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
@@ -159,6 +161,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(answer)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
+            torch.compiler.reset()  # of one function it keeps eight forms
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

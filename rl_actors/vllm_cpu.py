@@ -22,7 +22,9 @@ def require_possible(config: GeneratorConfig) -> None:
             "vLLM then runs experts in a Triton kernel, which needs a GPU"
         )
     if config.batch_invariant:
-        raise ValueError("generator.batch_invariant=True on a CPU: vLLM's batch-invariant kernels are for GPUs")
+        raise ValueError(
+            "generator.batch_invariant=True on a CPU: vLLM's batch-invariant mode computes in Triton kernels, which need a GPU"
+        )
 
 
 def options(config: GeneratorConfig) -> dict[str, Any]:
