@@ -25,6 +25,8 @@ from rl_actors import footprint
 
 ACCURACY, SECONDS = 0.95, 480.0
 """Targets: held-out accuracy after the last step, and the time from the command to its end."""
+END_TIMEOUT = 60.0
+"""Seconds until a run that is told to stop must have ended."""
 
 
 def run(arguments: list[str], limit: float) -> float:
@@ -40,7 +42,10 @@ def run(arguments: list[str], limit: float) -> float:
         process.terminate()
     except KeyboardInterrupt:  # the terminal told the controller, too
         pass
-    process.wait()
+    try:
+        process.wait(END_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
     return time.perf_counter() - begun
 
 
