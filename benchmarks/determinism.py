@@ -180,6 +180,28 @@ def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> b
     return not differing
 
 
+def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
+    """By mode: the batch-invariant one where the machine has it and it is looked at."""
+    modes = {"as it is": False}
+    if torch.cuda.is_available() and only != "trainer":
+        modes = {"batch-invariant": True} | modes
+    return {
+        mode: stack.enter_context(
+            GeneratorClient.spawn(replace(config, batch_invariant=invariant), name=f"generator{i}")
+        )
+        for i, (mode, invariant) in enumerate(modes.items())
+    }
+
+
+def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[TrainerClient]]:
+    """Two of each kind, each in a process of its own."""
+    pairs: dict[str, list[TrainerClient]] = {}
+    for kind, deterministic in (("deterministic", True), ("as it is", False)):
+        of_kind, name = replace(config, deterministic=deterministic), kind.split()[0]
+        pairs[kind] = [stack.enter_context(TrainerClient.spawn(of_kind, name=f"{name}{i}")) for i in range(2)]
+    return pairs
+
+
 def main() -> None:
     began = time.perf_counter()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each of the four trainers beside each other
@@ -207,28 +229,10 @@ def main() -> None:
         say("weights written")
         generator_options = replace(generator_options, hf_path=directory, enforce_eager=arguments.eager)
         generator_options.gpu = torch.cuda.device_count() - 1 if on_gpu else None
-        modes = {"as it is": False}
-        if on_gpu and arguments.only != "trainer":
-            modes = {"batch-invariant": True} | modes
-        generators = {mode: replace(generator_options, batch_invariant=invariant) for mode, invariant in modes.items()}
-        clients = {
-            mode: stack.enter_context(GeneratorClient.spawn(config, name=f"generator{i}"))
-            for i, (mode, config) in enumerate(generators.items())
-        }
+        clients = start_generators(stack, generator_options, only=arguments.only)
         trainer_options = replace(trainer_options, hf_path=directory)
         trainer_options.compile.enable = trainer_options.compile.enable and not arguments.eager
-        kinds = {} if arguments.only == "generator" else {"deterministic": True, "as it is": False}
-        pairs = {
-            kind: [
-                stack.enter_context(
-                    TrainerClient.spawn(
-                        replace(trainer_options, deterministic=deterministic), name=f"{kind.split()[0]}{i}"
-                    )
-                )
-                for i in range(2)
-            ]
-            for kind, deterministic in kinds.items()
-        }
+        pairs = {} if arguments.only == "generator" else start_trainers(stack, trainer_options)
         failed: list[str] = []
         recorded: list[Any] = []
         for mode, client in clients.items():
