@@ -9,8 +9,8 @@ import argparse
 import os
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +54,11 @@ def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
 # --- generators ---------------------------------------------------------------------------------------------------
 
 
-def prompts_of(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randint(2, vocab_size, (count, length), generator=draw).tolist()
+def prompts_by_kind(count: int, vocab_size: int) -> dict[str, list[list[int]]]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        kind: torch.randint(2, vocab_size, (count, length), generator=draw).tolist() for kind, length in PROMPTS.items()
+    }
 
 
 def seeded(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Any]:
@@ -105,8 +107,7 @@ def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str,
 def compare_generator(client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int) -> list[Any]:
     """Print and keep what differs; [(prompt, completion)] of the requests submitted alone."""
     recorded: list[Any] = []
-    for kind, length in PROMPTS.items():
-        prompts = prompts_of(count, length, vocab_size, seed=length)
+    for kind, prompts in prompts_by_kind(count, vocab_size).items():
         alone = [answers([call])[0] for call in _one_by_one(client, prompts, num_tokens)]
         rounds = {}
         for name, seed in (("among others", 1), ("among others still", 2)):
@@ -179,13 +180,35 @@ def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> b
     return not differing
 
 
+def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
+    """By mode: the batch-invariant one where the machine has it and it is looked at."""
+    modes = {"as it is": False}
+    if torch.cuda.is_available() and only != "trainer":
+        modes = {"batch-invariant": True} | modes
+    return {
+        mode: stack.enter_context(
+            GeneratorClient.spawn(replace(config, batch_invariant=invariant), name=f"generator{i}")
+        )
+        for i, (mode, invariant) in enumerate(modes.items())
+    }
+
+
+def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[TrainerClient]]:
+    """Two of each kind, each in a process of its own."""
+    pairs: dict[str, list[TrainerClient]] = {}
+    for kind, deterministic in (("deterministic", True), ("as it is", False)):
+        of_kind, name = replace(config, deterministic=deterministic), kind.split()[0]
+        pairs[kind] = [stack.enter_context(TrainerClient.spawn(of_kind, name=f"{name}{i}")) for i in range(2)]
+    return pairs
+
+
 def main() -> None:
     began = time.perf_counter()
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each of the four trainers beside each other
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=["trainer", "generator"], help="one of the two; trainers need a few rollouts all the same"
+        "--only", choices=["trainer", "generator"], help="one of the two; trainers get rollouts all the same"
     )
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
     parser.add_argument("--steps", type=int, default=5)
@@ -206,37 +229,43 @@ def main() -> None:
         say("weights written")
         generator_options = replace(generator_options, hf_path=directory, enforce_eager=arguments.eager)
         generator_options.gpu = torch.cuda.device_count() - 1 if on_gpu else None
-        modes = {"batch-invariant": True, "as it is": False} if on_gpu else {"as it is": False}
-        generators = {
-            mode: stack.enter_context(
-                GeneratorClient.spawn(replace(generator_options, batch_invariant=invariant), name=f"generator{i}")
-            )
-            for i, (mode, invariant) in enumerate(modes.items())
-        }
-        pairs: dict[str, list[TrainerClient]] = {}
-        if arguments.only != "generator":
-            trainer_options = replace(trainer_options, hf_path=directory)
-            trainer_options.compile.enable = trainer_options.compile.enable and not arguments.eager
-            for name, deterministic in (("deterministic", True), ("as it is", False)):
-                config = replace(trainer_options, deterministic=deterministic)
-                pairs[name] = [
-                    stack.enter_context(TrainerClient.spawn(config, name=f"{name.split()[0]}{i}")) for i in range(2)
-                ]
+        clients = start_generators(stack, generator_options, only=arguments.only)
+        trainer_options = replace(trainer_options, hf_path=directory)
+        trainer_options.compile.enable = trainer_options.compile.enable and not arguments.eager
+        pairs = {} if arguments.only == "generator" else start_trainers(stack, trainer_options)
+        failed: list[str] = []
         recorded: list[Any] = []
-        for mode, client in generators.items():
-            client.ready().result()
-            say(f"generator {mode}: up")
-            count = arguments.requests if arguments.only != "trainer" else 1
-            recorded = compare_generator(client, mode, model.vocab_size, arguments.tokens, count)
-            say(f"generator {mode}: done")
+        for mode, client in clients.items():
+            with recording_failure(f"generator {mode}", failed):
+                client.ready().result()
+                say(f"generator {mode}: up")
+                if arguments.only == "trainer":
+                    prompts = prompts_by_kind(arguments.requests, model.vocab_size)["long"]
+                    recorded = list(zip(prompts, answers(seeded(client, prompts, arguments.tokens)), strict=True))
+                else:
+                    recorded = compare_generator(client, mode, model.vocab_size, arguments.tokens, arguments.requests)
+                say(f"generator {mode}: done")
         samples = rollouts(recorded)
         calls = {
-            name: [submit_steps(client, samples, arguments.steps) for client in pair] for name, pair in pairs.items()
+            kind: [submit_steps(client, samples, arguments.steps) for client in pair] for kind, pair in pairs.items()
         }
-        equal = {name: compare_trainers(name, *both) for name, both in calls.items()}
-        say("done")
-    if not equal.get("deterministic", True):
+        for kind, both in calls.items():
+            with recording_failure(f"trainer {kind}", failed):
+                if not compare_trainers(kind, *both) and kind == "deterministic":
+                    failed.append("deterministic trainers differ")
+        say("done" if not failed else f"failed: {', '.join(failed)}")
+    if failed:
         raise SystemExit(1)
+
+
+@contextmanager
+def recording_failure(name: str, failed: list[str]) -> Iterator[None]:
+    """What keeps one part from its figures is kept in their place, and the other parts go on."""
+    try:
+        yield
+    except Exception as error:
+        failed.append(name)
+        results.add("determinism", name, {"error": f"{type(error).__name__}: {error}"[:600]})
 
 
 if __name__ == "__main__":

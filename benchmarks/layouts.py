@@ -110,7 +110,7 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
     }  # copies: optim_step divides in place
     grad_norm = engine.optim_step(STEP).grad_norm
     if keep:
-        save_file({name: gradient.cpu() for name, gradient in gradients.items()}, keep)
+        save_file({name: gradient.cpu().contiguous() for name, gradient in gradients.items()}, keep)
     known = load_file(against, device=str(engine.parts.device)) if against else {}
     return {
         "output": output,
@@ -202,6 +202,8 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS)[1:], default=list(LAYOUTS)[1:])
     parser.add_argument("--dtypes", nargs="*", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     arguments = parser.parse_args()
+    if arguments.gpus < 2:
+        parser.error(f"--gpus {arguments.gpus}; two devices at least make a layout")
     shape = shape_here()
     num_ranks = {name: torch.Size(degrees.values()).numel() for name, degrees in LAYOUTS.items()}
     layouts = [name for name in arguments.layouts if num_ranks[name] <= arguments.gpus]
