@@ -76,13 +76,16 @@ class Gradients:
 
 
 def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
-    """The square of the norm of gradients of one layout, over the ranks among which it cuts them; [] float64."""
+    """The square of the norm of gradients of one layout, [] float64. All ranks of its mesh get the same, also when one's replica is
+    not finite where its neighbour's is: what they do next depends on it.
+    """
     # The squares of float32 norms would leave float32's range, and the order of the ranks shows less.
     total = torch.stack(list(norms)).double().square().sum()
     if layout is not None:
         mesh, placements = layout
         for dim, placement in enumerate(placements):
-            if not placement.is_replicate() and mesh.size(dim) > 1:
+            if mesh.size(dim) > 1:
+                total = total / mesh.size(dim) if placement.is_replicate() else total
                 dist.all_reduce(total, group=mesh.get_group(dim))
     return total
 
