@@ -1,6 +1,6 @@
 """List the rows of the table and the benchmarks, or run one: `python -m benchmarks [NAME [ARGUMENT ...]]`.
 
-A row is one of benchmarks.table. A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its
+A row is one of benchmarks.register. A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its
 entry in the list. Nothing here imports torch.
 """
 
@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from benchmarks import missing
-from benchmarks.table import TABLE, newest, ratio, target, verdict
+from benchmarks.register import TABLE
+from benchmarks.table import newest, ratio, target, verdict
 
 
 def benchmarks(folder: Path) -> dict[str, str]:

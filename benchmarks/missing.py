@@ -18,7 +18,8 @@ from math import inf
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.table import H200, TABLE, newest, sentence
+from benchmarks.register import TABLE
+from benchmarks.table import H200, newest, sentence
 
 ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-m", "benchmarks"]

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import __main__, missing, results, table
+from benchmarks import __main__, missing, register, results, table
+from benchmarks.register import TABLE, TableRow
 from benchmarks.rows import ROWS
-from benchmarks.table import H200, TABLE, TableRow
+from benchmarks.table import H200
 
 ROOT = Path(__file__).parents[1]
 # Measured with this in the place of `python -m benchmarks`: NAME ... appends a line each, and a note that it ran.
@@ -34,10 +35,10 @@ for name in names:
 # `missing` with fake rows of these names, in a process of its own.
 DRIVER = """
 import sys
-from benchmarks import missing, table
+from benchmarks import missing, register
 folder, *names = sys.argv[1:]
 fakes = {
-    name: table.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=table._beside) for name in names
+    name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=register._beside) for name in names
 }
 missing.PYTHON = [sys.executable, "-S", folder + "/fake.py"]
 missing.TABLE.clear()
@@ -56,7 +57,7 @@ def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
             command=("fake",) if "+" in name else ("fake", line),
             argument=line if "+" in name else "",
             line=line,
-            measured=table._beside,
+            measured=register._beside,
         )
         for name in names
         for line in name.split("+")
@@ -202,7 +203,9 @@ def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folde
 
 
 def test_a_quotient_runs_its_rows_and_is_of_their_speeds(folder, rows, capsys):
-    quotient = TableRow(what="", num_gpus=0, measured=table._quotient, at_least={"ratio": 1.2}, quotient_of=("a", "b"))
+    quotient = TableRow(
+        what="", num_gpus=0, measured=register._quotient, at_least={"ratio": 1.2}, quotient_of=("a", "b")
+    )
     rows({**fake_rows("a", "b"), "q": quotient})
     assert missing.missing(table.TABLE) == ["a", "b"]
     assert missing.run(["q"]) == 0
