@@ -15,7 +15,7 @@ HEAD = ("row", "what", "measured", "ratio", "target", "meets it", "device, date"
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     """The row's newest line from this kind of device (`gpu`, or a CPU where it needs none), with the others of its file; None: not run.
 
-    A quotient has the lines of its two rows. since: in UTC, as a line's date; older lines are not there.
+    A quotient has the lines of its two rows; a line with an error is no result. since: in UTC, as a line's date; older lines are not there.
     """
     if row.quotient_of:
         over, under = (newest(TABLE[name], gpu, since) for name in row.quotient_of)
@@ -26,7 +26,7 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
         return {"ratio": ratio, "over": over, "under": under, "date": older["date"], "device": older["device"]}
     kind = gpu if row.num_gpus else results.CPU
     lines = [line for line in results.lines(row.command[0]) if results.kind(line) == kind and line["date"] >= since]
-    by_name = {line["name"]: line for line in lines}
+    by_name = {line["name"]: line for line in lines if "error" not in line}
     return by_name[row.line] | {"file": by_name} if row.line in by_name else None
 
 

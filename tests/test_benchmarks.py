@@ -146,6 +146,8 @@ def test_missing_are_the_rows_without_a_result_of_this_kind_of_machine(folder, r
     assert missing.missing(table.TABLE, since="2026-01-02") == ["a", "b"]
     monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
     assert missing.missing(table.TABLE) == ["g"]
+    keep(folder, "fake", "g", "1 x NVIDIA H200", error="RuntimeError: out of memory")
+    assert missing.missing(table.TABLE) == ["g"]
     keep(folder, "fake", "g", "1 x NVIDIA H200", ratio=0.25)
     assert missing.missing(table.TABLE) == []
 
@@ -211,6 +213,13 @@ def test_a_quotient_runs_its_rows_and_is_of_their_speeds(folder, rows, capsys):
     assert missing.run(["q"]) == 0
     assert ran(folder) == ["a", "b"]
     assert "q: ratio 1.000; target ≥ 1.2: misses ratio" in capsys.readouterr().out
+
+
+def test_a_row_may_ask_for_a_flag():
+    row = TableRow(what="", num_gpus=0, command=("fake",), line="a", measured=str, at_least={"bit_equal": True})
+    assert table.target(row) == "bit equal"
+    assert table.verdict(row, {"bit_equal": True}) == "yes"
+    assert table.verdict(row, {"bit_equal": False}) == "misses bit equal"
 
 
 def test_a_row_that_this_machine_cannot_run_is_refused_by_name(folder, rows):
