@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -99,14 +100,18 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Look at all samples at once, and for the culprit only when there is one."""
+    """Look at all samples at once, and for the culprit only when there is one.
 
-    def culprit(is_bad: Callable[[Tensor], Tensor], tensors: list[Tensor]) -> tuple[int, int, float] | None:
-        if not bool(is_bad(torch.cat(tensors)).any()):
+    In numpy: over as many positions torch wakes a thread for every core of the host, which can take longer than a step.
+    """
+
+    def culprit(is_bad: Callable[[np.ndarray], np.ndarray], tensors: list[Tensor]) -> tuple[int, int, float] | None:
+        arrays = [tensor.detach().numpy() for tensor in tensors]
+        if not is_bad(np.concatenate(arrays)).any():
             return None
-        index = next(i for i, tensor in enumerate(tensors) if is_bad(tensor).any())
-        where = is_bad(tensors[index]).nonzero()[0].tolist()
-        return index, where[0], tensors[index][tuple(where)].item()
+        index = next(i for i, array in enumerate(arrays) if is_bad(array).any())
+        where = np.argwhere(is_bad(arrays[index]))[0].tolist()
+        return index, where[0], arrays[index][tuple(where)].item()
 
     if found := culprit(lambda x: (x < 0) | (x >= vocab_size), [sample.tokens for sample in samples]):
         index, position, value = found
@@ -121,7 +126,7 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
         )
     for name in sorted({name for sample in samples for name in sample.columns}):
         holders = [i for i, sample in enumerate(samples) if name in sample.columns]
-        if found := culprit(lambda x: ~torch.isfinite(x), [samples[i].columns[name] for i in holders]):
+        if found := culprit(lambda x: ~np.isfinite(x), [samples[i].columns[name] for i in holders]):
             index, position, value = found
             raise ValueError(
                 f"sample {holders[index]}: column {name!r} holds {value} at position {position}; it must be finite"

@@ -1,6 +1,8 @@
 """Every refusal of bad input, as a table: what is bad, and the words of the message, with the value and the limit."""
 
 import math
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -289,3 +291,46 @@ def test_forward_takes_any_column():
 
 def test_good_optim_params_pass_up_to_every_limit():
     validate_optim_params(OptimParams(learning_rate=0, beta1=0.0, beta2=0.0, grad_clip_norm=None, grad_divisor=1))
+
+
+WAKES = """
+import os
+import numpy as np
+import torch
+import cloudpickle
+from rl_actors import CrossEntropy, Sample
+from rl_actors.types import RankOutput, SampleList
+from rl_actors.validation import validate_samples
+from rl_actors.wire import merge_outputs, to_wire
+
+COUNT, LENGTH = 32, 8192  # far more positions in all than torch gives one thread
+
+def num_threads():
+    return len(os.listdir("/proc/self/task"))
+
+def zeros(dtype, length=LENGTH):
+    return torch.from_numpy(np.zeros(length, dtype))
+
+samples = [
+    to_wire(Sample(tokens=zeros("int64"), targets=zeros("int64"), columns={"loss_weights": zeros("float32")}))
+    for _ in range(COUNT)
+]
+logprobs = zeros("float32", COUNT * LENGTH)
+answer = RankOutput(
+    rank=0, indices=list(range(COUNT)), lengths=[LENGTH] * COUNT, logprobs=logprobs, extras={}, metrics={}, policy_version=0
+)
+torch.set_num_threads(3)
+before = num_threads()
+validate_samples(samples, CrossEntropy(), vocab_size=8, max_sequence_length=LENGTH, max_call_bytes=1 << 30)
+cloudpickle.loads(cloudpickle.dumps(SampleList(samples)))
+merge_outputs(COUNT, [answer])
+of_call = num_threads() - before
+logprobs + 1
+print(of_call, num_threads() - before - of_call)
+"""
+
+
+def test_a_large_call_wakes_none_of_torchs_threads_in_the_callers_process():
+    """They are as many as the host has cores, and waking them can take longer than a step."""
+    done = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["0", "2"]  # 2: else this counts nothing
