@@ -267,7 +267,7 @@ class GeneratorConfig:
     """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later, at a cost in speed: what a request with a seed of its own
     is answered does not depend on what runs beside it."""
     num_threads: int | None = None
-    """CPU threads of the forward pass on a CPU; None: OMP_NUM_THREADS, else as many as there are cores."""
+    """CPU threads of the process. None: OMP_NUM_THREADS, else beside a GPU four and on a CPU as many as there are cores."""
     seed: int = 0
     """Of sampling without a seed of its own."""
     setup_timeout: float = 300.0

@@ -22,6 +22,7 @@ import monarch.actor
 from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this_host, this_proc
 from torch.distributed import TCPStore
 
+from rl_actors import gpu_process
 from rl_actors.logs import route_logs, route_process_output
 
 START_TIMEOUT = 120.0
@@ -144,6 +145,7 @@ async def spawn_processes(
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that a library ends says where it was
         "MALLOC_ARENA_MAX": "1",  # cpu_process keeps memory in the main arena alone
+        **gpu_process.environment(),
         **(env or {}),
     }
 

@@ -106,12 +106,11 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
     """
 
     def culprit(is_bad: Callable[[np.ndarray], np.ndarray], tensors: list[Tensor]) -> tuple[int, int, float] | None:
-        arrays = [tensor.detach().numpy() for tensor in tensors]
-        if not is_bad(np.concatenate(arrays)).any():
+        if not is_bad(torch.cat(tensors).detach().numpy()).any():
             return None
-        index = next(i for i, array in enumerate(arrays) if is_bad(array).any())
-        where = np.argwhere(is_bad(arrays[index]))[0].tolist()
-        return index, where[0], arrays[index][tuple(where)].item()
+        bad = (is_bad(tensor.detach().numpy()) for tensor in tensors)
+        index, where = next((i, np.argwhere(of_tensor)[0]) for i, of_tensor in enumerate(bad) if of_tensor.any())
+        return index, int(where[0]), tensors[index][tuple(where)].item()
 
     if found := culprit(lambda x: (x < 0) | (x >= vocab_size), [sample.tokens for sample in samples]):
         index, position, value = found

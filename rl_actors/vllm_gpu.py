@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from rl_actors import gpu_process
 from rl_actors.config import GeneratorConfig
 
 ENV: dict[str, str] = {}
@@ -28,9 +29,10 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, Any]:
-    """vLLM's arguments: decoding in CUDA graphs, without the minutes that compiling the model takes."""
+    """vLLM's arguments: decoding in CUDA graphs, without the minutes that compiling the model takes. Call it on the thread that is to run the engine."""
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
+    gpu_process.prepare()
     chosen: dict[str, Any] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_bytes,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rl_actors import GeneratorConfig, vllm_cpu, vllm_gpu
+from rl_actors import GeneratorConfig, gpu_process, vllm_cpu, vllm_gpu
 from rl_actors.generator_client import process_environment
 
 
@@ -22,6 +22,15 @@ def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
     assert process_environment(GeneratorConfig()) == {}
     on_gpus(monkeypatch, 2, "")
     assert process_environment(GeneratorConfig(gpu=1)) == {"CUDA_VISIBLE_DEVICES": "1"}
+
+
+def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert gpu_process.environment() == {}  # a CPU's threads compute
+    on_gpus(monkeypatch, 1, "")
+    assert gpu_process.environment() == {"OMP_NUM_THREADS": "4"}
+    monkeypatch.setenv("OMP_NUM_THREADS", "9")
+    assert gpu_process.environment() == {}
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):

@@ -33,6 +33,7 @@ LEVELS = {
     "rl_actors.types": 0,
     "rl_actors.validation": 0,
     "rl_actors.cpu_process": 0,
+    "rl_actors.gpu_process": 0,
 }
 
 

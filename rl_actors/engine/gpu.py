@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenMetadata
 
+from rl_actors import gpu_process
 from rl_actors.engine import gpu_attention
 from rl_actors.engine.inputs import Batch
-
-HOST_THREADS = 4
-"""Of a rank. With one a core, two trainers of a packed 0.6B beside each other on 32 cores made 56,000 and 64,000 tokens/s, waiting for
-the host; with four threads 95,000 and 97,000, of the 100,000 of torchtitan alone."""
 
 
 def device() -> torch.device:
@@ -31,7 +28,7 @@ def prepare(world_size: int) -> None:
 
     A mask's shard is compiled as the mask is: torch's own way compiles every shape anew, and fails at the ninth.
     """
-    torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))
+    gpu_process.prepare()
     FlexAttention.inductor_configs["max_autotune"] = False
     FlexAttention.inductor_configs["coordinate_descent_tuning"] = False
     FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=FlexAttention.inductor_configs)

@@ -52,19 +52,19 @@ class Gradients:
                 self.shards += (shards := [shard for _, shard in held])
                 self.norms[layout] = torch._foreach_norm(shards)
 
-    def norm(self) -> float:
-        """The 2-norm of all gradients over all ranks, which nobody has divided yet. Waits for the device."""
+    def norm(self) -> Tensor:
+        """The 2-norm of all gradients over all ranks, which nobody has divided yet: [] float64, not waited for."""
         totals = [_squared(layout, norms) for layout, norms in self.norms.items()]
         total = torch.stack([*totals, torch.zeros((), dtype=torch.float64, device=self.device)]).sum()
         if self.pipeline is not None:
             dist.all_reduce(total, group=self.pipeline)
-        return float(total.sqrt())
+        return total.sqrt()
 
     @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply all of them, in place."""
+    def scale(self, factor: Tensor) -> None:
+        """Multiply all of them by a [], in place."""
         if self.shards:
-            torch._foreach_mul_(self.shards, factor)
+            torch._foreach_mul_(self.shards, factor.to(self.shards[0].dtype))
 
     def nonfinite(self) -> tuple[str, ...]:
         """The names of those that are not finite on some rank, at most MAX_NAMES_REPORTED. Collective."""

@@ -128,13 +128,15 @@ class TrainEngine:
         validate_optim_params(params, hyperparameters.name, hyperparameters.honoured)
         with self._breaking():
             gradients = Gradients(self.trained, self.pipeline, self.parts.device)
-            grad_norm = gradients.norm() / params.grad_divisor
+            norm = gradients.norm() / params.grad_divisor
+            # FSDP sums (divide factor 1), so the division by the global count belongs here: in one pass with the clipping.
+            clip = torch.ones_like(norm)
+            if params.grad_clip_norm is not None:
+                clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            gradients.scale(clip / params.grad_divisor)
+            grad_norm = norm.item()  # a GPU scales meanwhile
             finite = grad_norm < float("inf")
             broken = () if finite else gradients.nonfinite()
-            if finite:
-                # FSDP sums (divide factor 1), so the division by the global count belongs here: in one pass with the clipping.
-                clip = 1.0 if params.grad_clip_norm is None else min(1.0, params.grad_clip_norm / (grad_norm + 1e-6))
-                gradients.scale(clip / params.grad_divisor)
         if finite:
             with self._breaking(weights=True):
                 self._apply(params)

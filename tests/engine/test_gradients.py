@@ -26,7 +26,7 @@ def test_the_norm_is_torchs_and_scaling_scales_it():
     expected = float(torch.nn.utils.get_total_norm(list(named.values())))
     assert gradients.norm() == pytest.approx(expected, rel=1e-6)
     before = [tensor.clone() for tensor in named.values()]
-    gradients.scale(0.125)
+    gradients.scale(torch.tensor(0.125))
     assert all(torch.equal(a, 0.125 * b) for a, b in zip(named.values(), before, strict=True))
 
 
