@@ -1,7 +1,7 @@
 """Loss curves over 100 steps in float8, in bfloat16 and in float32, from the same weights on the same samples: how far apart they are.
 
-The corpus is benchmarks/chains.py's. float8 is rowwise, as TrainerConfig(float8=True) has it; a CPU emulates it at a tiny shape.
-The three run side by side on the GPUs that there are; a picture lies beside the figures.
+The corpus is benchmarks/chains.py's. float8 has one scale a tensor, as TrainerConfig(float8=True) has it, and once one a row; a CPU
+emulates both at a tiny shape. They run side by side on the GPUs that there are; a picture lies beside the figures.
 """
 
 import argparse
@@ -21,6 +21,7 @@ CURVES = {
     "float32": {"compute_dtype": "float32"},
     "bfloat16": {"compute_dtype": "bfloat16"},
     "float8": {"compute_dtype": "bfloat16", "float8": True},
+    "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
 WARMUP_STEPS = 10
 
@@ -93,13 +94,13 @@ def main() -> None:
     arguments = parser.parse_args()
     began = time.perf_counter()
     curves: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder, Ranks(3 if on_gpu else 2) as ranks:
+    with tempfile.TemporaryDirectory() as folder, Ranks(len(CURVES) if on_gpu else 2) as ranks:
         from benchmarks.random_weights import write  # imports while the ranks do
 
         directory = f"{folder}/model"
         write(config_here()[0].model, Path(directory))
         given = (directory, arguments.steps, arguments.learning_rate)
-        jobs = [Job(name=name, work=curve, arguments=(name, *given)) for name in ("float8", "bfloat16", "float32")]
+        jobs = [Job(name=name, work=curve, arguments=(name, *given)) for name in reversed(CURVES)]
         for job, answers, error in ranks.run(jobs):
             print(f"[{time.perf_counter() - began:5.1f} s] {job.name}: {error or 'done'}", flush=True)
             if not error:

@@ -5,6 +5,7 @@ the parity of a completion's tokens. A GPU's busy share of a phase is nvidia-smi
 """
 
 import argparse
+import os
 import statistics
 import subprocess
 import threading
@@ -37,11 +38,13 @@ GROUP = 16
 
 
 class BusyShare:
-    """What nvidia-smi says of every GPU, ten times a second, with the time of each line."""
+    """What nvidia-smi says of every GPU that this program sees, ten times a second, with the time of each line."""
 
     def __init__(self) -> None:
         self.lines: list[tuple[float, int, float]] = []  # (time, GPU, busy share)
         query = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            query.append(f"--id={visible}")
         self.process: subprocess.Popen | None = None
         with suppress(OSError):
             self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
@@ -59,7 +62,7 @@ class BusyShare:
         for moment, gpu, share in list(self.lines):
             if start <= moment <= end:
                 shares.setdefault(gpu, []).append(share)
-        return {gpu: round(statistics.fmean(values), 3) for gpu, values in sorted(shares.items())}
+        return {gpu: round(statistics.fmean(shares[index]), 3) for gpu, index in enumerate(sorted(shares))}
 
     def stop(self) -> None:
         if self.process is not None:

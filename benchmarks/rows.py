@@ -17,7 +17,7 @@ class Row:
     attention: str = "flex"  # ours, of TrainerConfig.attention
     reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
     float8: bool = False
-    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     float8_eager_casts: bool = True
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
@@ -47,12 +47,12 @@ ROWS = {
     "4b-packed": Row(model="4b", **PACKED),
     "4b-packed-float8": Row(model="4b", float8=True, **PACKED),
     "4b-packed-products": Row(model="4b", checkpointing="products", **PACKED),
-    "4b-packed-float8-tensorwise": Row(model="4b", float8=True, float8_recipe="tensorwise", **PACKED),
-    "4b-packed-float8-tensorwise-products": Row(
-        model="4b", float8=True, float8_recipe="tensorwise", checkpointing="products", **PACKED
+    "4b-packed-float8-products": Row(model="4b", float8=True, checkpointing="products", **PACKED),
+    "4b-packed-float8-rowwise": Row(model="4b", float8=True, float8_recipe="rowwise", **PACKED),
+    "4b-packed-float8-rowwise-faster-casts": Row(
+        model="4b", float8=True, float8_recipe="rowwise", float8_eager_casts=False, **PACKED
     ),
-    "4b-packed-float8-faster-casts": Row(model="4b", float8=True, float8_eager_casts=False, **PACKED),
-    "4b-packed-float8-gw-hp": Row(model="4b", float8=True, float8_recipe="rowwise_with_gw_hp", **PACKED),
+    "4b-packed-float8-rowwise-gw-hp": Row(model="4b", float8=True, float8_recipe="rowwise_with_gw_hp", **PACKED),
     "4b-packed-2gpu": Row(model="4b", num_gpus=2, **PACKED),
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
     "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),

@@ -147,7 +147,7 @@ class TrainerConfig:
     """dtype of the forward and backward pass; parameters, gradients and optimizer state stay float32."""
     float8: bool = False
     """Linear layers of the blocks in float8 by torchao; emulated, for tests, on a machine without such hardware."""
-    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
+    float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scales of float8: one a tensor, with the fastest kernels; one a row; one a row with the weights' gradients in compute_dtype."""
     float8_eager_casts: bool = True
     """With the recipe rowwise every compiled kernel of the process rounds where eager ones would, as torchtitan has it since a loss
