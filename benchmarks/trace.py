@@ -17,12 +17,14 @@ KINDS = {  # what is found in a kernel's name, in this order -> what it is
     "nvjet": "matrix products",
     "adam": "optimizer",
     "nccl": "communication",
+    "triton_red": "fused, with reductions",  # before the rest: their names list all that was fused
+    "triton_per": "fused, with reductions",
+    "triton": "fused",
     "memcpy": "copies",
     "copy": "copies",
     "split": "copies",
     "cat": "copies",
-    "red": "fused and reductions",
-    "triton": "fused",
+    "red": "reductions",
     "elementwise": "elementwise",
     "multi_tensor": "multi-tensor",
 }

@@ -45,6 +45,7 @@ def trainer_config(row: Row) -> TrainerConfig:
     )
     config.compile.enable = on_gpu
     config.parallelism.data_parallel_shard_degree = max(1, row.num_gpus)
+    config.parallelism.fsdp_reshard_after_forward = row.reshard
     return config
 
 

@@ -86,7 +86,10 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
 
 
 def _apart(model: str, *, tokens_per_row: int) -> GRPOConfig:
-    return _run(model, tokens_per_row, GeneratorConfig(gpu=1, gpu_memory_utilization=0.85))
+    config = _run(model, tokens_per_row, GeneratorConfig(gpu=1, gpu_memory_utilization=0.85))
+    # There is room for the gathered weights of all blocks, so that the backward pass need not gather them again.
+    config.trainer.parallelism.fsdp_reshard_after_forward = "never"
+    return config
 
 
 def _shared(model: str, *, tokens_per_row: int, share: float) -> GRPOConfig:
