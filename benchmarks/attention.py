@@ -54,11 +54,11 @@ def flex(case: Case, options: dict[str, Any], block_size: int = 128) -> Attentio
     return run
 
 
-def varlen(case: Case) -> Attention:
-    """The module that the trainer has."""
+def module_of(kernel: str, case: Case) -> Attention:
+    """That of the trainer."""
     from rl_actors.engine import gpu_attention
 
-    module = gpu_attention.FlashVarlen.Config().build()
+    module = gpu_attention.CONFIGS[kernel]().build()
     made = gpu_attention.documents(case.num_rows, case.row_length, case.spans())
     starts = made.cu_seq_q.cuda()
     masks = made._replace(cu_seq_q=starts, cu_seq_k=starts)
@@ -84,7 +84,7 @@ def cudnn_causal(case: Case) -> Attention:
 
 CANDIDATES: dict[str, Callable[[Case], Attention]] = {
     "flex": lambda case: flex(case, {}),
-    "varlen": varlen,
+    "varlen": lambda case: module_of("varlen", case),
     "cudnn, dense": cudnn_causal,
     "flex, TMA": lambda case: flex(case, {"USE_TMA": True}),
     "flex, fwd 128x128x8x2": lambda case: flex(
@@ -103,6 +103,7 @@ CANDIDATES: dict[str, Callable[[Case], Attention]] = {
         },
     ),
     "flex, bwd 2 stages": lambda case: flex(case, {"bwd_num_stages": 2}),
+    "flash4": lambda case: module_of("flash4", case),  # behind varlen: it takes its place in the process
     "flex, no safe rows": lambda case: flex(case, {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}),
 }
 

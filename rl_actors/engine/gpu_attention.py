@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
+from rl_actors.engine import flash4
+
 FLEX_KERNEL_OPTIONS: dict[str, Any] = {}
 """Of flex attention, such as {"fwd_num_warps": 4}; empty: what inductor takes for the chip."""
 
@@ -33,6 +35,18 @@ class FlashVarlen(VarlenAttention):
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)
         self.window_size = config.window_size
+
+
+class Flash4(FlashVarlen):
+    """FlashAttention 4. Raises ValueError where it cannot be."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FlashVarlen.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        flash4.activate()
+        super().__init__(config)
 
 
 class CudnnWholeRows(FlashVarlen):
@@ -70,6 +84,7 @@ def _causal(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, scale: float | None)
 CONFIGS: dict[str, Callable[[], Any]] = {
     "flex": lambda: FlexAttention.Config(kernel_options=dict(FLEX_KERNEL_OPTIONS)),
     "varlen": FlashVarlen.Config,
+    "flash4": Flash4.Config,
     "cudnn": CudnnWholeRows.Config,
 }
 

@@ -1,10 +1,15 @@
 """What the kernels for ragged documents are told, which a CPU can make; tests/gpu runs them."""
 
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.nn.attention import current_flash_attention_impl, restore_flash_attention_impl
 
 from rl_actors import ModelConfig, TrainerConfig
-from rl_actors.engine.gpu_attention import BOUNDARIES_MULTIPLE, documents, one_document_a_row
+from rl_actors.engine import flash4
+from rl_actors.engine.gpu_attention import BOUNDARIES_MULTIPLE, CONFIGS, documents, one_document_a_row
 
 
 def test_documents_begin_where_samples_and_padding_begin():
@@ -27,7 +32,7 @@ def test_a_row_of_two_documents_needs_their_boundaries():
     assert not one_document_a_row([(4, 0, 0, 30), (2, 0, 30, 100)])
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "cudnn"])
+@pytest.mark.parametrize("kernel", ["varlen", "flash4", "cudnn"])
 def test_kernels_for_ragged_documents_are_refused_where_they_cannot_be(kernel):
     config = TrainerConfig(model=ModelConfig(), attention=kernel)
     with pytest.raises(ValueError, match=f"attention='{kernel}' with compute_dtype='float32'"):
@@ -37,3 +42,32 @@ def test_kernels_for_ragged_documents_are_refused_where_they_cannot_be(kernel):
     config.parallelism.context_parallel_degree = 2
     with pytest.raises(ValueError, match="context_parallel_degree=2 with attention="):
         config.validate()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_takes(hopper, monkeypatch):
+    """With a module in the place of the package's: tests/gpu has the kernels."""
+    interface = SimpleNamespace(
+        _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abcd")
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=interface))
+    for _ in range(2):  # one a block
+        CONFIGS["flash4"]().build()
+        assert current_flash_attention_impl() == "FA4"
+    assert flash4._flash_attn_fwd(1, causal=True) == ("a", "b") and flash4._flash_attn_bwd(1) == ("a", "b", "c")
+
+
+def test_flash_attention_4_is_refused_where_it_cannot_be(hopper, monkeypatch):
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    with pytest.raises(ValueError, match='attention="flash4" needs the package flash-attn-4'):
+        CONFIGS["flash4"]().build()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(ValueError, match="capability 8.0; torch calls FlashAttention 4 on 9 and 10.x alone"):
+        CONFIGS["flash4"]().build()

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import restore_flash_attention_impl
 
 from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig, num_loss_tokens
 from rl_actors.types import IGNORE_TARGET
@@ -14,7 +15,13 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "cudnn", "cudnn, one document a row"])
+@pytest.fixture(autouse=True)
+def torchs_own_flash_attention():
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
+
+
+@pytest.mark.parametrize("kernel", ["varlen", "cudnn", "cudnn, one document a row", "flash4"])
 def test_documents_attend_as_a_dense_mask_in_float32_says(kernel):
     from rl_actors.engine import cpu, gpu_attention
 
