@@ -31,6 +31,9 @@ class Row:
         return self.rows * self.row_length * self.microbatches
 
 
+TRACED_STEPS = 2
+"""So that a trace has what lies between two."""
+
 PACKED = {"row_length": 32_768, "document": 2048}
 
 ROWS = {

@@ -22,7 +22,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.qwen3 import parallelize_qwen3
 
-from benchmarks.rows import Row
+from benchmarks.rows import TRACED_STEPS, Row
 from rl_actors import ModelConfig
 from rl_actors.engine import checkpointing
 from rl_actors.engine.build import platform, qwen3_config
@@ -46,7 +46,8 @@ def run(
     answer.send({"seconds": seconds, "peak_bytes": peak})
     if trace:
         with torch.profiler.profile() as profiler:
-            step()
+            for _ in range(TRACED_STEPS):
+                step()
             torch.cuda.synchronize() if on_gpu else None
         if rank == 0:
             profiler.export_chrome_trace(trace)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks import results
-from benchmarks.rows import ROWS, Row
+from benchmarks.rows import ROWS, TRACED_STEPS, Row
 from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
@@ -79,8 +79,9 @@ def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
         found["peak_bytes"] = max(info.peak_memory_bytes for info in trainer.info().result())
         if trace:
             try:
-                trainer.profile(trace).result()
-                step()
+                trainer.profile(trace, steps=TRACED_STEPS).result()
+                for _ in range(TRACED_STEPS):
+                    step()
             except RuntimeError as error:  # the figures are there
                 print(f"no trace: {error}", flush=True)
     return found
@@ -179,7 +180,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", help="; ".join(ROWS), metavar="ROW")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7, help="steps of each side that are timed")
-    parser.add_argument("--profile", type=Path, help="a folder for a trace of one more step of each side")
+    parser.add_argument("--profile", type=Path, help="a folder for a trace of two more steps of each side")
     for field in ("attention", "reference_attention", "checkpointing"):
         parser.add_argument(f"--{field.replace('_', '-')}", help=f"in the place of the row's {field}")
     arguments = parser.parse_args()
