@@ -1,6 +1,7 @@
 """GRPO at the shapes of Qwen3, for Hopper GPUs of 140 GB: trainer and generator apart, or sharing GPUs.
 
-The weights are random and the task is the tiny run's, so that a run needs no download. For a real one give
+The weights are random and the task is the tiny run's, so that a run needs no download. With `--trainer.hf-path DIR` they are read from
+a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes one of the right shape. For a real run give
 `--trainer.hf-path DIR --alphabet ""` and an environment of your own.
 """
 
