@@ -129,12 +129,13 @@ class TrainEngine:
         with self._breaking():
             gradients = Gradients(self.trained, self.pipeline, self.parts.device)
             norm = gradients.norm() / params.grad_divisor
+            arrival = self.parts.to_host(norm)  # a GPU scales while the host waits for it
             # FSDP sums (divide factor 1), so the division by the global count belongs here: in one pass with the clipping.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients.scale(clip / params.grad_divisor)
-            grad_norm = norm.item()  # a GPU scales meanwhile
+            grad_norm = arrival().item()
             finite = grad_norm < float("inf")
             broken = () if finite else gradients.nonfinite()
         if finite:
