@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks import results
@@ -58,7 +58,6 @@ def module_of(kernel: str, case: Case) -> Attention:
     """That of the trainer."""
     from rl_actors.engine import gpu_attention
 
-    restore_flash_attention_impl(_raise_warn=False)  # flash4 takes the place of torch's own
     module = gpu_attention.CONFIGS[kernel]().build()
     made = gpu_attention.documents(case.num_rows, case.row_length, case.spans())
     starts = made.cu_seq_q.cuda()

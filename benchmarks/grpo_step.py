@@ -43,8 +43,8 @@ class BusyShare:
     def __init__(self) -> None:
         self.lines: list[tuple[float, int, float]] = []  # (time, GPU, busy share)
         query = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
-        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-            query.append(f"--id={visible}")
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        self.numbers = {index.strip(): number for number, index in enumerate(visible.split(","))} if visible else None
         self.process: subprocess.Popen | None = None
         with suppress(OSError):
             self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
@@ -55,14 +55,16 @@ class BusyShare:
         for line in self.process.stdout:
             with suppress(ValueError):
                 index, share = line.split(",")
-                self.lines.append((time.perf_counter(), int(index), float(share) / 100))
+                gpu = int(index) if self.numbers is None else self.numbers.get(index.strip())
+                if gpu is not None:
+                    self.lines.append((time.perf_counter(), gpu, float(share) / 100))
 
     def between(self, start: float, end: float) -> dict[int, float]:
         shares: dict[int, list[float]] = {}
         for moment, gpu, share in list(self.lines):
             if start <= moment <= end:
                 shares.setdefault(gpu, []).append(share)
-        return {gpu: round(statistics.fmean(shares[index]), 3) for gpu, index in enumerate(sorted(shares))}
+        return {gpu: round(statistics.fmean(values), 3) for gpu, values in sorted(shares.items())}
 
     def stop(self) -> None:
         if self.process is not None:
@@ -86,10 +88,11 @@ def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig
         model = replace(tiny().trainer.model, max_position_embeddings=512)
         trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
         return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64), 16, 32
-    trainer = trainer_config(name, tokens_per_row=32_768 if num_gpus > 1 else 16_384)
+    apart = num_gpus > 1
+    trainer = trainer_config(name, tokens_per_row=32_768 if apart else 16_384, keep_gathered=apart)
     generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=2048, max_num_seqs=512)
     generator.gpu = min(1, num_gpus - 1)
-    generator.gpu_memory_utilization, generator.setup_timeout = 0.8 if num_gpus > 1 else 0.35, 600.0
+    generator.gpu_memory_utilization, generator.setup_timeout = 0.8 if apart else 0.35, 600.0
     return trainer, generator, 128, 256
 
 

@@ -19,8 +19,8 @@ class Row:
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     float8_eager_casts: bool = True
-    reshard: Literal["never", "default"] = (
-        "never"  # ours: whether a block's gathered weights stay for the backward pass
+    reshard: Literal["default", "never"] = (
+        "default"  # ours: never keeps a block's gathered weights for the backward pass
     )
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
@@ -51,7 +51,7 @@ ROWS = {
     ),
     "4b-16k": Row(model="4b", row_length=16_384, document=16_384, attention="cudnn", microbatches=2),
     "4b-packed": Row(model="4b", **PACKED),
-    "4b-packed-resharded": Row(model="4b", reshard="default", **PACKED),
+    "4b-packed-gathered": Row(model="4b", reshard="never", **PACKED),
     "4b-packed-float8": Row(model="4b", float8=True, **PACKED),
     "4b-packed-products": Row(model="4b", checkpointing="products", **PACKED),
     "4b-packed-float8-products": Row(model="4b", float8=True, checkpointing="products", **PACKED),

@@ -23,7 +23,7 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
             return None
         older = min(over, under, key=lambda line: line["date"])
         ratio = over["tokens_per_second"] / under["tokens_per_second"]
-        return {"ratio": ratio, "over": over, "under": under, "date": older["date"], "device": older["device"]}
+        return {"ratio": ratio, "over": over, "under": under, "date": older["date"], "device": over["device"]}
     kind = gpu if row.num_gpus else results.CPU
     lines = [line for line in results.lines(row.command[0]) if results.kind(line) == kind and line["date"] >= since]
     by_name = {line["name"]: line for line in lines if "error" not in line}

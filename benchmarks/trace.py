@@ -1,4 +1,4 @@
-"""What a torch.profiler trace of a step says: how long the GPU was busy, and which kernels took the time. Takes no trace."""
+"""What a torch.profiler trace of steps says: how long the GPU was busy, and which kernels took the time. Takes no trace."""
 
 import json
 import sys
@@ -30,8 +30,8 @@ KINDS = {  # what is found in a kernel's name, in this order -> what it is
 }
 
 
-def summary(path: str | Path) -> str:
-    """Lines: span and busy share of the GPU, time by kind, the longest gaps and the kernels with most time."""
+def summary(path: str | Path, steps: int = 1) -> str:
+    """Lines: span of `steps` steps and busy share of the GPU, time of a step by kind, the longest gaps and the kernels with most time."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES and "dur" in event]
     if not kernels:
@@ -49,16 +49,18 @@ def summary(path: str | Path) -> str:
     for event in kernels:
         by_name[event["name"]].append(event["dur"])
         by_kind[_kind(event["name"])] += event["dur"]
-    lines = [f"{path}: {whole / 1e3:.1f} ms, busy {busy / whole:.1%}, {len(kernels):,} kernels, {len(gaps):,} gaps"]
+    lines = [
+        f"{path}: {steps} steps in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}, {len(kernels):,} kernels, {len(gaps):,} gaps"
+    ]
     lines += [
-        f"  {total / 1e3:9.1f} ms {total / whole:6.1%}  {kind}"
+        f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%}  {kind}"
         for kind, total in sorted(by_kind.items(), key=lambda item: -item[1])
     ]
     lines += ["longest gaps, before:"] + [
         f"  {gap / 1e3:9.2f} ms  {name[:100]}" for gap, name in sorted(gaps)[-8:][::-1]
     ]
     lines += ["kernels:"] + [
-        f"  {sum(times) / 1e3:9.1f} ms {sum(times) / whole:6.1%} {len(times):6}  {name[:110]}"
+        f"  {sum(times) / steps / 1e3:9.1f} ms {sum(times) / whole:6.1%} {len(times) // steps:6}  {name[:110]}"
         for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:NAMES]
     ]
     return "\n".join(lines)

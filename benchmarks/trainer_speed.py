@@ -20,6 +20,7 @@ from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 
+CHANGEABLE = ("attention", "reference_attention", "checkpointing", "reshard")  # on the command line
 PEAK_FLOPS = 989e12  # torchtitan's figure of an H200, dense bfloat16
 
 
@@ -164,7 +165,7 @@ def run_row(name: str, *, warmup: int, steps: int, profile: Path | None) -> None
         from benchmarks import trace
 
         files = [profile / "reference.json", profile / "rank-0.json"]
-        text = "\n\n".join(trace.summary(file) for file in files if file.exists())
+        text = "\n\n".join(trace.summary(file, TRACED_STEPS) for file in files if file.exists())
         (profile / f"{name}.txt").write_text(text + "\n")
         print(text, flush=True)
 
@@ -181,18 +182,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7, help="steps of each side that are timed")
     parser.add_argument("--profile", type=Path, help="a folder for a trace of two more steps of each side")
-    for field in ("attention", "reference_attention", "checkpointing"):
+    for field in CHANGEABLE:
         parser.add_argument(f"--{field.replace('_', '-')}", help=f"in the place of the row's {field}")
     arguments = parser.parse_args()
     names = arguments.rows or here()
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}; there are: {', '.join(ROWS)}")
     for name in names:
-        changes = {
-            field: value
-            for field in ("attention", "reference_attention", "checkpointing")
-            if (value := getattr(arguments, field))
-        }
+        changes = {field: value for field in CHANGEABLE if (value := getattr(arguments, field))}
         ROWS[name] = replace(ROWS[name], **changes)
         run_row(name, warmup=arguments.warmup, steps=arguments.steps, profile=arguments.profile)
 

@@ -29,8 +29,18 @@ def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(m
     assert gpu_process.environment() == {}  # a CPU's threads compute
     on_gpus(monkeypatch, 1, "")
     assert gpu_process.environment() == {"OMP_NUM_THREADS": "4"}
-    monkeypatch.setenv("OMP_NUM_THREADS", "9")
-    assert gpu_process.environment() == {}
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(6)
+        gpu_process.prepare()
+        assert torch.get_num_threads() == 4
+        monkeypatch.setenv("OMP_NUM_THREADS", "9")
+        assert gpu_process.environment() == {}
+        torch.set_num_threads(6)
+        gpu_process.prepare()
+        assert torch.get_num_threads() == 6
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):

@@ -1,6 +1,6 @@
 """FlashAttention 4, of the package flash-attn-4, in the place of torch's own FlashAttention: its kernels use what Hopper brought.
 
-torch 2.13 calls the two functions at the end and takes two values of the forward pass, three of the backward; the package returns more.
+torch 2.13 calls the two functions at the end and takes two values of the forward pass, of which the package returns five.
 """
 
 from functools import partial
@@ -48,4 +48,4 @@ def _flash_attn_fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 
 
 def _flash_attn_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
-    return _interface()._flash_attn_bwd(*args, **kwargs)[:3]
+    return _interface()._flash_attn_bwd(*args, **kwargs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from rl_actors.engine import flash4
@@ -25,8 +25,8 @@ BOUNDARIES_MULTIPLE = 64
 """Numbers of documents are rounded up, and the longest to a power of two, so that the blocks are compiled for few of them."""
 
 
-class FlashVarlen(VarlenAttention):
-    """torch's own FlashAttention 2; torchtitan's module would ask for FlashAttention 3, which no registry has."""
+class Varlen(VarlenAttention):
+    """torchtitan's, whose own __init__ would ask for FlashAttention 3, which no registry has."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -37,16 +37,28 @@ class FlashVarlen(VarlenAttention):
         self.window_size = config.window_size
 
 
-class Flash4(FlashVarlen):
-    """FlashAttention 4. Raises ValueError where it cannot be."""
+class FlashVarlen(Varlen):
+    """torch's own FlashAttention 2."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FlashVarlen.Config):
+    class Config(Varlen.Config):
         pass
 
     def __init__(self, config: Config) -> None:
-        flash4.activate()
         super().__init__(config)
+        restore_flash_attention_impl(_raise_warn=False)
+
+
+class Flash4(Varlen):
+    """FlashAttention 4. Raises ValueError where it cannot be."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Varlen.Config):
+        pass
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        flash4.activate()
 
 
 class CudnnWholeRows(FlashVarlen):

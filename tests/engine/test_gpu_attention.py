@@ -54,13 +54,15 @@ def hopper(monkeypatch):
 def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_takes(hopper, monkeypatch):
     """With a module in the place of the package's: tests/gpu has the kernels."""
     interface = SimpleNamespace(
-        _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abcd")
+        _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abc")
     )
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=interface))
     for _ in range(2):  # one a block
         CONFIGS["flash4"]().build()
         assert current_flash_attention_impl() == "FA4"
+    CONFIGS["varlen"]().build()
+    assert current_flash_attention_impl() is None
     assert flash4._flash_attn_fwd(1, causal=True) == ("a", "b") and flash4._flash_attn_bwd(1) == ("a", "b", "c")
 
 

@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import restore_flash_attention_impl
 
 from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig, num_loss_tokens
 from rl_actors.types import IGNORE_TARGET
@@ -13,12 +12,6 @@ pytestmark = pytest.mark.gpu
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
-
-
-@pytest.fixture(autouse=True)
-def torchs_own_flash_attention():
-    yield
-    restore_flash_attention_impl(_raise_warn=False)
 
 
 @pytest.mark.parametrize("kernel", ["varlen", "cudnn", "cudnn, one document a row", "flash4"])
