@@ -120,9 +120,9 @@ async def train(run: Run) -> None:
             values["validation/accuracy"] = await run.accuracy()
         run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=not batch.samples)
         run.log.rollouts(step, batch.shown())
-        if is_last or done % config.checkpoint_every == 0:
-            # After the step's line: a run that is killed in between writes that line again, and loses none.
-            await run.checkpoint({"step": step + 1, "cursor": rollouts.cursor, "warmup_steps": warmup_steps})
+        # After the step's line: a run that is killed in between writes that line again, and loses none.
+        state = {"step": step + 1, "cursor": rollouts.cursor, "warmup_steps": warmup_steps}
+        await run.checkpoint(state, done=done, is_last=is_last)
 
 
 async def warm_up(run: Run) -> tuple[int, int]:
@@ -138,10 +138,8 @@ async def warm_up(run: Run) -> tuple[int, int]:
         return {"validation/accuracy": await run.accuracy()}
 
     async def save(is_last: bool, state: dict[str, Any]) -> None:
-        if is_last:
-            await run.checkpoint(state | {"warmup_steps": state["step"]})
-        elif state["step"] % config.checkpoint_every == 0:
-            await run.checkpoint(state)
+        ended = {"warmup_steps": state["step"]} if is_last else {}
+        await run.checkpoint(state | ended, done=state["step"], is_last=is_last)
 
     steps = {"first_step": run.state.get("step", 0), "last_step": config.max_warmup_steps}
     cursor = run.state.get("cursor", 0)

@@ -66,7 +66,7 @@ class RunConfig:
     validate_every: int = 10
     """Steps between two validations on the held-out problems."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints; the last step always writes one."""
+    """Steps between two checkpoints; the last step always writes one. 0: none is written, and the run cannot be resumed."""
     keep_checkpoints: int = 2
     """Newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
@@ -87,13 +87,13 @@ class RunConfig:
             "max_tokens",
             "samples_per_forward_backward",
             "validate_every",
-            "checkpoint_every",
             "keep_checkpoints",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
-        if self.keep_checkpoint_every < 0:
-            raise ValueError(f"keep_checkpoint_every={self.keep_checkpoint_every}; it must be at least 0")
+        for name in ("checkpoint_every", "keep_checkpoint_every"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be at least 0")
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError("alphabet is empty and trainer.hf_path too; one of them must give a tokenizer")
         longest = {"generator.max_model_len": self.generator.max_model_len}
@@ -162,10 +162,12 @@ class Run:
                 self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
             )
 
-    async def checkpoint(self, state: dict[str, Any]) -> None:
-        """Begin to write a checkpoint beside training; a failure of the one before ends the run here."""
-        with self.timer("checkpoint"):
-            await self.checkpoints.save(self.trainer, state | {"config": asdict(self.config)})
+    async def checkpoint(self, state: dict[str, Any], *, done: int, is_last: bool) -> None:
+        """When it is time after `done` steps, begin to write a checkpoint beside training; a failure of the one before ends the run here."""
+        every = self.config.checkpoint_every
+        if every and (is_last or done % every == 0):
+            with self.timer("checkpoint"):
+                await self.checkpoints.save(self.trainer, state | {"config": asdict(self.config)})
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:

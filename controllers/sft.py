@@ -117,8 +117,7 @@ async def train(run: Run) -> None:
         return {"validation/accuracy": await run.accuracy()}
 
     async def save(is_last: bool, state: dict[str, Any]) -> None:
-        if is_last or state["step"] % config.checkpoint_every == 0:
-            await run.checkpoint(state)
+        await run.checkpoint(state, done=state["step"], is_last=is_last)
 
     steps = {"first_step": run.state.get("step", 0), "last_step": config.steps, "cursor": run.state.get("cursor", 0)}
     await train_supervised(run, config.supervised, **steps, measure=measure, save=save)

@@ -14,6 +14,8 @@ import torch
 from configs.tiny import tiny
 from controllers import checkpoints
 from controllers.checkpoints import Checkpoints, removable
+from controllers.metrics import Timer
+from controllers.run import Run
 
 
 @dataclass
@@ -129,11 +131,31 @@ def test_what_is_kept_for_good_does_not_depend_on_when_the_others_were_removed()
     assert [step for step in steps if step not in removable(list(steps), keep=2, keep_every=100)] == there
 
 
-def test_a_negative_distance_between_checkpoints_is_refused():
+@pytest.mark.parametrize("name", ["checkpoint_every", "keep_checkpoint_every"])
+def test_a_negative_distance_between_checkpoints_is_refused(name):
     config = tiny()
-    config.keep_checkpoint_every = -1
-    with pytest.raises(ValueError, match="keep_checkpoint_every=-1; it must be at least 0"):
+    setattr(config, name, -1)
+    with pytest.raises(ValueError, match=f"^{name}=-1; it must be at least 0"):
         config.validate()
+
+
+@pytest.mark.parametrize(("every", "written"), [(3, [3, 6, 7]), (100, [7]), (0, [])])
+def test_checkpoints_are_written_every_so_many_steps_and_behind_the_last_or_never(tmp_path, every, written):
+    config = tiny()
+    config.checkpoint_every = every
+    config.validate()
+    trainer = FakeTrainer()
+    trainer.durable.set()
+    kept = Checkpoints(tmp_path, keep=100, keep_every=0)
+    run = SimpleNamespace(config=config, checkpoints=kept, trainer=trainer, timer=Timer())
+
+    async def seven_steps() -> None:
+        for done in range(1, 8):
+            await Run.checkpoint(run, {"step": done}, done=done, is_last=done == 7)
+        await kept.finish()
+
+    asyncio.run(seven_steps())
+    assert names(tmp_path) == [f"step-{step}" for step in written]
 
 
 def test_what_a_killed_run_left_half_is_removed_and_the_rest_is_not(tmp_path):
