@@ -295,6 +295,7 @@ def test_good_optim_params_pass_up_to_every_limit():
 
 WAKES = """
 import os
+import time
 import numpy as np
 import torch
 import cloudpickle
@@ -306,6 +307,7 @@ from rl_actors.wire import merge_outputs, to_wire
 COUNT, LENGTH = 32, 8192  # far more positions in all than torch gives one thread
 
 def num_threads():
+    time.sleep(0.2)  # a thread that was joined may still be there
     return len(os.listdir("/proc/self/task"))
 
 def zeros(dtype, length=LENGTH):
