@@ -19,9 +19,7 @@ class Row:
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     float8_eager_casts: bool = True
-    reshard: Literal["default", "never"] = (
-        "default"  # ours: never keeps a block's gathered weights for the backward pass
-    )
+    reshard: Literal["default", "never"] = "default"  # never: ours keeps gathered weights for the backward pass
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
 

@@ -112,12 +112,13 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
         index, where = next((i, np.argwhere(of_tensor)[0]) for i, of_tensor in enumerate(bad) if of_tensor.any())
         return index, int(where[0]), tensors[index][tuple(where)].item()
 
-    if found := culprit(lambda x: (x < 0) | (x >= vocab_size), [sample.tokens for sample in samples]):
+    outside = lambda x: (x < 0) | (x >= vocab_size)  # noqa: E731
+    if found := culprit(outside, [sample.tokens for sample in samples]):
         index, position, value = found
         raise ValueError(
             f"sample {index}: tokens[{position}]={value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
         )
-    bad_target = lambda x: ((x < 0) & (x != IGNORE_TARGET)) | (x >= vocab_size)  # noqa: E731
+    bad_target = lambda x: outside(x) & (x != IGNORE_TARGET)  # noqa: E731
     if found := culprit(bad_target, [sample.targets for sample in samples]):
         index, position, value = found
         raise ValueError(
@@ -131,7 +132,6 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
                 f"sample {holders[index]}: column {name!r} holds {value} at position {position}; it must be finite"
             )
     holders = [i for i, sample in enumerate(samples) if "target_ids" in sample.columns]
-    outside = lambda x: (x < 0) | (x >= vocab_size)  # noqa: E731
     if holders and (found := culprit(outside, [samples[i].columns["target_ids"] for i in holders])):
         index, position, value = found
         raise ValueError(
