@@ -89,7 +89,7 @@ def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig
         trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
         return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64), 16, 32
     apart = num_gpus > 1
-    trainer = trainer_config(name, tokens_per_row=32_768 if apart else 16_384, keep_gathered=apart)
+    trainer = trainer_config(name, tokens_per_row=32_768 if apart else 16_384)
     generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=2048, max_num_seqs=512)
     generator.gpu = min(1, num_gpus - 1)
     generator.gpu_memory_utilization, generator.setup_timeout = 0.8 if apart else 0.35, 600.0

@@ -14,7 +14,7 @@ class Row:
     rows: int = 1  # of a microbatch
     microbatches: int = 1  # of a step
     checkpointing: Literal["none", "products", "selective", "full"] = "selective"
-    attention: str = "flex"  # ours, of TrainerConfig.attention
+    attention: str = "flash4"  # ours, of TrainerConfig.attention
     reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
@@ -35,10 +35,8 @@ TRACED_STEPS = 2
 PACKED = {"row_length": 32_768, "document": 2048}
 
 ROWS = {
-    "0_6b-16k": Row(model="0_6b", row_length=16_384, document=16_384, attention="cudnn", microbatches=4),
-    "0_6b-16k-kept": Row(
-        model="0_6b", row_length=16_384, document=16_384, attention="cudnn", microbatches=4, checkpointing="none"
-    ),
+    "0_6b-16k": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4),
+    "0_6b-16k-kept": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4, checkpointing="none"),
     "0_6b-64k": Row(model="0_6b", row_length=65_536, document=65_536, attention="cudnn"),
     "0_6b-64k-kept": Row(model="0_6b", row_length=65_536, document=65_536, attention="cudnn", checkpointing="none"),
     "0_6b-packed": Row(model="0_6b", rows=2, **PACKED),
@@ -49,7 +47,6 @@ ROWS = {
     ),
     "4b-16k": Row(model="4b", row_length=16_384, document=16_384, attention="cudnn", microbatches=2),
     "4b-packed": Row(model="4b", **PACKED),
-    "4b-packed-gathered": Row(model="4b", reshard="never", **PACKED),
     "4b-packed-float8": Row(model="4b", float8=True, **PACKED),
     "4b-packed-products": Row(model="4b", checkpointing="products", **PACKED),
     "4b-packed-float8-products": Row(model="4b", float8=True, checkpointing="products", **PACKED),

@@ -131,8 +131,7 @@ def flops_per_token(model: ModelConfig, context: float) -> float:
     return 6 * parameters + 12 * model.num_hidden_layers * heads * context
 
 
-def run_row(name: str, *, warmup: int, steps: int, profile: Path | None) -> None:
-    row = ROWS[name]
+def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | None) -> None:
     if row.num_gpus > torch.cuda.device_count():
         raise SystemExit(f"{name} needs {row.num_gpus} GPUs; there are {torch.cuda.device_count()}")
     if profile:
@@ -189,9 +188,11 @@ def main() -> None:
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}; there are: {', '.join(ROWS)}")
     for name in names:
-        changes = {field: value for field in CHANGEABLE if (value := getattr(arguments, field))}
-        ROWS[name] = replace(ROWS[name], **changes)
-        run_row(name, warmup=arguments.warmup, steps=arguments.steps, profile=arguments.profile)
+        row = ROWS[name]
+        given = {field: getattr(arguments, field) or getattr(row, field) for field in CHANGEABLE}
+        changed = [f", {field} {value}" for field, value in given.items() if value != getattr(row, field)]
+        named = name + "".join(changed)  # what was changed is no result of the table's row
+        run_row(named, replace(row, **given), warmup=arguments.warmup, steps=arguments.steps, profile=arguments.profile)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from importlib import import_module
 from typing import Any, TextIO
 
+from monarch.actor import shutdown_context
 from rich.console import Console
 
 from controllers import checkpoints, cli, plan
@@ -30,6 +31,8 @@ from rl_actors.logs import route_logs, route_process_output
 
 PROBLEMS_CHECKED = 1000
 """Training problems whose length and alphabet are checked before a run; held-out ones all are."""
+
+SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 Train = Callable[[Run], Awaitable[None]]
 
@@ -58,6 +61,9 @@ def main(controller: str) -> None:
         cli.print_config(invocation.config)
         return
     status = _run(invocation, environment, tokenizer, train)
+    with contextlib.suppress(TimeoutError):
+        # At the interpreter's exit Monarch gives itself one second, too few on a busy machine, and prints a traceback.
+        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     if status and RunFolder(invocation.output_dir).config.is_file():
         print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}")
     sys.exit(status)
