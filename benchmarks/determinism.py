@@ -222,9 +222,9 @@ def main() -> None:
         print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)
 
     with ExitStack() as stack:
-        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch()))) / "model")
         trainer_options, generator_options = configs_of(arguments.model)
         model = generator_options.model
+        directory = str(Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(model)))) / "model")
         write(model, Path(directory), scale=SHARPNESS if on_gpu else 3.0)
         say("weights written")
         generator_options = replace(generator_options, hf_path=directory, enforce_eager=arguments.eager)

@@ -5,18 +5,16 @@ the parity of a completion's tokens. A GPU's busy share of a phase is nvidia-smi
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
 
 from benchmarks import results
+from benchmarks.gpus import Watch
 from configs.qwen3 import MODELS
 from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
@@ -37,40 +35,6 @@ from rl_actors.engine.packing import plan
 GROUP = 16
 
 
-class BusyShare:
-    """What nvidia-smi says of every GPU that this program sees, ten times a second, with the time of each line."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[float, int, float]] = []  # (time, GPU, busy share)
-        query = ["nvidia-smi", "--query-gpu=index,utilization.gpu", "--format=csv,noheader,nounits", "-lms", "100"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.numbers = {index.strip(): number for number, index in enumerate(visible.split(","))} if visible else None
-        self.process: subprocess.Popen | None = None
-        with suppress(OSError):
-            self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-            threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process is not None and self.process.stdout is not None
-        for line in self.process.stdout:
-            with suppress(ValueError):
-                index, share = line.split(",")
-                gpu = int(index) if self.numbers is None else self.numbers.get(index.strip())
-                if gpu is not None:
-                    self.lines.append((time.perf_counter(), gpu, float(share) / 100))
-
-    def between(self, start: float, end: float) -> dict[int, float]:
-        shares: dict[int, list[float]] = {}
-        for moment, gpu, share in list(self.lines):
-            if start <= moment <= end:
-                shares.setdefault(gpu, []).append(share)
-        return {gpu: round(statistics.fmean(values), 3) for gpu, values in sorted(shares.items())}
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.terminate()
-
-
 class Phases:
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[float, float]]] = {}
@@ -80,6 +44,13 @@ class Phases:
         start = time.perf_counter()
         yield
         self.spans.setdefault(name, []).append((start, time.perf_counter()))
+
+
+def shares(of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
+    """{"gpu0_busy": the mean over spans of its mean percentages in a span, as a share, …}"""
+    means = [{gpu: statistics.fmean(values) / 100 for gpu, values in span.items()} for span in of_spans]
+    gpus = sorted({gpu for span in means for gpu in span})
+    return {f"gpu{gpu}_busy": statistics.fmean(span[gpu] for span in means if gpu in span) for gpu in gpus}
 
 
 def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig, int, int]:
@@ -104,7 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
     arguments = parser.parse_args()
     trainer_options, generator_options, prompt_tokens, new_tokens = configs_of(arguments.model, num_gpus)
-    busy = BusyShare()
+    busy = Watch("utilization.gpu")
     transport = TorchStoreTransport()
     in_background(transport.open(), "store").result()
     with ExitStack() as clients:
@@ -150,9 +121,7 @@ def main() -> None:
     whole = statistics.median(end - start for start, end in phases.spans["step"])
     for name, spans in phases.spans.items():
         seconds = statistics.median(end - start for start, end in spans)
-        shares = [busy.between(start, end) for start, end in spans]
-        per_gpu = {gpu: statistics.fmean(s[gpu] for s in shares if gpu in s) for gpu in {g for s in shares for g in s}}
-        figures = {"seconds": seconds, "share": seconds / whole, **{f"gpu{g}_busy": x for g, x in per_gpu.items()}}
+        figures = {"seconds": seconds, "share": seconds / whole, **shares([busy.between(*span) for span in spans])}
         figures |= {"tokens": len(samples) * (prompt_tokens + new_tokens), "gpus": num_gpus}
         results.add("grpo_step", f"{arguments.model} {name}", figures)
 

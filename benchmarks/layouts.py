@@ -211,7 +211,7 @@ def main() -> None:
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
         from benchmarks.random_weights import scratch, write  # imports while the ranks do
 
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch()))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(shape.model)))
         directory = f"{folder}/model"
         write(shape.model, Path(directory), scale=4.0)
         print(f"[{time.perf_counter() - began:5.1f} s] weights written", flush=True)

@@ -29,8 +29,8 @@ END_TIMEOUT = 60.0
 """Seconds until a run that is told to stop must have ended."""
 
 
-def run(arguments: list[str], limit: float) -> float:
-    """Run the controller to its end, or for `limit` seconds; returns the seconds that it took."""
+def run(arguments: list[str], limit: float) -> tuple[float, int]:
+    """Run the controller to its end, or for `limit` seconds; returns the seconds that it took and its exit status."""
     begun = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "controllers.grpo", *arguments])
     # It ends its actors and writes its report, however this process is asked to stop.
@@ -46,7 +46,7 @@ def run(arguments: list[str], limit: float) -> float:
         process.wait(END_TIMEOUT)
     except subprocess.TimeoutExpired:
         process.kill()
-    return time.perf_counter() - begun
+    return time.perf_counter() - begun, process.wait()
 
 
 def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def main() -> None:
         sys.exit(f"{folder.path} holds a run; --read reads it")
     else:
         name = options.config + ", changed" * bool(flags)
-        seconds = run(["--config", options.config, "--output-dir", str(folder.path), *flags], options.limit)
+        seconds, _ = run(["--config", options.config, "--output-dir", str(folder.path), *flags], options.limit)
     if not folder.holds_run:
         sys.exit(f"{folder.path} holds no run")
     write_report(folder.path)

@@ -138,9 +138,9 @@ def main() -> None:
     from benchmarks.random_weights import scratch, write
 
     with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch())))
         trainer_options, generator_options = configs_of(arguments.model, "", arguments.attention)
         model: ModelConfig = trainer_options.model
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(model))))
         trainer_options.compile.enable = arguments.compile
         write(model, folder / "model")
         trainer_options.hf_path = generator_options.hf_path = str(folder / "model")

@@ -4,6 +4,7 @@ For measurements and rehearsals: config.json and safetensors of the right names 
 """
 
 import argparse
+import math
 import shutil
 import time
 from pathlib import Path
@@ -15,13 +16,15 @@ from rl_actors import ModelConfig
 from rl_actors.engine import hf
 
 STD = 0.02
-SCRATCH_BYTES = 8 << 30
+SPARE = 4
+"""Times the weights' size that is to be free."""
 
 
-def scratch() -> str | None:
-    """Where a temporary folder of weights goes: shared memory, where there is room; None: the system's own place."""
+def scratch(model: ModelConfig) -> str | None:
+    """Where a temporary folder of its weights goes: shared memory, where there is room; None: the system's own place."""
     memory = Path("/dev/shm")
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= SCRATCH_BYTES else None
+    size = torch.bfloat16.itemsize * sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= SPARE * size else None
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks import results
-from benchmarks.rows import ROWS
+from benchmarks.rows import ROWS, RUNS
 
 Line = dict[str, Any]
 
@@ -80,6 +80,16 @@ def _agreement(line: Line) -> str:
 
 def _learns(line: Line) -> str:
     return f"held-out accuracy {line['accuracy_before']:.3f} to {line['accuracy']:.3f} in {line['seconds']:.0f} s"
+
+
+def _run(line: Line) -> str:
+    parts = ", ".join(f"{part} {line[f'{part}_seconds']:.3g}" for part in ("generate", "train", "sync"))
+    peaks = f"; peak {', '.join(f'{x:.0f}' for x in line['peak_gib'])} GiB" if "peak_gib" in line else ""
+    share = f", vLLM's share {line['generator_share']:g}" if "generator_share" in line else ""
+    return (
+        f"{line['updates']} updates; mean difference of logprobs {line['difference_mean']:.1e}, worst token "
+        f"{line['difference_max']:.1e}; {parts} s a step; {line['seconds']:.0f} s in all{peaks}{share}"
+    )
 
 
 def _layout(line: Line) -> str:
@@ -169,6 +179,18 @@ def _agreement_row(model: str, num_gpus: int) -> TableRow:
     )
 
 
+def _run_row(config: str, num_gpus: int) -> TableRow:
+    return TableRow(
+        what=f"a short run of `--config {config}` from a Hugging Face directory",
+        num_gpus=num_gpus,
+        command=("runs", config),
+        line=config,
+        measured=_run,
+        at_least={"updates": 2},
+        at_most={"difference_mean": 0.02, "kl": 1e-3},
+    )
+
+
 def _layout_row(line: str, num_gpus: int) -> TableRow:
     return TableRow(
         what=f"{line} on {num_gpus} GPUs beside one" if "," in line else f"{line}: goes on with the same loss",
@@ -227,6 +249,7 @@ TABLE = {
         at_least={"accuracy": 0.95},
         at_most={"seconds": 480},
     ),
+    **{f"run-{name}{'-cpu' * (num_gpus == 0)}": _run_row(name, num_gpus) for name, num_gpus in RUNS.items()},
     **{f"layout-{name}": _layout_row(f"{name}, bfloat16", 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
     "layout-FSDP2xTP2": _layout_row("FSDP2xTP2, bfloat16", 4),
     "checkpoint-4-to-2": _layout_row("checkpoint FSDP2xTP2 to FSDP2", 4),

@@ -59,3 +59,16 @@ ROWS = {
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
     "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),
 }
+
+RUNS = {
+    "qwen3_0_6b": 2,
+    "qwen3_0_6b_one_gpu": 1,
+    "qwen3_1_7b": 2,
+    "qwen3_1_7b_one_gpu": 1,
+    "qwen3_4b": 2,
+    "qwen3_4b_one_gpu": 1,
+    "qwen3_8b": 3,
+    "qwen3_8b_two_gpus": 2,
+    "tiny": 0,
+}
+"""Configs of a short run -> GPUs."""

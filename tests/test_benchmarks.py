@@ -14,8 +14,9 @@ import pytest
 
 from benchmarks import __main__, missing, register, results, table
 from benchmarks.register import TABLE, TableRow
-from benchmarks.rows import ROWS
+from benchmarks.rows import ROWS, RUNS
 from benchmarks.table import H200
+from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 # Measured with this in the place of `python -m benchmarks`: NAME ... appends a line each, and a note that it ran.
@@ -106,6 +107,15 @@ def test_every_row_is_one_of_a_benchmark_that_is_there():
         assert all(part in TABLE for part in row.quotient_of), name
         assert bool(row.command) != bool(row.quotient_of), name
         assert not row.command or row.command[0] in modules, name
+
+
+def test_every_config_of_a_gpu_has_a_short_run_on_as_many_gpus_as_it_takes():
+    configs = {name: make() for name, make in CONFIGS["controllers.grpo"].items() if name.startswith("qwen3")}
+    taken = {
+        name: max(config.trainer.parallelism.data_parallel_shard_degree, config.generator.gpu + 1)
+        for name, config in configs.items()
+    }
+    assert {name: count for name, count in RUNS.items() if count} == taken
 
 
 def test_the_list_says_of_every_row_what_it_needs_and_loads_no_torch():

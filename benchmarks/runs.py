@@ -1,0 +1,110 @@
+"""A short run of a config as a user starts it, from a Hugging Face directory with random weights: load, train, sync, sample, train.
+
+Sixteen supervised steps and two of GRPO, whose reward is the share of a completion's characters that are digits, so that weights which
+were random just before get one. Further flags go to the controller.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from benchmarks import random_weights, results
+from benchmarks.gpus import Watch
+from benchmarks.learns import run
+from configs import CONFIGS
+from configs.tiny import addition
+from controllers.environments import Environment, Problem, build_environment
+from controllers.grpo import GRPOConfig
+from controllers.metrics import RunFolder, read_jsonl
+
+STEPS = 2
+MIB_OF_GIB = 1024
+
+
+def share_of_digits(problem: Problem, completion: str) -> float:
+    return sum(character.isdigit() for character in completion) / max(1, len(completion))
+
+
+def digits(*, seed: int, num_held_out: int, **_: Any) -> Environment:
+    """For --environment.task: the addition of two digits, with another reward; the options are those of the config's own task."""
+    config = addition(digits=2)["environment"]
+    config.seed, config.num_held_out = seed, num_held_out
+    environment = build_environment(config)
+    environment.reward = share_of_digits
+    return environment
+
+
+def flags(name: str, weights: Path, folder: Path) -> list[str]:
+    given = {
+        "--config": name,
+        "--trainer.hf-path": weights,
+        "--output-dir": folder,
+        "--environment.task": "benchmarks.runs:digits",
+        "--steps": STEPS,
+        "--checkpoint-every": 0,
+        "--max-warmup-steps": 16,
+        "--warmup.stop-at-answer-probability": 1,
+        "--warmup.batch-size": 1024,
+        "--warmup.schedule.learning-rate": 3e-4,
+        "--warmup.schedule.warmup-steps": 5,
+    }
+    return [str(part) for pair in given.items() for part in pair]
+
+
+def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
+    """From the records of a run's first step and of its updates by GRPO: their worst differences, and their times where nothing was compiled."""
+    differences = {
+        "difference_mean": "logprob_diff/mean",
+        "difference_max": "logprob_diff/max",
+        "kl": "kl/policy_generator",
+    }
+    return {
+        "updates": len(updates),
+        **{name: max(record[key] for record in updates) for name, key in differences.items()},
+        "rewards": [round(record["reward/mean"], 4) for record in updates],
+        **{
+            f"{part}_seconds": min(record[f"time/{part}"] for record in updates)
+            for part in ("generate", "train", "sync")
+        },
+        "first_step_seconds": first["time/step"],
+    }
+
+
+def measure(name: str, further: list[str]) -> None:
+    """Add a line of results. Raises SystemExit for a run that did not reach its end, or made no update."""
+    config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
+    folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    with tempfile.TemporaryDirectory(dir=random_weights.scratch(config.trainer.model)) as scratch:
+        weights = Path(scratch) / "model"
+        # In a process of its own: a CUDA context would stay on the GPU beside what is measured.
+        given = (config.trainer.model, weights)
+        writer = multiprocessing.get_context("spawn").Process(target=random_weights.write, args=given)
+        writer.start()
+        writer.join()
+        memory, start = Watch("memory.used"), time.perf_counter()
+        seconds, status = run([*flags(name, weights, folder.path), *further], limit=540.0)
+        memory.stop()
+    records = read_jsonl(folder.metrics)
+    updates = [record for record in records if record["phase"] == "grpo" and not record.get("skipped")]
+    if status or not updates:
+        raise SystemExit(f"exit status {status} after {len(records)} steps and {len(updates)} updates: {folder.path}")
+    found = figures(records[0], updates) | {"seconds": round(seconds, 1)}
+    if peaks := memory.between(start, start + seconds):
+        found["peak_gib"] = [round(max(values) / MIB_OF_GIB, 1) for values in peaks.values()]
+        found["generator_share"] = config.generator.gpu_memory_utilization
+    results.add("runs", name + ", changed" * bool(further), found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="of controllers.grpo")
+    arguments, further = parser.parse_known_args()
+    measure(arguments.config, further)
+
+
+if __name__ == "__main__":
+    main()
