@@ -1,10 +1,11 @@
 """What nvidia-smi says of the GPUs that this program sees while something runs. Starts no CUDA context."""
 
-import os
 import subprocess
 import threading
 import time
 from contextlib import suppress
+
+from benchmarks import results
 
 
 class Watch:
@@ -13,8 +14,7 @@ class Watch:
     def __init__(self, field: str) -> None:
         self.readings: list[tuple[float, int, float]] = []  # (time.perf_counter, GPU, value)
         query = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits", "-lms", "100"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        self.numbers = {index.strip(): number for number, index in enumerate(visible.split(","))} if visible else None
+        self.numbers = {index: number for number, index in enumerate(results.visible(len(results.gpus())))}
         self.process: subprocess.Popen | None = None
         with suppress(OSError):
             self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
@@ -25,9 +25,8 @@ class Watch:
         for line in self.process.stdout:
             with suppress(ValueError):
                 index, value = line.split(",")
-                gpu = int(index) if self.numbers is None else self.numbers.get(index.strip())
-                if gpu is not None:
-                    self.readings.append((time.perf_counter(), gpu, float(value)))
+                if index.strip() in self.numbers:
+                    self.readings.append((time.perf_counter(), self.numbers[index.strip()], float(value)))
 
     def between(self, start: float, end: float) -> dict[int, list[float]]:
         """The values of each GPU."""

@@ -2,6 +2,7 @@
 
 `make bench ROW=missing`. A result is kept as it comes, so a table that was broken off goes on where it stopped: give the same command again.
 A row that fails does not end the table: it is named at the end, and the exit status is 1. Only results from the same kind of device count.
+With --side-by-side the next row begins as soon as there are GPUs for it; what it prints is in runs/benchmarks.
 """
 
 import argparse
@@ -12,10 +13,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from benchmarks import results
 from benchmarks.register import TABLE
@@ -25,6 +28,8 @@ ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
 GRACE = 15.0  # seconds from an interrupt to the end by force
+PAUSE = 0.05  # seconds
+OUTPUTS = ROOT / "runs" / "benchmarks"
 
 
 def gpu_here() -> str:
@@ -40,56 +45,114 @@ def missing(names: Iterable[str], since: str = "") -> list[str]:
     ]
 
 
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """A process that measures rows, in a process group of its own, none of which outlives it; it dies with this process, too."""
+
+    rows: list[str]
+    places: list[str]  # the GPUs that it has
+    child: subprocess.Popen
+    start: float  # of time.monotonic
+    date: str
+
+    @staticmethod
+    def begin(command: Sequence[str], rows: list[str], places: list[str], output: Path | None) -> "_Running":
+        """output: of a process beside others; None: this terminal."""
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(places)} if places else None
+        start, date = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+        where = f" on GPU {', '.join(places)}, output in {output}" if output else ""
+        print(f"== {', '.join(rows)}{where}", flush=True)
+        with ExitStack() as stack:
+            if output:
+                output.parent.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(output.open("w")) if output else None
+            child = subprocess.Popen(
+                command,
+                cwd=ROOT,
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT if file else None,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+        return _Running(rows=rows, places=places, child=child, start=start, date=date)
+
+    def interrupt(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGINT)
+
+    def end(self) -> list[str]:
+        """Its rows without a result. A process that was interrupted has GRACE to end by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            self.child.wait(GRACE)
+        with suppress(ProcessLookupError):
+            os.killpg(self.child.pid, signal.SIGKILL)
+        status = self.child.wait()
+        print(f"\n== {', '.join(self.rows)}: exit status {status}, {time.monotonic() - self.start:.0f} s", flush=True)
+        return [row for row in self.rows if status or newest(TABLE[row], gpu_here(), since=self.date) is None]
+
+
 def measure(
-    names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf
+    names: Sequence[str],
+    extra: Sequence[str] = (),
+    *,
+    timeout: float = TIMEOUT,
+    until: float = inf,
+    side_by_side: bool = False,
 ) -> list[str]:
     """Run these rows and return those that failed. None is begun after `until` (of time.monotonic)."""
-    failed = []
-    parts = [part for name in names for part in TABLE[name].quotient_of or (name,)]
-    for command in dict.fromkeys(TABLE[name].command for name in parts):
-        rows = [name for name in dict.fromkeys(parts) if TABLE[name].command == command]
-        if time.monotonic() > until:
-            print(f"not begun: {', '.join(rows)}", flush=True)
-            continue
-        arguments = dict.fromkeys(TABLE[name].argument for name in rows)
-        began, start = datetime.now(UTC).isoformat(timespec="seconds"), time.monotonic()
-        print(f"== {', '.join(rows)}", flush=True)
-        status = _run([*PYTHON, *command, *filter(None, arguments), *extra], timeout)
-        print(f"\n== {', '.join(rows)}: exit status {status}, {time.monotonic() - start:.0f} s", flush=True)
-        failed += [name for name in rows if status or newest(TABLE[name], gpu_here(), since=began) is None]
-    return failed
-
-
-def _run(command: Sequence[str], timeout: float) -> int:
-    """In a process group of its own, none of which outlives it; it dies with this process, too."""
-    child = subprocess.Popen(command, cwd=ROOT, start_new_session=True, preexec_fn=_die_with_parent)
+    parts = dict.fromkeys(part for name in names for part in TABLE[name].quotient_of or (name,))
+    waiting = {
+        command: [name for name in parts if TABLE[name].command == command]
+        for command in dict.fromkeys(TABLE[name].command for name in parts)
+    }
+    free = results.visible(len(results.gpus()))
+    running: list[_Running] = []
+    failed: list[str] = []
     try:
-        return child.wait(timeout)
-    except subprocess.TimeoutExpired:
-        print(f"stopped after {timeout:g} s", flush=True)
-        return 124
+        while waiting or running:
+            for one in list(running):
+                late = time.monotonic() - one.start > timeout
+                if one.child.poll() is None and late:
+                    print(f"{', '.join(one.rows)}: stopped after {timeout:g} s", flush=True)
+                    one.interrupt()
+                if one.child.poll() is not None or late:
+                    running.remove(one)
+                    failed += one.end()
+                    free += one.places
+            if time.monotonic() > until and waiting:
+                print(f"not begun: {', '.join(name for rows in waiting.values() for name in rows)}", flush=True)
+                waiting = {}
+            command, rows = next(iter(waiting.items()), ((), []))
+            wanted = max((TABLE[name].num_gpus for name in rows), default=0) if side_by_side else 0
+            if rows and (0 < wanted <= len(free) or not running):
+                del waiting[command]
+                places, free = free[:wanted], free[wanted:]
+                output = OUTPUTS / f"{rows[0]}.log" if places else None
+                arguments = filter(None, dict.fromkeys(TABLE[name].argument for name in rows))
+                running.append(_Running.begin([*PYTHON, *command, *arguments, *extra], rows, places, output))
+            else:
+                time.sleep(PAUSE)
     finally:
-        with suppress(ProcessLookupError):
-            if child.poll() is None:
-                os.killpg(child.pid, signal.SIGINT)
-                with suppress(subprocess.TimeoutExpired):
-                    child.wait(GRACE)
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+        for one in running:
+            one.interrupt()
+        for one in running:
+            one.end()
+    return failed
 
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf) -> int:
-    """`measure`, a line of each row, and the exit status."""
+def run(names: Sequence[str], extra: Sequence[str] = (), **options: Any) -> int:
+    """`measure` with its options, a line of each row, and the exit status."""
     if elsewhere := [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"
         sys.exit(f"{'; '.join(elsewhere)}; here is {here}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        failed = measure(names, extra, timeout=timeout, until=until)
+        failed = measure(names, extra, **options)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept, and the same command goes on from there", flush=True)
         return 130
@@ -110,6 +173,7 @@ def main() -> None:
     parser.add_argument("rows", nargs="*", metavar="ROW", help="of these rows alone")
     parser.add_argument("--since", type=_date, help="2026-11-23T08:00 (UTC): older results do not count")
     parser.add_argument("--minutes", type=float, default=inf, help="begin no row after these")
+    parser.add_argument("--side-by-side", action="store_true", help="on all GPUs at once; rows may disturb each other")
     parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds that a process may take")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.rows if name not in TABLE]:
@@ -120,7 +184,7 @@ def main() -> None:
         return
     print(f"missing here: {', '.join(names)}", flush=True)
     until = time.monotonic() + 60 * arguments.minutes
-    sys.exit(run(names, timeout=arguments.timeout, until=until))
+    sys.exit(run(names, timeout=arguments.timeout, until=until, side_by_side=arguments.side_by_side))
 
 
 if __name__ == "__main__":

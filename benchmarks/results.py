@@ -47,8 +47,13 @@ def gpus() -> tuple[str, ...]:
     except (OSError, subprocess.SubprocessError):
         return ()
     names = [name.strip() for name in found.splitlines() if name.strip()]
-    shown = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(len(names))))).split(",")
-    return tuple(names[: sum(index.strip() not in ("", "-1") for index in shown)])
+    return tuple(names[: len(visible(len(names)))])
+
+
+def visible(count: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names of this many GPUs, in its order: all of them where it is not set."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")]
 
 
 def _circumstances() -> dict[str, Any]:

@@ -21,11 +21,16 @@ from configs import CONFIGS
 ROOT = Path(__file__).parents[1]
 # Measured with this in the place of `python -m benchmarks`: NAME ... appends a line each, and a note that it ran.
 FAKE = """
-import sys, time
+import os, sys, time
 from pathlib import Path
 from benchmarks import results
 _, *names = sys.argv[1:]
+if places := os.environ["CUDA_VISIBLE_DEVICES"]:
+    results.gpus = lambda: ("NVIDIA H200",) * len(places.split(","))
 for name in names:
+    (results.FOLDER / f"places-{name}").write_text(places)
+    while name.startswith("meets") and len(list(results.FOLDER.glob("places-meets*"))) < 2:
+        time.sleep(0.05)
     with (results.FOLDER / "ran").open("a") as file:
         file.write(name + " ")
     if name == "slow" and not (results.FOLDER / "quick").exists():
@@ -191,6 +196,28 @@ def test_no_row_is_begun_after_the_time_and_none_takes_longer_than_its_own(folde
     assert missing.run(["a"], until=time.monotonic() - 1) == 0
     assert "not begun: a" in capsys.readouterr().out
     assert "a" not in ran(folder)
+
+
+def test_rows_side_by_side_have_gpus_of_their_own_and_wait_for_as_many_as_they_take(folder, rows, monkeypatch, capsys):
+    monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
+    monkeypatch.setattr(missing, "OUTPUTS", folder / "outputs")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    rows(
+        {
+            **fake_rows("meets-a", "meets-b", num_gpus=1),
+            **fake_rows("wide", num_gpus=2),
+            **fake_rows("broken", num_gpus=1),
+        }
+    )
+    names = ["meets-a", "meets-b", "wide", "broken"]
+    assert missing.run(names, timeout=60, side_by_side=True) == 1
+    assert ran(folder) in (names, ["meets-b", "meets-a", "wide", "broken"])
+    assert [(folder / f"places-{name}").read_text() for name in names] in (
+        ["4", "7", "4,7", "4"],
+        ["4", "7", "7,4", "7"],
+    )
+    assert "failed: broken" in capsys.readouterr().out
+    assert "meets-b: ratio 0.5" in (folder / "outputs" / "meets-b.log").read_text()
 
 
 def commands() -> Iterator[str]:

@@ -68,10 +68,16 @@ def test_fused_logprobs_are_those_of_float32():
         assert gradient.dtype == torch.bfloat16 and relative_error(gradient, known) < 4e-3
 
 
-def test_two_deterministic_trainers_report_the_same_bits():
+@pytest.mark.parametrize("attention", ["flex", "flash4"])
+def test_two_deterministic_trainers_report_the_same_bits(attention):
     model = ModelConfig(num_hidden_layers=4)
     config = TrainerConfig(
-        model=model, compute_dtype="bfloat16", max_sequence_length=1024, tokens_per_row=2048, deterministic=True
+        model=model,
+        attention=attention,
+        compute_dtype="bfloat16",
+        max_sequence_length=1024,
+        tokens_per_row=2048,
+        deterministic=True,
     )
     draw = torch.Generator().manual_seed(0)
     samples = []
