@@ -86,9 +86,12 @@ def shape_here() -> Shape:
 def engine_of(shape: Shape, directory: str, layout: str, dtype: str) -> Any:
     from rl_actors.engine.train_engine import TrainEngine
 
+    # In bfloat16 the kernel of configs.qwen3, where the layout can have it.
+    can = dtype == "bfloat16" and "context_parallel" not in LAYOUTS[layout]
     config = TrainerConfig(
         model=replace(shape.model),
         hf_path=directory,
+        attention="flash4" if can else "flex",
         compute_dtype=dtype,  # type: ignore[arg-type]
         max_sequence_length=max(shape.documents),
         tokens_per_row=shape.row_length,
