@@ -28,8 +28,10 @@ MODELS = {
 
 
 def qwen3_0_6b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, the generator on the second."""
-    return _apart("0_6b", tokens_per_row=32_768)
+    """Two GPUs: the trainer on the first, where nothing is computed twice (68 GiB by arithmetic), the generator on the second."""
+    config = _apart("0_6b", tokens_per_row=32_768)
+    config.trainer.activation_checkpointing = "none"
+    return config
 
 
 def qwen3_0_6b_one_gpu() -> GRPOConfig:

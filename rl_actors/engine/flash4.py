@@ -27,7 +27,7 @@ def activate() -> None:
     if (capability := torch.cuda.get_device_capability())[0] not in CAPABILITIES:
         raise ValueError(
             f'trainer.attention="flash4" on a GPU of compute capability {".".join(map(str, capability))}; '
-            f"torch calls FlashAttention 4 on {' and '.join(map(str, CAPABILITIES))}.x alone"
+            f"torch calls FlashAttention 4 on {' and '.join(map(str, CAPABILITIES))}.x alone, flex runs everywhere"
         )
     try:
         _interface()
