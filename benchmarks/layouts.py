@@ -2,6 +2,7 @@
 
 In float32 a layout differs by the order of its sums alone: TOLERANCE. In bfloat16 it also rounds elsewhere, so the yardstick is measured:
 what one device in bfloat16 differs from itself in float32, printed in the line `one, bfloat16`; limits_of says what follows for a layout.
+Layouts take FlashAttention 4 in bfloat16, but for CP2, whose difference to the one device is also that of its kernel, flex attention.
 A checkpoint saved under one layout and loaded under another goes on with the same loss and gradient norm. Four devices, or --gpus 2.
 """
 
@@ -214,7 +215,7 @@ def main() -> None:
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
         from benchmarks.random_weights import scratch, write  # imports while the ranks do
 
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(shape.model)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(shape.model, times=16)))
         directory = f"{folder}/model"
         write(shape.model, Path(directory), scale=4.0)
         print(f"[{time.perf_counter() - began:5.1f} s] weights written", flush=True)

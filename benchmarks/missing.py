@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from benchmarks import results
 from benchmarks.register import TABLE
@@ -27,7 +26,7 @@ from benchmarks.table import H200, newest, sentence
 ROOT = Path(__file__).parents[1]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
-GRACE = 15.0  # seconds from an interrupt to the end by force
+GRACE = 75.0  # seconds from an interrupt to the end by force; a controller that a row runs has 60 to close
 PAUSE = 0.05  # seconds
 OUTPUTS = ROOT / "runs" / "benchmarks"
 
@@ -47,13 +46,14 @@ def missing(names: Iterable[str], since: str = "") -> list[str]:
 
 @dataclass(slots=True, kw_only=True)
 class _Running:
-    """A process that measures rows, in a process group of its own, none of which outlives it; it dies with this process, too."""
+    """A process that measures rows, in a process group of its own, none of which outlives `end`; it dies with this process, too."""
 
     rows: list[str]
     places: list[str]  # the GPUs that it has
     child: subprocess.Popen
     start: float  # of time.monotonic
     date: str
+    give_up: float = inf  # of time.monotonic; once it was interrupted
 
     @staticmethod
     def begin(command: Sequence[str], rows: list[str], places: list[str], output: Path | None) -> "_Running":
@@ -78,13 +78,15 @@ class _Running:
         return _Running(rows=rows, places=places, child=child, start=start, date=date)
 
     def interrupt(self) -> None:
+        self.give_up = min(self.give_up, time.monotonic() + GRACE)
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGINT)
 
+    def has_ended(self) -> bool:
+        return self.child.poll() is not None or time.monotonic() > self.give_up
+
     def end(self) -> list[str]:
-        """Its rows without a result. A process that was interrupted has GRACE to end by itself."""
-        with suppress(subprocess.TimeoutExpired):
-            self.child.wait(GRACE)
+        """Kill what is left of it, and return its rows without a result."""
         with suppress(ProcessLookupError):
             os.killpg(self.child.pid, signal.SIGKILL)
         status = self.child.wait()
@@ -112,13 +114,12 @@ def measure(
     try:
         while waiting or running:
             for one in list(running):
-                late = time.monotonic() - one.start > timeout
-                if one.child.poll() is None and late:
+                if time.monotonic() - one.start > timeout and one.give_up == inf:
                     print(f"{', '.join(one.rows)}: stopped after {timeout:g} s", flush=True)
                     one.interrupt()
-                if one.child.poll() is not None or late:
-                    running.remove(one)
+                if one.has_ended():
                     failed += one.end()
+                    running.remove(one)
                     free += one.places
             if time.monotonic() > until and waiting:
                 print(f"not begun: {', '.join(name for rows in waiting.values() for name in rows)}", flush=True)
@@ -134,10 +135,14 @@ def measure(
             else:
                 time.sleep(PAUSE)
     finally:
-        for one in running:
-            one.interrupt()
-        for one in running:
-            one.end()
+        try:
+            for one in running:
+                one.interrupt()
+            while not all(one.has_ended() for one in running):
+                time.sleep(PAUSE)
+        finally:  # also after a second interrupt
+            for one in running:
+                one.end()
     return failed
 
 
@@ -145,14 +150,21 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def run(names: Sequence[str], extra: Sequence[str] = (), **options: Any) -> int:
-    """`measure` with its options, a line of each row, and the exit status."""
+def run(
+    names: Sequence[str],
+    extra: Sequence[str] = (),
+    *,
+    timeout: float = TIMEOUT,
+    until: float = inf,
+    side_by_side: bool = False,
+) -> int:
+    """`measure`, a line of each row, and the exit status."""
     if elsewhere := [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"
         sys.exit(f"{'; '.join(elsewhere)}; here is {here}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        failed = measure(names, extra, **options)
+        failed = measure(names, extra, timeout=timeout, until=until, side_by_side=side_by_side)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept, and the same command goes on from there", flush=True)
         return 130

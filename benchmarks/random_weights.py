@@ -16,15 +16,13 @@ from rl_actors import ModelConfig
 from rl_actors.engine import hf
 
 STD = 0.02
-SPARE = 4
-"""Times the weights' size that is to be free."""
 
 
-def scratch(model: ModelConfig) -> str | None:
-    """Where a temporary folder of its weights goes: shared memory, where there is room; None: the system's own place."""
+def scratch(model: ModelConfig, times: int = 4) -> str | None:
+    """Where a temporary folder goes: shared memory, where `times` the size of these weights is free; None: the system's own place."""
     memory = Path("/dev/shm")
     size = torch.bfloat16.itemsize * sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= SPARE * size else None
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= times * size else None
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:

@@ -53,7 +53,7 @@ def gpus() -> tuple[str, ...]:
 def visible(count: int) -> list[str]:
     """What CUDA_VISIBLE_DEVICES names of this many GPUs, in its order: all of them where it is not set."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
-    return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")]
+    return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
 
 
 def _circumstances() -> dict[str, Any]:

@@ -22,6 +22,7 @@ from controllers.grpo import GRPOConfig
 from controllers.metrics import RunFolder, read_jsonl
 
 STEPS = 2
+LIMIT = 480.0  # seconds of the run
 MIB_OF_GIB = 1024
 
 
@@ -56,7 +57,7 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
 
 
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """From the records of a run's first step and of its updates by GRPO: their worst differences, and their times where nothing was compiled."""
+    """From the records of a run's first step and of its updates by GRPO: their worst differences, and the least of their times."""
     differences = {
         "difference_mean": "logprob_diff/mean",
         "difference_max": "logprob_diff/max",
@@ -85,8 +86,10 @@ def measure(name: str, further: list[str]) -> None:
         writer = multiprocessing.get_context("spawn").Process(target=random_weights.write, args=given)
         writer.start()
         writer.join()
+        if writer.exitcode:
+            raise SystemExit(f"the weights were not written: exit status {writer.exitcode}")
         memory, start = Watch("memory.used"), time.perf_counter()
-        seconds, status = run([*flags(name, weights, folder.path), *further], limit=540.0)
+        seconds, status = run([*flags(name, weights, folder.path), *further], limit=LIMIT)
         memory.stop()
     records = read_jsonl(folder.metrics)
     updates = [record for record in records if record["phase"] == "grpo" and not record.get("skipped")]

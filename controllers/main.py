@@ -61,11 +61,11 @@ def main(controller: str) -> None:
         cli.print_config(invocation.config)
         return
     status = _run(invocation, environment, tokenizer, train)
-    with contextlib.suppress(TimeoutError):
-        # At the interpreter's exit Monarch gives itself one second, too few on a busy machine, and prints a traceback.
-        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     if status and RunFolder(invocation.output_dir).config.is_file():
-        print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}")
+        print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}", flush=True)
+    # At the interpreter's exit Monarch gives itself one second, too few on a busy machine, and prints a traceback.
+    with contextlib.suppress(Exception, KeyboardInterrupt):
+        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     sys.exit(status)
 
 

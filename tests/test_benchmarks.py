@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from configs import CONFIGS
 ROOT = Path(__file__).parents[1]
 # Measured with this in the place of `python -m benchmarks`: NAME ... appends a line each, and a note that it ran.
 FAKE = """
-import os, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from benchmarks import results
 _, *names = sys.argv[1:]
@@ -33,6 +34,11 @@ for name in names:
         time.sleep(0.05)
     with (results.FOLDER / "ran").open("a") as file:
         file.write(name + " ")
+    if name.startswith("stubborn"):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", str(results.FOLDER)])
+        (results.FOLDER / f"began-{name}").touch()
+        time.sleep(60)
     if name == "slow" and not (results.FOLDER / "quick").exists():
         time.sleep(60)
     if name == "broken" and not (results.FOLDER / "mended").exists():
@@ -248,6 +254,69 @@ def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folde
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stdout + again.stderr
     assert ran(folder) == ["a", "slow", "slow", "b"]
+
+
+def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_rows_that_do_not_stop_are_killed_at_the_same_time_with_what_they_started(folder, rows, monkeypatch, capsys):
+    monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
+    monkeypatch.setattr(missing, "OUTPUTS", folder / "outputs")
+    monkeypatch.setattr(missing, "GRACE", 3.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    rows(fake_rows("stubborn-a", "stubborn-b", num_gpus=1))
+    assert missing.run(["stubborn-a", "stubborn-b"], timeout=4, side_by_side=True) == 1
+    told = [
+        line.split(": ")[1].split()[0]
+        for line in capsys.readouterr().out.splitlines()
+        if ": stopped" in line or ": exit" in line
+    ]
+    assert told == ["stopped", "stopped", "exit", "exit"]  # none waits for the other's grace
+    wait_until(lambda: not any(str(folder) in command for command in commands()))
+
+
+def test_a_second_interrupt_kills_what_did_not_stop_at_the_first(folder):
+    (folder / "driver.py").write_text(DRIVER)
+    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "stubborn"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+    wait_until((folder / "began-stubborn").exists)
+    broken.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        broken.wait(2)
+    broken.send_signal(signal.SIGINT)
+    out, _ = broken.communicate(timeout=20)
+    assert broken.returncode == 130 and "goes on from there" in out
+    wait_until(lambda: not any(str(folder) in command for command in commands()))
+
+
+def test_a_row_with_changed_fields_is_no_result_of_the_row(monkeypatch):
+    from benchmarks import trainer_speed
+
+    ran = []
+    monkeypatch.setattr(trainer_speed, "run_row", lambda name, row, **_: ran.append((name, row)))
+    changes = ["--attention", "varlen", "--checkpointing", "selective"]
+    monkeypatch.setattr(sys, "argv", ["trainer_speed", "0_6b-packed", "4b-packed", *changes])
+    trainer_speed.main()
+    changed = [replace(ROWS[name], attention="varlen") for name in ("0_6b-packed", "4b-packed")]
+    assert ran == [("0_6b-packed, attention varlen", changed[0]), ("4b-packed, attention varlen", changed[1])]
+
+
+def test_a_short_run_is_judged_by_its_worst_update():
+    from benchmarks import runs
+
+    update = {"reward/mean": 0.5, "logprob_diff/mean": 1e-3, "logprob_diff/max": 0.1, "kl/policy_generator": 1e-5}
+    update |= {"time/generate": 1.0, "time/train": 9.0, "time/sync": 2.0}
+    other = update | {"logprob_diff/mean": 3e-2, "time/train": 0.5}
+    figures = runs.figures({"time/step": 20.0}, [update, other])
+    assert (figures["updates"], figures["difference_mean"], figures["train_seconds"]) == (2, 3e-2, 0.5)
+    row = TABLE["run-qwen3_0_6b"]
+    assert table.verdict(row, figures) == "misses difference mean"
+    assert table.verdict(row, figures | {"difference_mean": 1e-3}) == "yes"
 
 
 def test_a_quotient_runs_its_rows_and_is_of_their_speeds(folder, rows, capsys):
