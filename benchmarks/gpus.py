@@ -4,6 +4,7 @@ import subprocess
 import threading
 import time
 from contextlib import suppress
+from math import inf
 
 from benchmarks import results
 
@@ -28,8 +29,8 @@ class Watch:
                 if index.strip() in self.numbers:
                     self.readings.append((time.perf_counter(), self.numbers[index.strip()], float(value)))
 
-    def between(self, start: float, end: float) -> dict[int, list[float]]:
-        """The values of each GPU."""
+    def between(self, start: float = -inf, end: float = inf) -> dict[int, list[float]]:
+        """The values of each GPU, in the times of time.perf_counter."""
         values: dict[int, list[float]] = {}
         for moment, gpu, value in list(self.readings):
             if start <= moment <= end:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
@@ -62,10 +62,9 @@ class _Running:
         start, date = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
         where = f" on GPU {', '.join(places)}, output in {output}" if output else ""
         print(f"== {', '.join(rows)}{where}", flush=True)
-        with ExitStack() as stack:
-            if output:
-                output.parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(output.open("w")) if output else None
+        if output:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        with output.open("w") if output else nullcontext() as file:
             child = subprocess.Popen(
                 command,
                 cwd=ROOT,

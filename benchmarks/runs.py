@@ -7,7 +7,6 @@ were random just before get one. Further flags go to the controller.
 import argparse
 import multiprocessing
 import tempfile
-import time
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,7 @@ def measure(name: str, further: list[str]) -> None:
         writer.join()
         if writer.exitcode:
             raise SystemExit(f"the weights were not written: exit status {writer.exitcode}")
-        memory, start = Watch("memory.used"), time.perf_counter()
+        memory = Watch("memory.used")
         seconds, status = run([*flags(name, weights, folder.path), *further], limit=LIMIT)
         memory.stop()
     records = read_jsonl(folder.metrics)
@@ -96,7 +95,7 @@ def measure(name: str, further: list[str]) -> None:
     if status or not updates:
         raise SystemExit(f"exit status {status} after {len(records)} steps and {len(updates)} updates: {folder.path}")
     found = figures(records[0], updates) | {"seconds": round(seconds, 1)}
-    if peaks := memory.between(start, start + seconds):
+    if peaks := memory.between():
         found["peak_gib"] = [round(max(values) / MIB_OF_GIB, 1) for values in peaks.values()]
         found["generator_share"] = config.generator.gpu_memory_utilization
     results.add("runs", name + ", changed" * bool(further), found)

@@ -90,19 +90,19 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
 
 
 def _apart(model: str, *, tokens_per_row: int) -> GRPOConfig:
-    return _run(trainer(model, tokens_per_row=tokens_per_row), GeneratorConfig(gpu=1, gpu_memory_utilization=0.85))
+    return _run(model, tokens_per_row, GeneratorConfig(gpu=1, gpu_memory_utilization=0.85))
 
 
 def _shared(model: str, *, tokens_per_row: int, share: float) -> GRPOConfig:
-    return _run(trainer(model, tokens_per_row=tokens_per_row), GeneratorConfig(gpu=0, gpu_memory_utilization=share))
+    return _run(model, tokens_per_row, GeneratorConfig(gpu=0, gpu_memory_utilization=share))
 
 
-def _run(trained: TrainerConfig, generator: GeneratorConfig) -> GRPOConfig:
+def _run(model: str, tokens_per_row: int, generator: GeneratorConfig) -> GRPOConfig:
     generator.dtype, generator.max_model_len, generator.max_num_seqs = "bfloat16", 4096, 1024
     generator.setup_timeout = 600.0
     return GRPOConfig(
         **addition(digits=2),
-        trainer=trained,
+        trainer=trainer(model, tokens_per_row=tokens_per_row),
         generator=generator,
         steps=50,
         rollouts=RolloutConfig(groups_per_step=64, group_size=16),

@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import wait_until
 
 from benchmarks import __main__, missing, register, results, table
 from benchmarks.register import TABLE, TableRow
@@ -239,28 +240,17 @@ def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folde
     command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "a", "slow", "b"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    while "slow" not in ran(folder):
-        assert broken.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: "slow" in ran(folder) or broken.poll() is not None, 30)
+    assert broken.poll() is None
     broken.send_signal(sent)
     out, _ = broken.communicate(timeout=60)
     ended = (-signal.SIGKILL, False) if sent == signal.SIGKILL else (130, True)
     assert (broken.returncode, "goes on from there" in out) == ended
-    while any(str(folder / "fake.py") in command for command in commands()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not any(str(folder / "fake.py") in command for command in commands()), 30)
     (folder / "quick").touch()
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert again.returncode == 0, again.stdout + again.stderr
     assert ran(folder) == ["a", "slow", "slow", "b"]
-
-
-def wait_until(is_so: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_rows_that_do_not_stop_are_killed_at_the_same_time_with_what_they_started(folder, rows, monkeypatch, capsys):
@@ -276,7 +266,7 @@ def test_rows_that_do_not_stop_are_killed_at_the_same_time_with_what_they_starte
         if ": stopped" in line or ": exit" in line
     ]
     assert told == ["stopped", "stopped", "exit", "exit"]  # none waits for the other's grace
-    wait_until(lambda: not any(str(folder) in command for command in commands()))
+    wait_until(lambda: not any(str(folder) in command for command in commands()), 60)
 
 
 def test_a_second_interrupt_kills_what_did_not_stop_at_the_first(folder):
@@ -284,14 +274,14 @@ def test_a_second_interrupt_kills_what_did_not_stop_at_the_first(folder):
     command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "stubborn"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    wait_until((folder / "began-stubborn").exists)
+    wait_until((folder / "began-stubborn").exists, 60)
     broken.send_signal(signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         broken.wait(2)
     broken.send_signal(signal.SIGINT)
     out, _ = broken.communicate(timeout=20)
     assert broken.returncode == 130 and "goes on from there" in out
-    wait_until(lambda: not any(str(folder) in command for command in commands()))
+    wait_until(lambda: not any(str(folder) in command for command in commands()), 60)
 
 
 def test_a_row_with_changed_fields_is_no_result_of_the_row(monkeypatch):

@@ -5,6 +5,7 @@ B rows, L row length, T = B L positions, N heads, H head width.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,45 +31,23 @@ class Varlen(VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        pass
+        activate: Callable[[], None]
+        """Makes the kernels the FlashAttention of this process. May raise ValueError."""
 
     def __init__(self, config: Config) -> None:
         nn.Module.__init__(self)
         self.window_size = config.window_size
+        config.activate()
 
 
-class FlashVarlen(Varlen):
-    """torch's own FlashAttention 2."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Varlen.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        restore_flash_attention_impl(_raise_warn=False)
-
-
-class Flash4(Varlen):
-    """FlashAttention 4. Raises ValueError where it cannot be."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Varlen.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        flash4.activate()
-
-
-class CudnnWholeRows(FlashVarlen):
+class CudnnWholeRows(Varlen):
     """cuDNN's attention over rows that hold one document each, FlashAttention 2 over others.
 
     cuDNN's own for ragged documents, as torch 2.13 calls it, gave wrong values: benchmarks/results/attention.jsonl has the errors.
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(FlashVarlen.Config):
+    class Config(Varlen.Config):
         pass
 
     def forward(
@@ -93,11 +72,13 @@ def _causal(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, scale: float | None)
     return out_BNLH.transpose(1, 2)
 
 
+_flash2 = partial(restore_flash_attention_impl, _raise_warn=False)  # torch's own
+
 CONFIGS: dict[str, Callable[[], Any]] = {
     "flex": lambda: FlexAttention.Config(kernel_options=dict(FLEX_KERNEL_OPTIONS)),
-    "varlen": FlashVarlen.Config,
-    "flash4": Flash4.Config,
-    "cudnn": CudnnWholeRows.Config,
+    "varlen": partial(Varlen.Config, activate=_flash2),
+    "flash4": partial(Varlen.Config, activate=flash4.activate),
+    "cudnn": partial(CudnnWholeRows.Config, activate=_flash2),
 }
 
 

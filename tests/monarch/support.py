@@ -6,7 +6,6 @@ T tokens of one sequence, V vocabulary.
 import asyncio
 import os
 import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from monarch.actor import concurrent_endpoint, endpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from waiting import wait_until
 
 from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
 from rl_actors.engine import checkpoint
@@ -78,15 +78,6 @@ def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
     trainer.forward_backward(random_samples(seed=seed), loss="cross_entropy").result()
     params = OptimParams(learning_rate=learning_rate, weight_decay=5.0, grad_divisor=96)
     return trainer.optim_step(params).result().policy_version
-
-
-def wait_until(condition, seconds: float = 15.0):
-    """Poll for what has no event of its own. Returns the first true value."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"{condition} did not hold within {seconds:g} s"
-        time.sleep(0.02)
-    return value
 
 
 def descendants(pid: int) -> set[int]:
