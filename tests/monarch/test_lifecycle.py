@@ -29,7 +29,11 @@ class Program:
 
     def __init__(self, *arguments: str) -> None:
         self.mark, self.segments = uuid.uuid4().hex, support.shared_memory()
-        env = {**os.environ, "RL_ACTORS_TEST_MARK": self.mark, "PYTHONPATH": f"{ROOT}{os.pathsep}{HERE}"}
+        env = {
+            **os.environ,
+            "RL_ACTORS_TEST_MARK": self.mark,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
+        }
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         self.process = subprocess.Popen(
             [sys.executable, "-u", *arguments], env=env, cwd=ROOT, text=True, start_new_session=True, **pipes
