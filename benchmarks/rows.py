@@ -68,8 +68,7 @@ RUNS = {
     "qwen3_1_7b_one_gpu": 1,
     "qwen3_4b": 2,
     "qwen3_4b_one_gpu": 1,
-    "qwen3_8b": 3,
-    "qwen3_8b_two_gpus": 2,
+    "qwen3_8b": 2,
     "tiny": 0,
 }
 """Configs of a short run -> GPUs."""

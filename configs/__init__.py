@@ -12,7 +12,6 @@ _SHAPES = (
     qwen3.qwen3_4b,
     qwen3.qwen3_4b_one_gpu,
     qwen3.qwen3_8b,
-    qwen3.qwen3_8b_two_gpus,
 )
 CONFIGS = {
     "controllers.grpo": {"tiny": tiny, "small": small} | {make.__name__: make for make in _SHAPES},
