@@ -18,7 +18,6 @@ class Row:
     reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    float8_eager_casts: bool = True
     reshard: Literal["default", "never"] = "default"  # never: ours keeps gathered weights for the backward pass
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
@@ -33,29 +32,19 @@ TRACED_STEPS = 2
 """So that a trace has what lies between two."""
 
 PACKED = {"row_length": 32_768, "document": 2048}
-ROWWISE = {"model": "4b", "attention": "flex", "float8": True, **PACKED}
 
 ROWS = {
     "0_6b-16k": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4),
-    "0_6b-16k-kept": Row(
-        model="0_6b", row_length=16_384, document=16_384, attention="cudnn", microbatches=4, checkpointing="none"
-    ),
-    "0_6b-64k": Row(model="0_6b", row_length=65_536, document=65_536, attention="cudnn"),
-    "0_6b-64k-kept": Row(model="0_6b", row_length=65_536, document=65_536, attention="cudnn", checkpointing="none"),
+    "0_6b-16k-kept": Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4, checkpointing="none"),
+    "0_6b-64k": Row(model="0_6b", row_length=65_536, document=65_536),
     "0_6b-packed": Row(model="0_6b", rows=2, **PACKED),
     "0_6b-packed-kept": Row(model="0_6b", rows=2, checkpointing="none", **PACKED),
-    "1_7b-4k": Row(model="1_7b", row_length=4096, document=4096, attention="cudnn", rows=4, microbatches=4),
-    "1_7b-4k-kept": Row(
-        model="1_7b", row_length=4096, document=4096, attention="cudnn", rows=4, microbatches=4, checkpointing="none"
-    ),
-    "4b-16k": Row(model="4b", row_length=16_384, document=16_384, attention="cudnn", microbatches=2),
+    "1_7b-4k": Row(model="1_7b", row_length=4096, document=4096, rows=4, microbatches=4),
+    "4b-16k": Row(model="4b", row_length=16_384, document=16_384, microbatches=2),
     "4b-packed": Row(model="4b", **PACKED),
     "4b-packed-float8": Row(model="4b", float8=True, **PACKED),
-    "4b-packed-products": Row(model="4b", checkpointing="products", **PACKED),
-    "4b-packed-float8-products": Row(model="4b", float8=True, checkpointing="products", **PACKED),
-    "4b-packed-float8-rowwise": Row(float8_recipe="rowwise", **ROWWISE),
-    "4b-packed-float8-rowwise-faster-casts": Row(float8_recipe="rowwise", float8_eager_casts=False, **ROWWISE),
-    "4b-packed-float8-rowwise-gw-hp": Row(float8_recipe="rowwise_with_gw_hp", **ROWWISE),
+    "4b-packed-float8-rowwise": Row(model="4b", float8=True, float8_recipe="rowwise", **PACKED),
+    "4b-packed-float8-rowwise-gw-hp": Row(model="4b", float8=True, float8_recipe="rowwise_with_gw_hp", **PACKED),
     "4b-packed-2gpu": Row(model="4b", num_gpus=2, **PACKED),
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
     "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),

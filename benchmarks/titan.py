@@ -97,8 +97,6 @@ def _build(row: Row, model: ModelConfig, num_ranks: int, on_gpu: bool) -> Any:
             recipe_name=recipe, model_compile_enabled=True, filter_fqns=["lm_head"]
         )
         config = converter.build().convert(config)
-        if not row.float8_eager_casts:
-            torch._inductor.config.emulate_precision_casts = False
     debug = DebugConfig(seed=0)
     config.update_from_config(
         config=SimpleNamespace(training=training, parallelism=parallelism, debug=debug, compile=compiled)

@@ -38,7 +38,6 @@ def trainer_config(row: Row) -> TrainerConfig:
         activation_checkpointing=row.checkpointing,
         float8=row.float8,
         float8_recipe=row.float8_recipe,
-        float8_eager_casts=row.float8_eager_casts,
         max_sequence_length=row.document,
         tokens_per_row=row.row_length,
         rows_per_microbatch=row.rows,

@@ -135,10 +135,9 @@ class TrainerConfig:
     tokenizer_path: str = ""
     """Directory whose tokenizer files checkpoints and exports hold, too; empty: hf_path."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
-    attention: Literal["flex", "varlen", "flash4", "cudnn"] = "flex"
-    """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, FlashAttention 4 (the package
-    flash-attn-4, for Hopper and Blackwell), or cuDNN's where every row holds one document and FlashAttention 2 elsewhere; the last
-    three compute in bfloat16. A CPU has one of its own."""
+    attention: Literal["flex", "varlen", "flash4"] = "flex"
+    """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, or FlashAttention 4 (the package
+    flash-attn-4, for Hopper and Blackwell); the last two compute in bfloat16. A CPU has one of its own."""
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing. products: what lies between attention and matrix products; selective:
     every second matrix product as well; full: whole blocks."""
@@ -150,9 +149,6 @@ class TrainerConfig:
     """Linear layers of the blocks in float8 by torchao; emulated, for tests, on a machine without such hardware."""
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scales of float8: one a tensor, with the fastest kernels; one a row; one a row with the weights' gradients in compute_dtype."""
-    float8_eager_casts: bool = True
-    """With the recipe rowwise every compiled kernel of the process rounds where eager ones would, as torchtitan has it since a loss
-    became NaN (pytorch/pytorch#150859). False leaves that to torch's default, which rounds what is saved for the backward pass."""
     max_sequence_length: int = 4096
     """Longest sample in positions; longer ones are refused."""
     tokens_per_row: int = 4096

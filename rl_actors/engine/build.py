@@ -10,7 +10,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-import torch._inductor.config
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torchao.float8 import Float8LinearConfig
@@ -130,8 +129,6 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mod
     # torchtitan emulates scales of whole tensors whatever the recipe.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
-    if not config.float8_eager_casts:
-        torch._inductor.config.emulate_precision_casts = False  # torchtitan's converter has set it
     return converter.convert(model_config)
 
 

@@ -93,7 +93,7 @@ class BatchShard(Batch):
         return self.mesh.get_local_rank() == 0
 
     def _gather(self, value_BC: Tensor) -> Tensor:
-        gathered = funcol.all_gather_tensor(value_BC.contiguous(), gather_dim=1, group=self.mesh.get_group())
+        gathered = funcol.all_gather_single(value_BC.contiguous(), gather_dim=1, group=self.mesh.get_group())
         return funcol.wait_tensor(gathered)
 
 

@@ -44,9 +44,7 @@ def attention_masks(model: nn.Module, kernel: str) -> Callable[[Batch], Any]:
     if kernel == "flex":
         return lambda batch: model.get_attention_masks(batch.positions_BL)
 
-    def documents(batch: Batch) -> VarlenMetadata | str:
-        if kernel == "cudnn" and gpu_attention.one_document_a_row(batch.spans):
-            return gpu_attention.ONE_DOCUMENT_A_ROW
+    def documents(batch: Batch) -> VarlenMetadata:
         num_rows, row_length = batch.tokens_BL.shape
         made = gpu_attention.documents(num_rows, row_length, batch.spans)
         starts = to_device(made.cu_seq_q, batch.tokens_BL.device)

@@ -1,7 +1,4 @@
-"""Attention kernels of a CUDA machine under packed rows, each with a backward: which is fastest depends on the documents' lengths.
-
-B rows, L row length, T = B L positions, N heads, H head width.
-"""
+"""Attention kernels of a CUDA machine under packed rows, each with a backward."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -9,18 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
+from torch import nn
+from torch.nn.attention import restore_flash_attention_impl
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from rl_actors.engine import flash4
-
-FLEX_KERNEL_OPTIONS: dict[str, Any] = {}
-"""Of flex attention, such as {"fwd_num_warps": 4}; empty: what inductor takes for the chip."""
-
-ONE_DOCUMENT_A_ROW = "one document a row"
-"""In the place of the documents' boundaries: a causal mask is enough, also with padding behind the document."""
 
 BOUNDARIES_MULTIPLE = 64
 """Numbers of documents are rounded up, and the longest to a power of two, so that the blocks are compiled for few of them."""
@@ -40,52 +30,13 @@ class Varlen(VarlenAttention):
         config.activate()
 
 
-class CudnnWholeRows(Varlen):
-    """cuDNN's attention over rows that hold one document each, FlashAttention 2 over others.
-
-    cuDNN's own for ragged documents, as torch 2.13 calls it, gave wrong values: benchmarks/results/attention.jsonl has the errors.
-    """
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Varlen.Config):
-        pass
-
-    def forward(
-        self,
-        q_BLNH: Tensor,
-        k_BLNH: Tensor,
-        v_BLNH: Tensor,
-        *,
-        attention_masks: VarlenMetadata | str,
-        scale: float | None = None,
-        **options: Any,
-    ) -> Tensor:
-        if isinstance(attention_masks, str):
-            return _causal(q_BLNH, k_BLNH, v_BLNH, scale)
-        return super().forward(q_BLNH, k_BLNH, v_BLNH, attention_masks=attention_masks, scale=scale, **options)
-
-
-def _causal(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, scale: float | None) -> Tensor:
-    q_BNLH, k_BNLH, v_BNLH = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH, is_causal=True, scale=scale, enable_gqa=True)
-    return out_BNLH.transpose(1, 2)
-
-
 _flash2 = partial(restore_flash_attention_impl, _raise_warn=False)  # torch's own
 
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "flex": lambda: FlexAttention.Config(kernel_options=dict(FLEX_KERNEL_OPTIONS)),
+    "flex": FlexAttention.Config,
     "varlen": partial(Varlen.Config, activate=_flash2),
     "flash4": partial(Varlen.Config, activate=flash4.activate),
-    "cudnn": partial(CudnnWholeRows.Config, activate=_flash2),
 }
-
-
-def one_document_a_row(spans: Iterable[tuple[int, int, int, int]]) -> bool:
-    """Whether no row holds two documents."""
-    rows = [row for _, row, _, _ in spans]
-    return len(set(rows)) == len(rows)
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:

@@ -9,7 +9,7 @@ from torch.nn.attention import current_flash_attention_impl, restore_flash_atten
 
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.engine import flash4
-from rl_actors.engine.gpu_attention import BOUNDARIES_MULTIPLE, CONFIGS, documents, one_document_a_row
+from rl_actors.engine.gpu_attention import BOUNDARIES_MULTIPLE, CONFIGS, documents
 
 
 def test_documents_begin_where_samples_and_padding_begin():
@@ -27,12 +27,7 @@ def test_an_empty_row_is_one_document():
     assert made.cu_seq_q.unique().tolist() == [0, 64] and made.max_q == 64
 
 
-def test_a_row_of_two_documents_needs_their_boundaries():
-    assert one_document_a_row([(4, 0, 0, 30), (2, 1, 0, 100)])
-    assert not one_document_a_row([(4, 0, 0, 30), (2, 0, 30, 100)])
-
-
-@pytest.mark.parametrize("kernel", ["varlen", "flash4", "cudnn"])
+@pytest.mark.parametrize("kernel", ["varlen", "flash4"])
 def test_kernels_for_ragged_documents_are_refused_where_they_cannot_be(kernel):
     config = TrainerConfig(model=ModelConfig(), attention=kernel)
     with pytest.raises(ValueError, match=f"attention='{kernel}' with compute_dtype='float32'"):

@@ -14,19 +14,15 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "cudnn", "cudnn, one document a row", "flash4"])
+@pytest.mark.parametrize("kernel", ["varlen", "flash4"])
 def test_documents_attend_as_a_dense_mask_in_float32_says(kernel):
     from rl_actors.engine import cpu, gpu_attention
 
-    kernel, _, whole = kernel.partition(", ")
     num_rows, length, heads, groups, width = 2, 1024, 16, 8, 128
-    spans = [(0, 0, 0, length), (1, 1, 0, length)]
-    masks = gpu_attention.ONE_DOCUMENT_A_ROW
-    if not whole:
-        spans = [(0, 0, 0, 300), (1, 0, 300, 301), (2, 0, 301, 1000), (3, 1, 0, 1017)]
-        made = gpu_attention.documents(num_rows, length, spans)
-        masks = made._replace(cu_seq_q=made.cu_seq_q.cuda(), cu_seq_k=made.cu_seq_k.cuda())
-        spans += [(0, 0, 1000, length), (0, 1, 1017, length)]
+    spans = [(0, 0, 0, 300), (1, 0, 300, 301), (2, 0, 301, 1000), (3, 1, 0, 1017)]
+    made = gpu_attention.documents(num_rows, length, spans)
+    masks = made._replace(cu_seq_q=made.cu_seq_q.cuda(), cu_seq_k=made.cu_seq_k.cuda())
+    spans += [(0, 0, 1000, length), (0, 1, 1017, length)]
     positions_BL = torch.zeros(num_rows, length, dtype=torch.int64)
     for _, row, start, end in spans:
         positions_BL[row, start:end] = torch.arange(end - start)
