@@ -36,7 +36,7 @@ class Case:
         return [(0, row, start, start + self.document) for row in range(self.num_rows) for start in starts]
 
 
-def flex(case: Case, options: dict[str, Any], block_size: int = 128) -> Attention:
+def flex(case: Case) -> Attention:
     """torchtitan's mask for one document a row is the causal one with a second condition, as here."""
     compiled = torch.compile(flex_attention, dynamic=False)
     document_L = torch.arange(case.row_length, device="cuda") // case.document
@@ -45,20 +45,20 @@ def flex(case: Case, options: dict[str, Any], block_size: int = 128) -> Attentio
         return (q >= k) & (document_L[q] == document_L[k])
 
     shape = (case.num_rows, None, case.row_length, case.row_length)
-    blocks = torch.compile(create_block_mask)(mask, *shape, device="cuda", BLOCK_SIZE=block_size)
+    blocks = torch.compile(create_block_mask)(mask, *shape, device="cuda")
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return compiled(q, k, v, block_mask=blocks, enable_gqa=True, kernel_options=options).transpose(1, 2)
+        return compiled(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
 
     return run
 
 
-def module_of(kernel: str, case: Case) -> Attention:
-    """That of the trainer."""
+def flash4(case: Case) -> Attention:
+    """The trainer's module."""
     from rl_actors.engine import gpu_attention
 
-    module = gpu_attention.CONFIGS[kernel]().build()
+    module = gpu_attention.CONFIGS["flash4"]().build()
     made = gpu_attention.documents(case.num_rows, case.row_length, case.spans())
     starts = made.cu_seq_q.cuda()
     masks = made._replace(cu_seq_q=starts, cu_seq_k=starts)
@@ -83,28 +83,9 @@ def cudnn_causal(case: Case) -> Attention:
 
 
 CANDIDATES: dict[str, Callable[[Case], Attention]] = {
-    "flex": lambda case: flex(case, {}),
-    "varlen": lambda case: module_of("varlen", case),
+    "flex": flex,
+    "flash4": flash4,
     "cudnn, dense": cudnn_causal,
-    "flex, TMA": lambda case: flex(case, {"USE_TMA": True}),
-    "flex, fwd 128x128x8x2": lambda case: flex(
-        case, {"fwd_BLOCK_M": 128, "fwd_BLOCK_N": 128, "fwd_num_warps": 8, "fwd_num_stages": 2}
-    ),
-    "flex, 4 warps": lambda case: flex(case, {"fwd_num_warps": 4, "bwd_num_warps": 4}),
-    "flex, bwd 64": lambda case: flex(
-        case,
-        {
-            "bwd_BLOCK_M1": 64,
-            "bwd_BLOCK_N1": 64,
-            "bwd_BLOCK_M2": 64,
-            "bwd_BLOCK_N2": 64,
-            "bwd_num_warps": 4,
-            "bwd_num_stages": 3,
-        },
-    ),
-    "flex, bwd 2 stages": lambda case: flex(case, {"bwd_num_stages": 2}),
-    "flash4": lambda case: module_of("flash4", case),
-    "flex, no safe rows": lambda case: flex(case, {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}),
 }
 
 

@@ -166,16 +166,17 @@ def reported(answer: Any) -> dict[str, Any]:
 
 def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Print and keep which numbers differ, and where first."""
-    differing: dict[str, int] = {}
-    compared = 0
+    first_at: dict[str, int] = {}
+    compared = differing = 0
     for turn, (a, b) in enumerate(zip(some, others, strict=True)):
         first, second = reported(a.result()), reported(b.result())
         assert first.keys() == second.keys()
         compared += len(first)
         for metric in first:
             if first[metric] != second[metric]:
-                differing.setdefault(metric, turn)
-    figures = {"calls": len(some), "numbers": compared, "differing": len(differing), "first_at_call": differing}
+                differing += 1
+                first_at.setdefault(metric, turn)
+    figures = {"calls": len(some), "numbers": compared, "differing": differing, "first_at_call": first_at}
     results.add("determinism", f"trainer {name}", figures | {"bit_equal": not differing})
     return not differing
 

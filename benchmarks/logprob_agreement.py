@@ -127,9 +127,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
     parser.add_argument("--learning-rate", type=float, default=1e-6)
     parser.add_argument("--teach", type=int, default=80, help="steps on chains at most")
-    parser.add_argument(
-        "--attention", default="flash4", choices=["flex", "varlen", "flash4"], help="of the trainer on a GPU"
-    )
+    parser.add_argument("--attention", default="flash4" if on_gpu else "flex", choices=["flex", "flash4"])
     parser.add_argument("--compile", action="store_true", help="the trainer's blocks, as the configs have it")
     parser.add_argument(
         "--transport", default="files", choices=["files", "torchstore"], help="files lie in shared memory"

@@ -49,7 +49,7 @@ def _beside(line: Line) -> str:
 def _training(line: Line) -> str:
     use = f"MFU {line['mfu_torchtitan']:.3f}, causal {line['mfu_causal']:.3f}; " if line["num_gpus"] else ""
     peaks = f"peak {line['peak_gib']:.1f} beside {line['reference_peak_gib']:.1f} GiB; " if line["num_gpus"] else ""
-    kernels = f"{line['attention']} beside {line['reference_attention']}" if line["num_gpus"] else ""
+    kernels = f"{line['attention']} beside flex" if line["num_gpus"] else ""
     return f"{_beside(line)}; {use}{peaks}{kernels}".removesuffix("; ")
 
 
@@ -124,7 +124,7 @@ CALLERS, ONE_CALL, STEP = "32 callers, 1 prompt x 64 each", "one generate, 256 p
 def _trainer_row(name: str) -> TableRow:
     row, speed = ROWS[name], SPEEDS.get(name.removesuffix("-kept"))
     return TableRow(
-        what=f"training beside torchtitan's pieces: {row.model}{', float8' * row.float8}, documents of {row.document:,} in rows of "
+        what=f"training beside torchtitan's pieces: {row.model}{f', float8 {row.float8_recipe}' * row.float8}, documents of {row.document:,} in rows of "
         f"{row.row_length:,}{', nothing computed twice' * (row.checkpointing == 'none')}",
         num_gpus=row.num_gpus,
         command=("trainer_speed", name),

@@ -14,8 +14,7 @@ class Row:
     rows: int = 1  # of a microbatch
     microbatches: int = 1  # of a step
     checkpointing: Literal["none", "products", "selective", "full"] = "selective"
-    attention: str = "flash4"  # ours, of TrainerConfig.attention
-    reference_attention: Literal["flex", "varlen"] = "flex"  # torchtitan's, the faster one for these documents
+    attention: Literal["flex", "flash4"] = "flash4"  # ours; torchtitan's pieces have flex attention
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     reshard: Literal["default", "never"] = "default"  # never: ours keeps gathered weights for the backward pass
@@ -47,7 +46,9 @@ ROWS = {
     "4b-packed-float8-rowwise-gw-hp": Row(model="4b", float8=True, float8_recipe="rowwise_with_gw_hp", **PACKED),
     "4b-packed-2gpu": Row(model="4b", num_gpus=2, **PACKED),
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
-    "tiny-cpu": Row(model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none"),
+    "tiny-cpu": Row(
+        model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none", attention="flex"
+    ),
 }
 
 RUNS = {

@@ -19,7 +19,6 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.qwen3 import parallelize_qwen3
 
 from benchmarks.rows import TRACED_STEPS, Row
@@ -85,11 +84,7 @@ def _build(row: Row, model: ModelConfig, num_ranks: int, on_gpu: bool) -> Any:
     compiled = CompileConfig(enable=on_gpu)
     config = qwen3_config(model)
     for layer in config.layers:
-        if on_gpu:
-            kernel = {"flex": FlexAttention.Config, "varlen": lambda: machine.attention("varlen")}
-            layer.attention.inner_attention = kernel[row.reference_attention]()
-        else:
-            layer.attention.inner_attention = machine.attention("flex")
+        layer.attention.inner_attention = machine.attention("flex")
         layer.attention.rope.max_seq_len = row.row_length
     if row.float8:
         recipe: Any = row.float8_recipe

@@ -10,7 +10,7 @@ import statistics
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -20,7 +20,7 @@ from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 
-CHANGEABLE = ("attention", "reference_attention", "checkpointing", "reshard")  # on the command line
+CHANGEABLE = ("attention", "checkpointing", "reshard")  # on the command line
 PEAK_FLOPS = 989e12  # torchtitan's figure of an H200, dense bfloat16
 
 
@@ -33,7 +33,7 @@ def trainer_config(row: Row) -> TrainerConfig:
     on_gpu = row.num_gpus > 0
     config = TrainerConfig(
         model=model_of(row),
-        attention=row.attention if on_gpu else "flex",
+        attention=row.attention,
         compute_dtype="bfloat16" if on_gpu else "float32",
         activation_checkpointing=row.checkpointing,
         float8=row.float8,
@@ -180,8 +180,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7, help="steps of each side that are timed")
     parser.add_argument("--profile", type=Path, help="a folder for a trace of two more steps of each side")
+    kinds = get_type_hints(Row)
     for field in CHANGEABLE:
-        parser.add_argument(f"--{field.replace('_', '-')}", help=f"in the place of the row's {field}")
+        parser.add_argument(f"--{field}", choices=get_args(kinds[field]), help=f"in the place of the row's {field}")
     arguments = parser.parse_args()
     names = arguments.rows or here()
     if unknown := [name for name in names if name not in ROWS]:

@@ -135,9 +135,9 @@ class TrainerConfig:
     tokenizer_path: str = ""
     """Directory whose tokenizer files checkpoints and exports hold, too; empty: hf_path."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
-    attention: Literal["flex", "varlen", "flash4"] = "flex"
-    """Attention kernel of a GPU, all within documents: torch's flex attention, its FlashAttention 2, or FlashAttention 4 (the package
-    flash-attn-4, for Hopper and Blackwell); the last two compute in bfloat16. A CPU has one of its own."""
+    attention: Literal["flex", "flash4"] = "flex"
+    """Attention kernel of a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
+    Blackwell). A CPU has one of its own."""
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
     """What the backward pass recomputes instead of storing. products: what lies between attention and matrix products; selective:
     every second matrix product as well; full: whole blocks."""

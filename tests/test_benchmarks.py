@@ -289,11 +289,11 @@ def test_a_row_with_changed_fields_is_no_result_of_the_row(monkeypatch):
 
     ran = []
     monkeypatch.setattr(trainer_speed, "run_row", lambda name, row, **_: ran.append((name, row)))
-    changes = ["--attention", "varlen", "--checkpointing", "selective"]
+    changes = ["--attention", "flex", "--checkpointing", "selective"]
     monkeypatch.setattr(sys, "argv", ["trainer_speed", "0_6b-packed", "4b-packed", *changes])
     trainer_speed.main()
-    changed = [replace(ROWS[name], attention="varlen") for name in ("0_6b-packed", "4b-packed")]
-    assert ran == [("0_6b-packed, attention varlen", changed[0]), ("4b-packed, attention varlen", changed[1])]
+    changed = [replace(ROWS[name], attention="flex") for name in ("0_6b-packed", "4b-packed")]
+    assert ran == [("0_6b-packed, attention flex", changed[0]), ("4b-packed, attention flex", changed[1])]
 
 
 def test_a_short_run_is_judged_by_its_worst_update():

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import restore_flash_attention_impl
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from rl_actors.engine import flash4
@@ -16,27 +14,21 @@ BOUNDARIES_MULTIPLE = 64
 """Numbers of documents are rounded up, and the longest to a power of two, so that the blocks are compiled for few of them."""
 
 
-class Varlen(VarlenAttention):
+class Flash4(VarlenAttention):
     """torchtitan's, whose own __init__ would ask for FlashAttention 3, which no registry has."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
-        activate: Callable[[], None]
-        """Makes the kernels the FlashAttention of this process. May raise ValueError."""
+        pass
 
     def __init__(self, config: Config) -> None:
+        """Raises ValueError where FlashAttention 4 cannot be."""
         nn.Module.__init__(self)
         self.window_size = config.window_size
-        config.activate()
+        flash4.activate()
 
 
-_flash2 = partial(restore_flash_attention_impl, _raise_warn=False)  # torch's own
-
-CONFIGS: dict[str, Callable[[], Any]] = {
-    "flex": FlexAttention.Config,
-    "varlen": partial(Varlen.Config, activate=_flash2),
-    "flash4": partial(Varlen.Config, activate=flash4.activate),
-}
+CONFIGS: dict[str, Callable[[], Any]] = {"flex": FlexAttention.Config, "flash4": Flash4.Config}
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:

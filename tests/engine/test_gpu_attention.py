@@ -27,10 +27,9 @@ def test_an_empty_row_is_one_document():
     assert made.cu_seq_q.unique().tolist() == [0, 64] and made.max_q == 64
 
 
-@pytest.mark.parametrize("kernel", ["varlen", "flash4"])
-def test_kernels_for_ragged_documents_are_refused_where_they_cannot_be(kernel):
-    config = TrainerConfig(model=ModelConfig(), attention=kernel)
-    with pytest.raises(ValueError, match=f"attention='{kernel}' with compute_dtype='float32'"):
+def test_flash_attention_4_is_refused_in_float32_and_under_context_parallelism():
+    config = TrainerConfig(model=ModelConfig(), attention="flash4")
+    with pytest.raises(ValueError, match="attention='flash4' with compute_dtype='float32'"):
         config.validate()
     config.compute_dtype = "bfloat16"
     config.validate()
@@ -56,8 +55,6 @@ def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_take
     for _ in range(2):  # one a block
         CONFIGS["flash4"]().build()
         assert current_flash_attention_impl() == "FA4"
-    CONFIGS["varlen"]().build()
-    assert current_flash_attention_impl() is None
     assert flash4._flash_attn_fwd(1, causal=True) == ("a", "b") and flash4._flash_attn_bwd(1) == ("a", "b", "c")
 
 
