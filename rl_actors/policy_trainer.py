@@ -4,6 +4,7 @@ Every rank must get the same calls in the same order, so one TrainerClient sends
 """
 
 import asyncio
+import atexit
 import contextvars
 import gc
 import inspect
@@ -67,6 +68,7 @@ class PolicyTrainer(Actor):
             # What is there now stays: the collector looks through all of it otherwise whenever samples arrive.
             gc.collect()
             gc.freeze()
+            atexit.register(gc.unfreeze)  # else extensions say at the process's end what they leak
         self.session, self.last_number, self.last_reply = session, 0, None
         return self.engine.info()
 
