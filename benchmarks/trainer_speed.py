@@ -20,7 +20,7 @@ from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 
-CHANGEABLE = ("attention", "checkpointing", "reshard")  # on the command line
+CHANGEABLE = ("attention", "checkpointing")  # on the command line
 PEAK_FLOPS = 989e12  # torchtitan's figure of an H200, dense bfloat16
 
 
@@ -45,7 +45,6 @@ def trainer_config(row: Row) -> TrainerConfig:
     )
     config.compile.enable = on_gpu
     config.parallelism.data_parallel_shard_degree = max(1, row.num_gpus)
-    config.parallelism.fsdp_reshard_after_forward = row.reshard
     return config
 
 
@@ -168,15 +167,9 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
         print(text, flush=True)
 
 
-def here() -> list[str]:
-    """The rows that this machine can run."""
-    count = torch.cuda.device_count()
-    return [name for name, row in ROWS.items() if (0 < row.num_gpus <= count if count else row.num_gpus == 0)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("rows", nargs="*", help="; ".join(ROWS), metavar="ROW")
+    parser.add_argument("rows", nargs="+", help="; ".join(ROWS), metavar="ROW")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--steps", type=int, default=7, help="steps of each side that are timed")
     parser.add_argument("--profile", type=Path, help="a folder for a trace of two more steps of each side")
@@ -184,10 +177,9 @@ def main() -> None:
     for field in CHANGEABLE:
         parser.add_argument(f"--{field}", choices=get_args(kinds[field]), help=f"in the place of the row's {field}")
     arguments = parser.parse_args()
-    names = arguments.rows or here()
-    if unknown := [name for name in names if name not in ROWS]:
+    if unknown := [name for name in arguments.rows if name not in ROWS]:
         parser.error(f"no row {unknown[0]!r}; there are: {', '.join(ROWS)}")
-    for name in names:
+    for name in arguments.rows:
         row = ROWS[name]
         given = {field: getattr(arguments, field) or getattr(row, field) for field in CHANGEABLE}
         changed = [f", {field} {value}" for field, value in given.items() if value != getattr(row, field)]

@@ -11,6 +11,10 @@ from rl_actors import TrainerConfig, footprint, layouts
 
 RANKS_SHOWN = 16
 GIB = 1 << 30
+LESS_MEMORY = (
+    "less is taken with a smaller --trainer.tokens-per-row or --generator.gpu-memory-utilization, with "
+    "--trainer.activation-checkpointing full, or of each GPU with a larger --trainer.parallelism.data-parallel-shard-degree"
+)
 
 
 def describe(config: Any) -> str:
@@ -29,11 +33,13 @@ def describe(config: Any) -> str:
             for name, size in asdict(held).items()
         ),
         f"  {'total':<12} {size_text(held.total)} of {size_text(_machine_memory())} on this machine{_shared(trainer)}",
+        *_checkpoints(config),
         "processes:",
         f"  {'controller':<12} this machine",
         *_ranks(trainer),
         *_reference(config),
         f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}",
+        *_gpus(config, held.total),
     ]
     return "\n".join(lines)
 
@@ -55,15 +61,52 @@ def _ranks(trainer: TrainerConfig) -> list[str]:
     return lines + ([f"  and {left} more trainer processes"] if left else [])
 
 
-def _reference(config: Any) -> list[str]:
-    if not getattr(config, "reference_kl", 0):
+def _checkpoints(config: Any) -> list[str]:
+    """What a checkpoint takes on disk: what is trained and its optimizer's state, whole."""
+    if not config.checkpoint_every:
         return []
-    held = size_text(footprint.memory(replace(config.trainer, optimizer=None)).total)
-    return [f"  {'reference':<12} as many processes as the trainer's, beside them, each with at most {held}"]
+    degrees = {f"{name}_degree": 1 for name in (*layouts.DEGREES, "expert_parallel")}
+    whole = footprint.memory(replace(config.trainer, parallelism=replace(config.trainer.parallelism, **degrees)))
+    size = size_text(whole.gradients + whole.optimizer)  # gradients are as large as what is trained
+    return [
+        f"checkpoints: {size} each on disk, every {config.checkpoint_every} steps; the newest {config.keep_checkpoints} are kept"
+    ]
+
+
+def _reference(config: Any) -> list[str]:
+    if not (held := _held_by_reference(config)):
+        return []
+    return [f"  {'reference':<12} as many processes as the trainer's, beside them, each with at most {size_text(held)}"]
+
+
+def _held_by_reference(config: Any) -> int:
+    return footprint.memory(replace(config.trainer, optimizer=None)).total if getattr(config, "reference_kl", 0) else 0
 
 
 def _device(rank: int) -> str:
-    return f"GPU {rank % torch.cuda.device_count()}" if torch.cuda.is_available() else "CPU"
+    if not torch.cuda.is_available():
+        return "CPU"
+    return f"GPU {rank}" + (", which is not here" if rank >= torch.cuda.device_count() else "")
+
+
+def _gpus(config: Any, of_a_rank: int) -> list[str]:
+    """What is taken of each GPU of this machine."""
+    if not torch.cuda.is_available():
+        return []
+    lines = ["GPUs, without what libraries take:"]
+    ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
+    for gpu in range(min(max(ranks, generator + 1), torch.cuda.device_count())):
+        there = torch.cuda.get_device_properties(gpu).total_memory
+        taken = {f"trainer-{gpu}": of_a_rank} if gpu < ranks else {}
+        if gpu < ranks and (reference := _held_by_reference(config)):
+            taken[f"reference-{gpu}"] = reference
+        if gpu == generator:
+            taken["generator-0"] = round(config.generator.gpu_memory_utilization * there)
+        total = sum(taken.values())
+        parts = " + ".join(f"{name} {size_text(size)}" for name, size in taken.items())
+        verdict = "" if total <= there else f": too much; {LESS_MEMORY}"
+        lines.append(f"  {f'GPU {gpu}':<12} {parts} of {size_text(there)}{verdict}")
+    return lines
 
 
 def _machine_memory() -> int:

@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+import torch
+
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.metrics import RunFolder, Timer
@@ -204,6 +206,9 @@ async def open_run(
             clients.append(TrainerClient.spawn(infers, transport=transport, name="reference", logs=logs))
             return clients[-1]
 
+        if shares_gpu(config):
+            with log.setup("starting trainer"):
+                await trainer.ready()
         generator = GeneratorClient.spawn(generator_config, transport=transport, logs=logs)
         clients.append(generator)
         with log.setup("starting trainer and generator"):
@@ -228,6 +233,11 @@ async def open_run(
         done = asyncio.gather(*closing, return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done, CLOSE_TIMEOUT)
+
+
+def shares_gpu(config: Any) -> bool:
+    """Whether the generator is beside a rank of the trainer, which must not take memory while vLLM measures what is left."""
+    return torch.cuda.is_available() and (config.generator.gpu or 0) < config.trainer.num_processes()
 
 
 def make_transport(config: Any, folder: RunFolder):

@@ -115,7 +115,10 @@ def process_environment(config: GeneratorConfig) -> dict[str, str]:
     if config.gpu is None or not torch.cuda.is_available():
         return environment
     if config.gpu >= (count := torch.cuda.device_count()):
-        raise ValueError(f"generator.gpu={config.gpu}, but this program sees {count} GPUs")
+        raise ValueError(
+            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, from 0 on; one that the trainer has, too, "
+            "wants a smaller generator.gpu_memory_utilization"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = visible.split(",")[config.gpu] if visible else str(config.gpu)
     return environment | {"CUDA_VISIBLE_DEVICES": chosen}

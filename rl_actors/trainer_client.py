@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 import cloudpickle
 
-from rl_actors import metrics
+from rl_actors import gpu_process, metrics
 from rl_actors.calls import Call, in_background
 from rl_actors.client import Client
 from rl_actors.config import GeneratorConfig, TrainerConfig
@@ -81,9 +81,10 @@ class TrainerClient(Client):
         """Spawn processes on this host and build the model in them; returns at once, the first answer waits for it.
 
         transport: opened by whoever made it. None: a torchstore of the client's own, opened here and closed with it.
-        Raises ValueError for a config that no trainer can be built from.
+        Raises ValueError for a config that no trainer can be built from, and for fewer GPUs than it takes.
         """
         config.validate()
+        gpu_process.require_gpus(config)
         client = cls.__new__(cls)
         Client.__init__(client, transport=transport)
         client.name, client.call_timeout, client.setup_timeout = name, config.call_timeout, config.setup_timeout

@@ -8,7 +8,7 @@ import torch
 from rl_actors import gpu_process
 from rl_actors.config import GeneratorConfig
 
-ENV: dict[str, str] = {}
+ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # whose first use compiles for minutes, and needs nvcc
 BATCHED_TOKENS = 8192
 """Prompt tokens of one step; what runs beside them waits for it."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)

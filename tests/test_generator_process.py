@@ -1,9 +1,14 @@
-"""What a generator's process is started with on a GPU, without one."""
+"""What is started beside GPUs, with what, and what is refused there; on a machine without one."""
+
+import sys
 
 import pytest
 import torch
 
-from rl_actors import GeneratorConfig, gpu_process, vllm_cpu, vllm_gpu
+from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
+from controllers.main import main
+from controllers.run import shares_gpu
+from rl_actors import GeneratorConfig, TrainerClient, TrainerConfig, gpu_process, vllm_cpu, vllm_gpu
 from rl_actors.generator_client import process_environment
 
 
@@ -47,6 +52,34 @@ def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):
     on_gpus(monkeypatch, 1, "")
     with pytest.raises(ValueError, match="generator.gpu=1, but this program sees 1 GPUs"):
         process_environment(GeneratorConfig(gpu=1))
+
+
+def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypatch):
+    config = TrainerConfig()
+    config.parallelism.data_parallel_shard_degree = 2
+    gpu_process.require_gpus(config)  # on a CPU any number may share the cores
+    on_gpus(monkeypatch, 1, "")
+    with pytest.raises(ValueError, match="data_parallel_shard=2 takes 2 GPUs, but this program sees 1"):
+        TrainerClient.spawn(config)
+    on_gpus(monkeypatch, 2, "")
+    gpu_process.require_gpus(config)
+
+
+def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, capsys, tmp_path):
+    on_gpus(monkeypatch, 1, "")
+    monkeypatch.chdir(tmp_path)
+    for config, text in (("qwen3_0_6b", "generator.gpu=1, but"), ("qwen3_8b", "data_parallel_shard=2 takes 2 GPUs")):
+        monkeypatch.setattr(sys, "argv", ["grpo", "--config", config])
+        with pytest.raises(SystemExit) as ended:
+            main("controllers.grpo")
+        assert ended.value.code == 2 and text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(monkeypatch):
+    assert not shares_gpu(qwen3_0_6b_one_gpu())  # a CPU's memory is not measured
+    on_gpus(monkeypatch, 2, "")
+    assert shares_gpu(qwen3_0_6b_one_gpu()) and shares_gpu(qwen3_8b()) and not shares_gpu(qwen3_0_6b())
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,14 @@ def activate() -> None:
     if (capability := torch.cuda.get_device_capability())[0] not in CAPABILITIES:
         raise ValueError(
             f'trainer.attention="flash4" on a GPU of compute capability {".".join(map(str, capability))}; '
-            f"torch calls FlashAttention 4 on {' and '.join(map(str, CAPABILITIES))}.x alone, flex runs everywhere"
+            f'torch calls FlashAttention 4 on {" and ".join(map(str, CAPABILITIES))}.x alone, attention="flex" runs everywhere'
         )
     try:
         _interface()
     except ImportError as error:
-        raise ValueError(f'trainer.attention="flash4" needs the package flash-attn-4: {error}') from error
+        raise ValueError(
+            f'trainer.attention="flash4" needs the package flash-attn-4, which the lock for CUDA has (`make setup`): {error}'
+        ) from error
     register_flash_attention_impl(NAME, register_fn=partial(register_flash_attention_fa4, module_path=__name__))
     activate_flash_attention_impl(NAME)
 

@@ -6,9 +6,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from configs.qwen3 import qwen3_4b, qwen3_8b
 from configs.tiny import tiny
 from controllers import plan
 from rl_actors.footprint import memory
@@ -81,6 +84,43 @@ def test_a_long_list_of_ranks_is_cut():
     config.trainer.parallelism.data_parallel_shard_degree = 40
     assert "trainer-15" in (text := plan.describe(config)) and "trainer-16" not in text
     assert "  and 24 more trainer processes" in text
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Of 140 GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 << 30))
+
+
+def test_of_each_gpu_it_says_what_is_taken_and_whether_that_is_too_much(two_gpus):
+    config = qwen3_8b()
+    first, second = plan.describe(config).split("GPUs, without what libraries take:\n")[1].splitlines()
+    held = plan.size_text(memory(config.trainer).total)
+    assert first == f"  GPU 0        trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
+    assert second == f"  GPU 1        trainer-1 {held} of 140.0 GiB"
+    config.generator.gpu_memory_utilization = 0.85
+    text = plan.describe(config)
+    assert f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much; less is taken with" in text
+    config.generator.gpu = 2
+    assert "  generator-0  GPU 2, which is not here, vLLM in bfloat16\n" in plan.describe(config)
+
+
+def test_a_reference_is_on_the_trainers_gpus(two_gpus):
+    config = replace(qwen3_4b(), reference_kl=0.1)
+    held = plan.size_text(memory(replace(config.trainer, optimizer=None)).total)
+    assert f" + reference-0 {held} of 140.0 GiB" in plan.describe(config)
+
+
+def test_it_says_what_checkpoints_take_on_disk_whatever_the_layout():
+    config = tiny()
+    held = memory(config.trainer)
+    line = f"checkpoints: {plan.size_text(held.parameters + held.optimizer)} each on disk, every 25 steps; the newest 2 are kept"
+    assert line in plan.describe(config)
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    assert line in plan.describe(config)
+    assert "checkpoints:" not in plan.describe(replace(config, checkpoint_every=0))
 
 
 def test_the_command_line_prints_it_and_writes_nothing(tmp_path):
