@@ -197,6 +197,8 @@ class TrainerConfig:
         """Raises ValueError naming the value and the limit for a config that no trainer can be built from."""
         model = self.model
         model.validate()
+        if self.hf_path:
+            model.require_same(self.hf_path)
         if self.optimizer is not None:
             self.optimizer.validate()
         self.lora.validate(model, self.hf_path)

@@ -42,6 +42,17 @@ class ModelConfig:
     mlp_only_layers: tuple[int, ...] = ()
     """Blocks that have one MLP all the same, counted from 0."""
 
+    def require_same(self, path: str) -> None:
+        """Raises ValueError listing every dimension in which a Hugging Face directory's config.json differs."""
+        found = ModelConfig.from_hf(path)
+        differing = [
+            f"{name}={getattr(self, name)} but {getattr(found, name)} there"
+            for name in self.__dataclass_fields__
+            if getattr(self, name) != getattr(found, name)
+        ]
+        if differing:
+            raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
+
     @classmethod
     def from_hf(cls, path: str | Path) -> "ModelConfig":
         """Read config.json of a Hugging Face directory. Raises ValueError naming the entry when it is not a supported Qwen3."""

@@ -8,6 +8,12 @@ from rl_actors.layouts import is_possible, nearest, row_multiple
 SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16}
 
 
+@pytest.fixture(autouse=True)
+def any_base(monkeypatch):
+    """The directory under the adapters is not looked at here."""
+    monkeypatch.setattr(ModelConfig, "require_same", lambda _, path: None)
+
+
 def config(*, heads: int = 8, kv_heads: int = 4, experts: int = 0, tied: bool = True, **degrees: int) -> TrainerConfig:
     attention = {"num_attention_heads": heads, "num_key_value_heads": kv_heads}
     made = TrainerConfig(model=ModelConfig(**SMALL, **attention, num_experts=experts, tie_word_embeddings=tied))

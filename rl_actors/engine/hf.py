@@ -41,18 +41,6 @@ EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def require_same_model(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing every dimension in which config.json differs from the config."""
-    found = ModelConfig.from_hf(path)
-    differing = [
-        f"{name}={getattr(config, name)} but {getattr(found, name)} there"
-        for name in config.__dataclass_fields__
-        if getattr(config, name) != getattr(found, name)
-    ]
-    if differing:
-        raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
-
-
 def require_same_tensors(config: ModelConfig, path: str) -> None:
     """Raises ValueError listing missing and unexpected tensors and differing shapes; reads the headers of the files alone."""
     if not any(Path(path).glob("*.safetensors")):

@@ -38,7 +38,6 @@ class TrainEngine:
         """Build, shard and initialise the model. Raises ValueError for a config or a Hugging Face directory that does not fit."""
         config.validate()
         if config.hf_path:
-            hf.require_same_model(config.model, config.hf_path)
             hf.require_same_tensors(config.model, config.hf_path)
         if config.tokenizer_path:
             hf.require_tokenizer(config.tokenizer_path)

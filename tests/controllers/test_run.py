@@ -11,6 +11,12 @@ from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, TrainerConfig
 MODEL = ModelConfig(vocab_size=48, hidden_size=64, num_hidden_layers=2, head_dim=32)
 
 
+@pytest.fixture(autouse=True)
+def base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    MODEL.save("base")
+
+
 def config(sync: str, generator: GeneratorConfig | None = None) -> RunConfig:
     lora = LoRAConfig(rank=4, sync=sync)
     trainer = TrainerConfig(model=MODEL, hf_path="base", lora=lora)
@@ -32,8 +38,16 @@ def test_adapters_over_other_weights_than_the_trainers_are_refused():
         config("adapter", GeneratorConfig(hf_path="other")).validate()
 
 
+def test_a_directory_without_the_trainers_model_is_refused():
+    with pytest.raises(ValueError, match="nowhere holds no config.json"):
+        TrainerConfig(model=MODEL, hf_path="nowhere").validate()
+    with pytest.raises(ValueError, match="base holds another model: hidden_size=128 but 64 there$"):
+        TrainerConfig(model=replace(MODEL, hidden_size=128), hf_path="base").validate()
+
+
 def test_an_expert_bias_that_the_generator_could_not_have_is_refused():
     model = replace(MODEL, num_experts=4, num_experts_per_tok=2)
+    model.save("base")
     trainer = TrainerConfig(model=model, hf_path="base", load_balance_coeff=0.01)
     with pytest.raises(ValueError, match="generation is not possible with load_balance_coeff=0.01"):
         RunConfig(trainer=trainer, generator=GeneratorConfig()).validate()
