@@ -20,7 +20,7 @@ from controllers.environments import Problem
 from controllers.metrics import RunFolder, Timer
 from controllers.reference import apply_reference, penalise
 from controllers.rollouts import Batch, Group, RolloutConfig, to_sample
-from rl_actors import KL, Completion
+from rl_actors import KL, Completion, ModelConfig
 from rl_actors.validation import validate_samples
 
 ESTIMATES = {
@@ -230,7 +230,8 @@ def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
 
 def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys, untied_qwen3):
     made = tiny()
-    config = replace(made, trainer=replace(made.trainer, hf_path=untied_qwen3), max_warmup_steps=0)
+    trainer = replace(made.trainer, model=ModelConfig.from_hf(untied_qwen3), hf_path=untied_qwen3)
+    config = replace(made, trainer=trainer, max_warmup_steps=0)
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, warmup_steps=0)
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")
     folder = past_run(tmp_path / "warm", step=9, has_reference=False, config=config, warmup_steps=5)

@@ -166,7 +166,8 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
         ),
     ],
 )
-def test_what_stages_cannot_do_is_refused(fields, message):
-    config = replace(pipelined(), **{"hf_path": "base", **fields})
+def test_what_stages_cannot_do_is_refused(tmp_path, fields, message):
+    config = replace(pipelined(), **{"hf_path": str(tmp_path), **fields})
+    config.model.save(tmp_path)
     with pytest.raises(ValueError, match=message):
         config.validate()
