@@ -28,7 +28,6 @@ from controllers.report import write_report
 from controllers.run import Run, open_run
 from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
 from rl_actors import gpu_process
-from rl_actors.generator_client import process_environment
 from rl_actors.logs import route_logs, route_process_output
 
 PROBLEMS_CHECKED = 1000
@@ -56,7 +55,7 @@ def main(controller: str) -> None:
         if invocation.resume:
             invocation.config.validate_resumed(RunFolder(invocation.resume))
         gpu_process.require_gpus(invocation.config.trainer)
-        process_environment(invocation.config.generator)
+        gpu_process.require_gpu(invocation.config.generator)
         environment, tokenizer = _environment_and_tokenizer(invocation.config)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)

@@ -95,11 +95,10 @@ def _gpus(config: Any, of_a_rank: int) -> list[str]:
         return []
     lines = ["GPUs, without what libraries take:"]
     ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
+    beside = {"trainer": of_a_rank, "reference": _held_by_reference(config)}
     for gpu in range(min(max(ranks, generator + 1), torch.cuda.device_count())):
         there = torch.cuda.get_device_properties(gpu).total_memory
-        taken = {f"trainer-{gpu}": of_a_rank} if gpu < ranks else {}
-        if gpu < ranks and (reference := _held_by_reference(config)):
-            taken[f"reference-{gpu}"] = reference
+        taken = {f"{name}-{gpu}": size for name, size in beside.items() if size and gpu < ranks}
         if gpu == generator:
             taken["generator-0"] = round(config.generator.gpu_memory_utilization * there)
         total = sum(taken.values())

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_actors import gpu_process
 from rl_actors.calls import Call, in_background
 from rl_actors.client import Client
 from rl_actors.config import GeneratorConfig
@@ -114,11 +115,7 @@ def process_environment(config: GeneratorConfig) -> dict[str, str]:
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     if config.gpu is None or not torch.cuda.is_available():
         return environment
-    if config.gpu >= (count := torch.cuda.device_count()):
-        raise ValueError(
-            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, from 0 on; one that the trainer has, too, "
-            "wants a smaller generator.gpu_memory_utilization"
-        )
+    gpu_process.require_gpu(config)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = visible.split(",")[config.gpu] if visible else str(config.gpu)
     return environment | {"CUDA_VISIBLE_DEVICES": chosen}

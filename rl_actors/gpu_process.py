@@ -14,7 +14,7 @@ import torch
 from rl_actors import layouts
 
 if TYPE_CHECKING:
-    from rl_actors.config import TrainerConfig
+    from rl_actors.config import GeneratorConfig, TrainerConfig
 
 HOST_THREADS = 4
 
@@ -25,6 +25,16 @@ def require_gpus(config: TrainerConfig) -> None:
     if torch.cuda.is_available() and taken > count:
         layout = layouts.described(layouts.all_degrees(config))
         raise ValueError(f"{layout} takes {taken} GPUs, but this program sees {count}")
+
+
+def require_gpu(config: GeneratorConfig) -> None:
+    """Raises ValueError for a generator's GPU that this program does not see, where it sees any."""
+    count = torch.cuda.device_count()
+    if torch.cuda.is_available() and config.gpu is not None and config.gpu >= count:
+        raise ValueError(
+            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, from 0 on; one that the trainer has, too, "
+            "wants a smaller generator.gpu_memory_utilization"
+        )
 
 
 def environment() -> dict[str, str]:
