@@ -1,6 +1,6 @@
 """List the rows of the table and the benchmarks, or run one: `python -m benchmarks [NAME [ARGUMENT ...]]`.
 
-A row is one of benchmarks.register. A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its
+A row is one of benchmarks.harness.register. A benchmark is a file beside this one that defines `main()`; the first line of its docstring is its
 entry in the list. Nothing here imports torch.
 """
 
@@ -9,9 +9,9 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import missing
-from benchmarks.register import TABLE
-from benchmarks.table import newest, ratio, target, verdict
+from benchmarks.harness import missing
+from benchmarks.harness.register import TABLE
+from benchmarks.harness.table import newest, ratio, target, verdict
 
 
 def benchmarks(folder: Path) -> dict[str, str]:
@@ -42,6 +42,7 @@ def rows() -> list[str]:
 
 def main() -> None:
     found = benchmarks(Path(__file__).parent)
+    tools = benchmarks(Path(__file__).parent / "harness")
     name, *arguments = sys.argv[1:] or [""]
     if not name:
         print(
@@ -49,14 +50,15 @@ def main() -> None:
         )
         print("\n".join(rows()))
         print("\nThe benchmarks, with arguments of their own: python -m benchmarks NAME --help\n")
-        print("\n".join(f"{name:<20} {line}" for name, line in found.items()))
+        print("\n".join(f"{name:<20} {line}" for name, line in (found | tools).items()))
         return
     if name in TABLE:
         sys.exit(missing.run([name], arguments))
-    if name not in found:
+    if name not in found | tools:
         sys.exit(f"no row and no benchmark {name!r}; `make bench` lists them")
+    module = f"benchmarks.harness.{name}" if name in tools else f"benchmarks.{name}"
     sys.argv = [f"benchmarks.{name}", *arguments]
-    importlib.import_module(f"benchmarks.{name}").main()
+    importlib.import_module(module).main()
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from benchmarks import results
+from benchmarks.harness import results
 
 SHAPES = {"16k": (1, 16_384, 16_384), "packed": (2, 32_768, 2048), "64k": (1, 65_536, 65_536)}
 HEADS = {"0_6b": 16, "4b": 32}
@@ -56,10 +56,10 @@ def flex(case: Case) -> Attention:
 
 def flash4(case: Case) -> Attention:
     """The trainer's module."""
-    from rl_actors.engine import gpu_attention
+    from rl_actors.engine import flash4
 
-    module = gpu_attention.CONFIGS["flash4"]().build()
-    made = gpu_attention.documents(case.num_rows, case.row_length, case.spans())
+    module = flash4.CONFIGS["flash4"]().build()
+    made = flash4.documents(case.num_rows, case.row_length, case.spans())
     starts = made.cu_seq_q.cuda()
     masks = made._replace(cu_seq_q=starts, cu_seq_k=starts)
 

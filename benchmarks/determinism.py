@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import results
+from benchmarks.harness import results
 from configs.qwen3 import MODELS
 from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
     parser.add_argument("--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs")
     arguments = parser.parse_args()
-    from benchmarks.random_weights import scratch, write
+    from benchmarks.harness.random_weights import scratch, write
 
     def say(text: str) -> None:
         print(f"[{time.perf_counter() - began:5.1f} s] {text}", flush=True)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import chains, results
+from benchmarks import chains
 from benchmarks.chains import Chains
-from benchmarks.ranks import Job, Ranks
+from benchmarks.harness import results
+from benchmarks.harness.ranks import Job, Ranks
 from rl_actors import ModelConfig, OptimParams, TrainerConfig
 
 CURVES = {
@@ -95,7 +96,7 @@ def main() -> None:
     began = time.perf_counter()
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, Ranks(len(CURVES) if on_gpu else 2) as ranks:
-        from benchmarks.random_weights import write  # imports while the ranks do
+        from benchmarks.harness.random_weights import write  # imports while the ranks do
 
         directory = f"{folder}/model"
         write(config_here()[0].model, Path(directory))

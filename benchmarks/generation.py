@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from benchmarks import results
+from benchmarks.harness import results
 from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import GeneratorClient, GeneratorConfig, SamplingParams
@@ -40,7 +40,7 @@ def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
     """vLLM's own loop over its engine: sends the seconds of its start, then those of every (prompts, params) that it receives."""
-    from rl_actors.vllm_engine import start_vllm, vllm_params
+    from rl_actors.vllm.engine import start_vllm, vllm_params
 
     start = time.perf_counter()
     engine = start_vllm(config)

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks import results
-from benchmarks.gpus import Watch
+from benchmarks.harness import results
+from benchmarks.harness.gpus import Watch
 from configs.qwen3 import MODELS
 from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
@@ -29,7 +29,7 @@ from rl_actors import (
     TrainerConfig,
     num_loss_tokens,
 )
-from rl_actors.calls import in_background
+from rl_actors.clients.call import in_background
 from rl_actors.engine.packing import plan
 
 GROUP = 16

@@ -14,11 +14,11 @@ from typing import Any
 import cloudpickle
 import torch
 
-from benchmarks import results
+from benchmarks.harness import results
 from rl_actors import CrossEntropy, ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors.clients.conversion import merge_outputs, to_wire
 from rl_actors.types import RankOutput, SampleList
 from rl_actors.validation import validate_samples
-from rl_actors.wire import merge_outputs, to_wire
 
 POSITIONS = 65_536
 TINY = ModelConfig(
@@ -50,7 +50,7 @@ def milliseconds(call: Callable[[], Any], repeats: int, clock: Callable[[], floa
 
 def on_the_way(count: int, repeats: int) -> dict[str, list[float]]:
     """What a forward_backward of `count` samples goes through before and behind the model."""
-    from rl_actors.engine.inputs import make_batch
+    from rl_actors.engine.batch import make_batch
     from rl_actors.engine.packing import plan
 
     length = POSITIONS // count

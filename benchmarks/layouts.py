@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from benchmarks import results
-from benchmarks.ranks import Job, Ranks
+from benchmarks.harness import results
+from benchmarks.harness.ranks import Job, Ranks
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerConfig
+from rl_actors.clients.conversion import merge_outputs
 from rl_actors.types import ForwardBackwardOutput
-from rl_actors.wire import merge_outputs
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
@@ -110,12 +110,12 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
     output = engine.forward_backward(shape.samples(), "cross_entropy")
     gradients = {
         name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
-        for name, p in engine.parts.model.named_parameters()
+        for name, p in engine.built.model.named_parameters()
     }  # copies: optim_step divides in place
     grad_norm = engine.optim_step(STEP).grad_norm
     if keep:
         save_file({name: gradient.cpu().contiguous() for name, gradient in gradients.items()}, keep)
-    known = load_file(against, device=str(engine.parts.device)) if against else {}
+    known = load_file(against, device=str(engine.built.device)) if against else {}
     return {
         "output": output,
         "grad_norm": grad_norm,
@@ -213,7 +213,7 @@ def main() -> None:
     layouts = [name for name in arguments.layouts if num_ranks[name] <= arguments.gpus]
     failed: list[str] = []
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
-        from benchmarks.random_weights import scratch, write  # imports while the ranks do
+        from benchmarks.harness.random_weights import scratch, write  # imports while the ranks do
 
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(shape.model, times=16)))
         directory = f"{folder}/model"

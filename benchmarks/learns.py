@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import results
+from benchmarks.harness import results
 from controllers.cli import config_from_json
 from controllers.grpo import GRPOConfig
-from controllers.metrics import RunFolder, read_jsonl
 from controllers.report import write_report
-from rl_actors import footprint
+from controllers.run_folder import RunFolder, read_jsonl
+from rl_actors import memory_estimate
 
 ACCURACY, SECONDS = 0.95, 480.0
 """Targets: held-out accuracy after the last step, and the time from the command to its end."""
@@ -78,7 +78,7 @@ def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
         "logprob_diff_mean": max((record.get("logprob_diff/mean") or 0.0 for record in phases["grpo"]), default=0.0),
         "tokens_trained": total("tokens/trained", records),
         "tokens_generated": total("tokens/generated", records),
-        "parameters": footprint.memory(config.trainer).parameters // footprint.FLOAT32,
+        "parameters": memory_estimate.memory(config.trainer).parameters // memory_estimate.FLOAT32,
         "steps_planned": config.steps,
     }
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import results
 from benchmarks.chains import Chains
+from benchmarks.harness import results
 from configs.qwen3 import MODELS
 from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
@@ -35,7 +35,7 @@ from rl_actors import (
     TrainerConfig,
     num_loss_tokens,
 )
-from rl_actors.calls import in_background
+from rl_actors.clients.call import in_background
 
 LIMITS = {"difference_mean": 0.02, "kl": 1e-3}
 SURE_ENOUGH = 1.9  # nats a token, where the training on chains ends
@@ -133,7 +133,7 @@ def main() -> None:
         "--transport", default="files", choices=["files", "torchstore"], help="files lie in shared memory"
     )
     arguments = parser.parse_args()
-    from benchmarks.random_weights import scratch, write
+    from benchmarks.harness.random_weights import scratch, write
 
     with ExitStack() as stack:
         trainer_options, generator_options = configs_of(arguments.model, "", arguments.attention)

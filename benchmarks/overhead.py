@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import results
+from benchmarks.harness import results
 from configs.tiny import tiny
 from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient, num_loss_tokens
 
@@ -71,7 +71,7 @@ def generation(repeats: int) -> None:
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
     params = SamplingParams(max_tokens=64, ignore_stop=True)
-    from rl_actors.vllm_engine import start_vllm, vllm_params
+    from rl_actors.vllm.engine import start_vllm, vllm_params
 
     engine = start_vllm(config)
 

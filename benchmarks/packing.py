@@ -16,7 +16,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks import results
+from benchmarks.harness import results
 from configs import qwen3
 from rl_actors import ModelConfig, Sample, TrainerConfig
 from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
@@ -86,7 +86,7 @@ def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> Non
     rows = [torch.randint(vocab_size, (length + 1,), generator=draw).tolist() for length in lengths]
     samples = [Sample.from_tokens(row[:1], row[1:]) for row in rows]
     model = (
-        f"{engine.info().num_parameters / 1e6:,.1f} million parameters, {config.compute_dtype}, {engine.parts.device}"
+        f"{engine.info().num_parameters / 1e6:,.1f} million parameters, {config.compute_dtype}, {engine.built.device}"
     )
     print(f"\nforward_backward: {model}; {num_samples} samples, {sum(lengths):,} tokens")
     if num_samples < SIZES[-2]:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from configs.tiny import tiny
 from rl_actors import ModelConfig, TorchStoreTransport, TrainerClient, TrainerConfig
-from rl_actors.meshes import collect, spawn_processes
 from rl_actors.policy_trainer import PolicyTrainer
+from rl_actors.processes.spawn import collect, spawn_processes
 from rl_actors.transports.base import announce, find, transfer_dtype
 
 
@@ -31,7 +31,7 @@ class AsTheyLie(PolicyTrainer):
     @endpoint
     async def timed_push(self) -> tuple[float, float]:
         """Seconds until the tensors are there to be sent, and of the whole push; nothing is taken from earlier pushes."""
-        self.new_stream()  # so that a version that is out goes out again
+        self.publisher.start_stream()  # so that a version that is out goes out again
         torch.distributed.barrier()
         begin = _now()
         self._weights(await transfer_dtype(self.transport))
@@ -61,8 +61,8 @@ class GetModelStateDict(AsTheyLie):
     def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-        parts = self.engine.parts
-        state = parts.adapter.to_hf(get_model_state_dict(parts.model))
+        built = self.engine.built
+        state = built.hf_adapter.to_hf(get_model_state_dict(built.model))
         return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
 

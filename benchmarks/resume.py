@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 
 from controllers import checkpoints
-from controllers.metrics import RunFolder, read_jsonl
+from controllers.run_folder import RunFolder, read_jsonl
 
 ROOT = Path(__file__).parents[1]
 MARKER = "RL_ACTORS_RESUME_MARKER"

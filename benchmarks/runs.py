@@ -11,14 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks import random_weights, results
-from benchmarks.gpus import Watch
+from benchmarks.harness import random_weights, results
+from benchmarks.harness.gpus import Watch
 from benchmarks.learns import run
 from configs import CONFIGS
 from configs.tiny import addition
 from controllers.environments import Environment, Problem, build_environment
 from controllers.grpo import GRPOConfig
-from controllers.metrics import RunFolder, read_jsonl
+from controllers.run_folder import RunFolder, read_jsonl
 
 STEPS = 2
 LIMIT = 480.0  # seconds of the run

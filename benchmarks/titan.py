@@ -21,10 +21,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.qwen3 import parallelize_qwen3
 
-from benchmarks.rows import TRACED_STEPS, Row
+from benchmarks.harness.rows import TRACED_STEPS, Row
 from rl_actors import ModelConfig
-from rl_actors.engine import checkpointing
-from rl_actors.engine.build import platform, qwen3_config
+from rl_actors.engine import recomputation
+from rl_actors.engine.build import qwen3_config, this_machine
 
 
 def run(
@@ -73,7 +73,7 @@ def _timed_on_gpu(step: Any, steps: int) -> list[float]:
 
 def _build(row: Row, model: ModelConfig, num_ranks: int, on_gpu: bool) -> Any:
     """() -> one optimizer step over the row's microbatches."""
-    machine = platform()
+    machine = this_machine()
     dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend=on_gpu)
     device = machine.device()
     machine.prepare(num_ranks)
@@ -104,7 +104,7 @@ def _build(row: Row, model: ModelConfig, num_ranks: int, on_gpu: bool) -> Any:
         training=training,
         parallelism=parallelism,
         compile_config=compiled,
-        ac_config=checkpointing.policy(row.checkpointing),
+        ac_config=recomputation.policy(row.checkpointing),
         dump_folder="",
     )
     dist_utils.set_determinism(dims, device, debug, distinct_seed_mesh_dims=["pp"])

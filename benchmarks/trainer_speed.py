@@ -14,8 +14,8 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from benchmarks import results
-from benchmarks.rows import ROWS, TRACED_STEPS, Row
+from benchmarks.harness import results
+from benchmarks.harness.rows import ROWS, TRACED_STEPS, Row
 from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
@@ -159,7 +159,7 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
     }
     results.add("trainer_speed", name, figures)
     if profile:
-        from benchmarks import trace
+        from benchmarks.harness import trace
 
         files = [profile / "reference.json", profile / "rank-0.json"]
         text = "\n\n".join(trace.summary(file, TRACED_STEPS) for file in files if file.exists())

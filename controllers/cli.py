@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tyro
 from rich.console import Console
 
-from controllers.metrics import RunFolder
+from controllers.run_folder import RunFolder
 
 FIXED_ON_RESUME = ("seed", "environment", "alphabet", "max_warmup_steps", "trainer.model", "trainer.hf_path")
 """A change of these makes no sense in a resumed run: its weights would not fit, or held-out problems were trained on."""

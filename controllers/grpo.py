@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from controllers.main import main
-from controllers.metrics import RunFolder
+from controllers.launch import main
 from controllers.reference import apply_reference, require_reference, spawn_reference
-from controllers.rollouts import Batch, RolloutConfig, Rollouts
+from controllers.rollouts import RolloutBatch, RolloutConfig, Rollouts
 from controllers.run import Run, RunConfig, Update, split
+from controllers.run_folder import RunFolder
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SupervisedConfig, train_supervised
 from rl_actors import KL, PPO, Sample, metrics, num_loss_tokens
@@ -146,7 +146,7 @@ async def warm_up(run: Run) -> tuple[int, int]:
     return await train_supervised(run, config.warmup, **steps, cursor=cursor, measure=measure, save=save)
 
 
-def report(batch: Batch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:
+def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:
     """A step's numbers under the names of metrics.jsonl.
 
     The trainer's logprobs are compared with the generator's on the first update alone: only its weights sampled.

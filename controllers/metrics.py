@@ -3,18 +3,15 @@
 A step is one training step; supervised and GRPO steps share one count from 0. A record is a step's line in metrics.jsonl.
 """
 
-import json
-import math
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 
 from controllers.display import LineDisplay, LiveDisplay
+from controllers.run_folder import RunFolder, to_json, to_plain
 
 KEYS = (
     *("policy_version", "reward/mean", "reward/std", "loss", "grad_norm", "learning_rate"),
@@ -22,64 +19,6 @@ KEYS = (
     *("tokens/trained", "tokens/generated", "time/generate", "time/train", "time/sync", "time/step"),
 )
 """In every record, null where a step has no such value. `validation/accuracy` is there when it was measured."""
-
-
-class RunFolder:
-    """The paths of one run, and its JSON-lines files."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.config, self.metrics = self.path / "config.json", self.path / "metrics.jsonl"
-        self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
-        self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
-        self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
-        self.reference = self.path / "reference"
-
-    @property
-    def holds_run(self) -> bool:
-        return any(path.exists() for path in (self.config, self.metrics, self.checkpoints))
-
-    def log(self, name: str) -> Path:
-        """log("trainer-0") -> logs/trainer-0.log"""
-        return self.path / "logs" / f"{name}.log"
-
-    def drop_from(self, step: int) -> None:
-        """Forget the lines of steps >= step, and a line that a killed run left half written, each file in one rename."""
-        for file in filter(Path.exists, (self.metrics, self.rollouts)):
-            with file.with_suffix(".tmp").open("w") as temporary:
-                temporary.writelines(to_json(line) + "\n" for line in read_jsonl(file) if line["step"] < step)
-                temporary.flush()
-                os.fsync(temporary.fileno())
-            os.replace(temporary.name, file)
-
-
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; none when there is no file."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the run was killed while it wrote this line
-    return records
-
-
-def to_json(value: Any) -> str:
-    """Strict JSON on one line: NaN and infinity become null, a tensor or an array its numbers."""
-    return json.dumps(_plain(value), allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    match value:
-        case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-        case float():
-            return float(value) if math.isfinite(value) else None
-        case None | bool() | int() | str():
-            return value
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 class Timer:
@@ -120,7 +59,7 @@ class MetricsLogger(AbstractContextManager):
         total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` when it is
         first_step: int = 0,  # lines of this step and later ones are dropped: a resumed run writes them again
         tensorboard: bool = True,
-        wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are honoured
+        wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are supported
         config: Mapping[str, Any] | None = None,  # shown by wandb
         rollouts_per_step: int = 4,
         lines: bool = False,  # one line a step on a terminal too, as --verbose needs
@@ -149,7 +88,7 @@ class MetricsLogger(AbstractContextManager):
         if step <= self._last_step:
             raise ValueError(f"step {step} comes after step {self._last_step}: a step is recorded once, in order")
         self._last_step = step
-        record = {"step": step, "phase": phase} | dict.fromkeys(KEYS) | _plain(metrics)
+        record = {"step": step, "phase": phase} | dict.fromkeys(KEYS) | to_plain(metrics)
         if skipped:
             record["skipped"] = True
         if nonfinite := [key for key, value in metrics.items() if value is not None and record[key] is None]:

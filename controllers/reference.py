@@ -11,9 +11,9 @@ import torch
 
 from controllers import checkpoints
 from controllers.advantages import ADVANTAGES
-from controllers.metrics import RunFolder
-from controllers.rollouts import Batch, Group
+from controllers.rollouts import Group, RolloutBatch
 from controllers.run import Run, split
+from controllers.run_folder import RunFolder
 from rl_actors import KL, Sample
 
 
@@ -51,7 +51,7 @@ def _is_written_down(config: Any, warmup_steps: int) -> bool:
     return bool(warmup_steps or not config.trainer.hf_path)
 
 
-async def apply_reference(run: Run, reference: Any, batch: Batch) -> tuple[list[Sample], dict[str, float]]:
+async def apply_reference(run: Run, reference: Any, batch: RolloutBatch) -> tuple[list[Sample], dict[str, float]]:
     """The samples that reference_kl_in asks for, with ref_logprobs for the loss or with advantages of penalised rewards; metrics."""
     samples = await with_reference(run, reference, batch.samples)
     if run.config.reference_kl_in == "loss":

@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from controllers.metrics import RunFolder, read_jsonl
+from controllers.run_folder import RunFolder, read_jsonl
 
 LIGHT = {"page": "#f7f7f5", "card": "#fefefe", "ink": "#1c1f26", "muted": "#667085", "line": "#e4e7ec"}
 LIGHT |= {"blue": "#2563c9", "orange": "#d9660c", "green": "#15803c", "gray": "#a3abb9"}

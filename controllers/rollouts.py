@@ -60,7 +60,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class RolloutBatch:
     """What one step trains on, and what was generated on the way."""
 
     samples: list[Sample]  # of the groups with a signal
@@ -107,7 +107,7 @@ class Rollouts:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
         self.max_tokens, self.seed, self.cursor = max_tokens, seed, cursor
 
-    async def next_batch(self) -> Batch:
+    async def next_batch(self) -> RolloutBatch:
         """groups_per_step groups with a signal, or fewer when max_refills did not find more; none leaves samples empty."""
         groups = await self._generate(self.config.groups_per_step)
         num_refills = 0
@@ -117,7 +117,7 @@ class Rollouts:
                 break
             groups += await self._generate(missing)
             num_refills += 1
-        return Batch(samples=self._samples(groups), groups=groups, num_refills=num_refills)
+        return RolloutBatch(samples=self._samples(groups), groups=groups, num_refills=num_refills)
 
     async def _generate(self, num_groups: int) -> list[Group]:
         """The next problems, completed and scored."""

@@ -10,8 +10,9 @@ import torch
 
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, EnvironmentConfig, Problem
-from controllers.metrics import RunFolder, Timer
+from controllers.metrics import Timer
 from controllers.rollouts import greedy_accuracy
+from controllers.run_folder import RunFolder
 from rl_actors import (
     ForwardBackwardOutput,
     GeneratorConfig,
@@ -78,7 +79,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
-        base = self.generator.hf_path or (self.trainer.hf_path if lora.unmerged else "")
+        base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
         # Copies: the generator's config is its own.
         self.generator = replace(self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base)
 
@@ -103,7 +104,7 @@ class RunConfig:
         for name, limit in longest.items():
             if self.max_tokens >= limit:
                 raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
-        if self.trainer.lora.unmerged and self.generator.hf_path != self.trainer.hf_path:
+        if self.trainer.lora.syncs_adapter and self.generator.hf_path != self.trainer.hf_path:
             raise ValueError(
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
             )
@@ -173,7 +174,7 @@ class Run:
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """Parts of `size` samples in their order; the last may be shorter."""
+    """BuiltModel of `size` samples in their order; the last may be shorter."""
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 
@@ -184,7 +185,7 @@ async def open_run(
 ) -> AsyncIterator[Run]:
     """Start transport, trainer and generator together; end them whatever happens, each with a timeout."""
     from rl_actors import GeneratorClient, TrainerClient
-    from rl_actors.meshes import LogRoute
+    from rl_actors.processes.spawn import LogRoute
 
     logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
     transport = make_transport(config, folder)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from controllers.environments import Problem
-from controllers.main import main
+from controllers.launch import main
 from controllers.run import Run, RunConfig
 from controllers.schedules import ScheduleConfig
 from controllers.tokenizer import encode

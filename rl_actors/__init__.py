@@ -29,10 +29,10 @@ from rl_actors.types import (
 )
 
 if TYPE_CHECKING:
+    from rl_actors.clients.generator import GeneratorClient
+    from rl_actors.clients.trainer import TrainerClient
     from rl_actors.generator import Generator
-    from rl_actors.generator_client import GeneratorClient
     from rl_actors.policy_trainer import PolicyTrainer
-    from rl_actors.trainer_client import TrainerClient
     from rl_actors.transports.files import FilesTransport
     from rl_actors.transports.memory import MemoryTransport
     from rl_actors.transports.torchstore import TorchStoreTransport
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 _LAZY = {
     "FilesTransport": "rl_actors.transports.files",
     "Generator": "rl_actors.generator",
-    "GeneratorClient": "rl_actors.generator_client",
+    "GeneratorClient": "rl_actors.clients.generator",
     "MemoryTransport": "rl_actors.transports.memory",
     "PolicyTrainer": "rl_actors.policy_trainer",
     "TorchStoreTransport": "rl_actors.transports.torchstore",
-    "TrainerClient": "rl_actors.trainer_client",
+    "TrainerClient": "rl_actors.clients.trainer",
 }
 
 __all__ = [

@@ -93,7 +93,7 @@ class LoRAConfig:
     applies to the weights of hf_path."""
 
     @property
-    def unmerged(self) -> bool:
+    def syncs_adapter(self) -> bool:
         """Whether there are adapters and generators get them alone."""
         return self.rank > 0 and self.sync == "adapter"
 
@@ -107,7 +107,7 @@ class LoRAConfig:
             raise ValueError(f"lora.rank={self.rank}, but train_attn, train_mlp and train_unembed are all False")
         if not hf_path:
             raise ValueError(f"lora.rank={self.rank} with an empty hf_path: a checkpoint holds the adapters alone")
-        if self.unmerged and self.rank > MAX_VLLM_RANK:
+        if self.syncs_adapter and self.rank > MAX_VLLM_RANK:
             raise ValueError(
                 f'lora.rank={self.rank} with lora.sync="adapter"; vLLM takes at most {MAX_VLLM_RANK}, or sync them merged'
             )
@@ -279,7 +279,7 @@ class GeneratorConfig:
         """A generator of the trainer's model and adapters, for sequences as long as its samples. Shares no object with the trainer's."""
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
-        base = trainer.hf_path if trainer.lora.unmerged else ""
+        base = trainer.hf_path if trainer.lora.syncs_adapter else ""
         return cls(model=replace(trainer.model), lora=replace(trainer.lora), hf_path=base, max_model_len=longest)
 
     def validate(self) -> None:
@@ -292,7 +292,7 @@ class GeneratorConfig:
             raise ValueError(f"generator.gpu={self.gpu}; it must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"generator.gpu_memory_utilization={self.gpu_memory_utilization}; it must be in (0, 1]")
-        if self.lora.unmerged and not self.hf_path:
+        if self.lora.syncs_adapter and not self.hf_path:
             raise ValueError(
                 'generator.hf_path is empty with lora.sync="adapter": the weights under the adapters come from there'
             )

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
-from rl_actors.errors import sends_errors
-from rl_actors.meshes import probe_here
+from rl_actors.processes.errors import sends_errors
+from rl_actors.processes.spawn import probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import validate_prompts
-from rl_actors.vllm_engine import (
+from rl_actors.vllm.engine import (
     EngineThread,
     OneAdapter,
     WholeWeights,
@@ -66,8 +66,8 @@ class Generator(Actor):
             parameters = expected_tensors(directory)
         self.vocab_size = parameters["model.embed_tokens.weight"][0]
         lora = self.config.lora
-        self.expected = adapters.shapes(lora, parameters) if lora.unmerged else parameters
-        weights = OneAdapter(self.config, self.expected) if lora.unmerged else WholeWeights()
+        self.expected = adapters.shapes(lora, parameters) if lora.syncs_adapter else parameters
+        weights = OneAdapter(self.config, self.expected) if lora.syncs_adapter else WholeWeights()
         return EngineThread(lambda: start_vllm(self.config), weights)
 
     @concurrent_endpoint
@@ -92,7 +92,7 @@ class Generator(Actor):
         """
         from vllm import SamplingParams as VLLMParams
 
-        if self.config.lora.unmerged and self.config.lora.train_unembed:
+        if self.config.lora.syncs_adapter and self.config.lora.train_unembed:
             raise ValueError(
                 'compute_logprobs is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
                 "the output projection to sampled tokens alone; sync them merged"
@@ -112,18 +112,18 @@ class Generator(Actor):
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
         manifest = await find(self.transport, version, timeout)
-        if self.held_key == manifest.key:
+        if self.loaded_version_key == manifest.key:
             return version
         tensors = await self.transport.get_tensors(manifest)
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.held_key = ""  # a load that fails half way leaves no version that is held
+        self.loaded_version_key = ""  # a load that fails half way leaves no version that is held
         await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
-        self.held_key = manifest.key
+        self.loaded_version_key = manifest.key
         return version
 
-    held_key = ""
+    loaded_version_key = ""
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:

@@ -8,24 +8,21 @@ import atexit
 import contextvars
 import gc
 import inspect
-import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl_actors.config import TrainerConfig
-from rl_actors.errors import sends_errors
 from rl_actors.losses import Loss
-from rl_actors.meshes import probe_here
-from rl_actors.transports.base import Manifest, Transport, publish, transfer_dtype
+from rl_actors.processes.errors import sends_errors
+from rl_actors.processes.spawn import probe_here
+from rl_actors.transports.base import Transport
+from rl_actors.transports.publisher import Publisher
 from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
-
-VERSIONS_KEPT = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +42,7 @@ class PolicyTrainer(Actor):
         self.session: str | None = None
         self.last_number = 0
         self.last_reply: Callable[[], Any] | None = None
-        self.published: list[Manifest] = []
-        self.dtype: torch.dtype | None = None  # of what was published
+        self.publisher: Publisher | None = None  # None before setup, and without a transport
         self.written: Future[None] | None = None  # of the last save_checkpoint
 
     def __repr__(self) -> str:
@@ -58,13 +54,15 @@ class PolicyTrainer(Actor):
         """Build the model on first call, and make `session` the one whose orders are taken."""
         if not hasattr(self, "engine"):
             # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
+            from rl_actors.engine.collectives import by_rank
             from rl_actors.engine.train_engine import TrainEngine
 
             self.engine = TrainEngine(self.config)
             # torch keeps its compiler's settings in context variables, and each message has a context of its own.
-            self.context = contextvars.copy_context()
+            self.compiler_context = contextvars.copy_context()
             self.rank = dist.get_rank()
-            self.new_stream()
+            if self.transport is not None:
+                self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
             # What is there now stays: the collector looks through all of it otherwise whenever samples arrive.
             gc.collect()
             gc.freeze()
@@ -133,7 +131,8 @@ class PolicyTrainer(Actor):
 
         def load() -> int:
             version = self.engine.load_checkpoint(path, optimizer=optimizer)
-            self.new_stream()
+            if self.publisher is not None:
+                self.publisher.start_stream()
             return version
 
         return await self.in_order(order, load)
@@ -163,36 +162,16 @@ class PolicyTrainer(Actor):
 
     async def publish_weights(self) -> int:
         self.engine.step.require("push_model_state_dict")
-        if self.transport is None:
+        if self.publisher is None:
             raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
-        from rl_actors.engine.gather import by_rank
-
-        version = self.engine.policy_version
-        dtype = by_rank(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
-        if dtype != self.dtype:  # a version that is out in another dtype goes out again
-            self.dtype = dtype
-            self.new_stream()
-        if all(manifest.key != f"{self.stream}/{version}" for manifest in self.published):
-            weights = self.engine.hf_state_dict(dtype)
-            names = {"stream": self.stream, "version": version, "rank": self.rank}
-            self.published.append(await publish(self.transport, weights, **names, gather=by_rank))
-            while len(self.published) > VERSIONS_KEPT:
-                expired = self.published.pop(0)
-                if self.rank == 0:
-                    await self.transport.delete(expired)
-        return version
-
-    def new_stream(self) -> None:
-        """Name a lineage of versions, the same on all ranks."""
-        names = [uuid.uuid4().hex[:12]]
-        dist.broadcast_object_list(names, src=0, device=torch.device("cpu"))
-        self.stream = names[0]
+        await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
+        return self.engine.policy_version
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
         """Run `call` when it is its turn, and keep its answer, or its error, for a repetition."""
         if order is None:
-            return await _settle(self.context.run(call))
+            return await _settle(self.compiler_context.run(call))
         if order.session != self.session:
             raise RuntimeError(
                 f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
@@ -203,7 +182,7 @@ class PolicyTrainer(Actor):
             raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
         self.last_number = order.number
         try:
-            value = await _settle(self.context.run(call))
+            value = await _settle(self.compiler_context.run(call))
         except Exception as error:
             self.last_reply = _raiser(error)
             raise

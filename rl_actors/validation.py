@@ -2,14 +2,18 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rl_actors import layouts
 from rl_actors.losses import Loss, columns_of, name_of
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, OptimParams, Sample, SamplingParams, column_dtype
+
+if TYPE_CHECKING:
+    from rl_actors.config import GeneratorConfig, TrainerConfig
 
 
 def validate_samples(
@@ -145,14 +149,32 @@ def require_optimizer(call: str, optimizer: Any) -> None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
+def require_gpus(config: "TrainerConfig") -> None:
+    """Raises ValueError for a layout of more processes than this program sees GPUs, on a machine with GPUs."""
+    taken, count = config.num_processes(), torch.cuda.device_count()
+    if torch.cuda.is_available() and taken > count:
+        layout = layouts.described(layouts.all_degrees(config))
+        raise ValueError(f"{layout} takes {taken} GPUs, but this program sees {count}")
+
+
+def require_gpu(config: "GeneratorConfig") -> None:
+    """Raises ValueError for a generator's GPU that this program does not see, on a machine with GPUs."""
+    count = torch.cuda.device_count()
+    if torch.cuda.is_available() and config.gpu is not None and config.gpu >= count:
+        raise ValueError(
+            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, from 0 on; one that the trainer has, too, "
+            "wants a smaller generator.gpu_memory_utilization"
+        )
+
+
 HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_decay": "weight_decay"}
 """Fields of OptimParams that an optimizer may lack -> what torch calls them."""
 
 
 def validate_optim_params(
-    params: OptimParams, optimizer: str | None = None, honoured: Collection[str] = tuple(HYPERPARAMETERS)
+    params: OptimParams, optimizer: str | None = None, supported: Collection[str] = tuple(HYPERPARAMETERS)
 ) -> None:
-    """Raises ValueError naming the field, its value and the limit. honoured: those of HYPERPARAMETERS that the optimizer has."""
+    """Raises ValueError naming the field, its value and the limit. supported: those of HYPERPARAMETERS that the optimizer has."""
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
     limits: dict[str, tuple[Callable[[float], bool], str]] = {
@@ -173,7 +195,7 @@ def validate_optim_params(
     defaults = OptimParams(learning_rate=0.0)
     for name in HYPERPARAMETERS:
         value, default = getattr(params, name), getattr(defaults, name)
-        if name not in honoured and value != default:
+        if name not in supported and value != default:
             raise ValueError(f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave it at {default}")
 
 

@@ -5,9 +5,9 @@ import signal
 import pytest
 from references import save_qwen3
 
-from rl_actors import cpu_process
+from rl_actors.processes import threads
 
-cpu_process.choose_kernels()  # the references compute here
+threads.choose_kernels()  # the references compute here
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

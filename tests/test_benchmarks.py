@@ -14,10 +14,11 @@ from pathlib import Path
 import pytest
 from waiting import wait_until
 
-from benchmarks import __main__, missing, register, results, table
-from benchmarks.register import TABLE, TableRow
-from benchmarks.rows import ROWS, RUNS
-from benchmarks.table import H200
+from benchmarks import __main__
+from benchmarks.harness import missing, register, results, table
+from benchmarks.harness.register import TABLE, TableRow
+from benchmarks.harness.rows import ROWS, RUNS
+from benchmarks.harness.table import H200
 from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
-from controllers.main import main
+from controllers.launch import main
 from controllers.run import shares_gpu
-from rl_actors import GeneratorConfig, TrainerClient, TrainerConfig, gpu_process, vllm_cpu, vllm_gpu
-from rl_actors.generator_client import process_environment
+from rl_actors import GeneratorConfig, TrainerClient, TrainerConfig, validation
+from rl_actors.clients.generator import process_environment
+from rl_actors.processes import threads
+from rl_actors.vllm import cpu, gpu
 
 
 def on_gpus(monkeypatch, count: int, visible: str) -> None:
@@ -31,18 +33,18 @@ def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
 
 def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert gpu_process.environment() == {}  # a CPU's threads compute
+    assert threads.gpu_environment() == {}  # a CPU's threads compute
     on_gpus(monkeypatch, 1, "")
-    assert gpu_process.environment() == {"OMP_NUM_THREADS": "4"}
+    assert threads.gpu_environment() == {"OMP_NUM_THREADS": "4"}
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(6)
-        gpu_process.prepare()
+        threads.prepare_gpu_process()
         assert torch.get_num_threads() == 4
         monkeypatch.setenv("OMP_NUM_THREADS", "9")
-        assert gpu_process.environment() == {}
+        assert threads.gpu_environment() == {}
         torch.set_num_threads(6)
-        gpu_process.prepare()
+        threads.prepare_gpu_process()
         assert torch.get_num_threads() == 6
     finally:
         torch.set_num_threads(before)
@@ -57,12 +59,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):
 def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypatch):
     config = TrainerConfig()
     config.parallelism.data_parallel_shard_degree = 2
-    gpu_process.require_gpus(config)  # on a CPU any number may share the cores
+    validation.require_gpus(config)  # on a CPU any number may share the cores
     on_gpus(monkeypatch, 1, "")
     with pytest.raises(ValueError, match="data_parallel_shard=2 takes 2 GPUs, but this program sees 1"):
         TrainerClient.spawn(config)
     on_gpus(monkeypatch, 2, "")
-    gpu_process.require_gpus(config)
+    validation.require_gpus(config)
 
 
 def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, capsys, tmp_path):
@@ -86,15 +88,15 @@ def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(m
     ("most", "sizes"), [(1, [1]), (48, [1, 2, 4, 8, 16, 32, 48]), (200, [1, 2, 4, 8, 16, 32, 64, 128, 192, 200])]
 )
 def test_graphs_are_captured_up_to_the_most_sequences(most, sizes):
-    assert vllm_gpu.graph_sizes(most) == sizes
+    assert gpu.graph_sizes(most) == sizes
 
 
 def test_a_batch_invariant_mode_that_is_not_there_is_refused(monkeypatch):
-    vllm_gpu.require_possible(GeneratorConfig())
+    gpu.require_possible(GeneratorConfig())
     with pytest.raises(ValueError, match="batch_invariant=True on a CPU"):
-        vllm_cpu.require_possible(GeneratorConfig(batch_invariant=True))
+        cpu.require_possible(GeneratorConfig(batch_invariant=True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(ValueError, match="batch_invariant=True on a GPU of compute capability 8.6"):
-        vllm_gpu.require_possible(GeneratorConfig(batch_invariant=True))
+        gpu.require_possible(GeneratorConfig(batch_invariant=True))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    vllm_gpu.require_possible(GeneratorConfig(batch_invariant=True))
+    gpu.require_possible(GeneratorConfig(batch_invariant=True))

@@ -92,10 +92,10 @@ def test_ppo_is_the_pessimistic_minimum_of_ratio_and_clipped_ratio(low, high):
 def test_ppo_reports_the_fraction_of_trained_positions_whose_gradient_is_clipped():
     logprobs_BL, columns = data()
     _, gradient_BL, metrics = run(PPO(), logprobs_BL, columns)
-    trained_BL = columns["loss_weights"] != 0
-    clipped_BL = (gradient_BL == 0) & trained_BL
-    assert 0 < clipped_BL.sum() < trained_BL.sum()
-    assert metrics["clip_fraction:mean"] == pytest.approx(float(clipped_BL.sum() / trained_BL.sum()))
+    is_trained_BL = columns["loss_weights"] != 0
+    clipped_BL = (gradient_BL == 0) & is_trained_BL
+    assert 0 < clipped_BL.sum() < is_trained_BL.sum()
+    assert metrics["clip_fraction:mean"] == pytest.approx(float(clipped_BL.sum() / is_trained_BL.sum()))
 
 
 @pytest.mark.parametrize("loss", [PPO(), ImportanceSampling(), CISPO(), DRO(), GSPO()])
@@ -363,9 +363,9 @@ def test_a_correction_multiplies_the_weights_by_a_function_of_trainer_over_gener
         mean = math.exp(sum(trained) / len(trained))
         factors.append([factor(mean if correction.level == "sequence" else math.exp(o - g)) for o, g, _ in row])
     factor_BL = torch.tensor(factors)
-    trained_BL = columns["loss_weights"] != 0
+    is_trained_BL = columns["loss_weights"] != 0
     expected = LOSSES[name]().objective(
-        leaf := logprobs_BL.clone().requires_grad_(), columns["old_logprobs"], columns["advantages"], trained_BL
+        leaf := logprobs_BL.clone().requires_grad_(), columns["old_logprobs"], columns["advantages"], is_trained_BL
     )[0]
     expected = -(columns["loss_weights"] * factor_BL * expected).sum()
     expected.backward()
@@ -377,7 +377,7 @@ def test_a_correction_multiplies_the_weights_by_a_function_of_trainer_over_gener
     assert value.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
     torch.testing.assert_close(actual_leaf.grad, leaf.grad, rtol=1e-5, atol=1e-6)
     assert finish(to_numbers(metrics))["correction:mean"] == pytest.approx(
-        float(factor_BL[trained_BL].mean()), rel=1e-5
+        float(factor_BL[is_trained_BL].mean()), rel=1e-5
     )
     assert (factor_BL != 1).sum() > 0 and loss.whole_sequence == (correction.level == "sequence" or name == "gspo")
 

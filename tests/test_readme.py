@@ -49,18 +49,30 @@ def test_every_make_target_of_the_readme_exists():
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
-def test_the_map_names_every_module_and_nothing_else():
-    tree = README.split("## Reading order and map")[1].split("## ")[0]
-    named = set(re.findall(r"(\w+\.py)\b", tree))
-    tracked = subprocess.run(
-        ["git", "ls-files", "rl_actors", "controllers", "configs", "benchmarks"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    modules = {Path(file).name for file in tracked.stdout.split() if file.endswith(".py")} - {
-        "__init__.py",
-        "__main__.py",
+def mapped_files(tree: str) -> set[str]:
+    """The paths of a map in which a folder's line ends its name with "/" and its files are indented below it."""
+    folders: list[tuple[int, str]] = []
+    paths = set()
+    for line in tree.splitlines():
+        found = re.match(r"( *)(\w+/|\w+\.py(?:, \w+\.py)*)(?: |$)", line)
+        if not found:
+            continue
+        indent, name = len(found[1]), found[2]
+        while folders and folders[-1][0] >= indent:
+            folders.pop()
+        prefix = folders[-1][1] if folders else ""
+        if name.endswith("/"):
+            folders.append((indent, prefix + name))
+        else:
+            paths.update(prefix + file for file in name.split(", "))
+    return paths
+
+
+def test_the_map_names_every_module_by_its_path_and_nothing_else():
+    tree = README.split("## Reading order and map")[1].split("\n## ")[0]
+    command = ["git", "ls-files", "rl_actors", "controllers", "configs", "benchmarks"]
+    tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    modules = {
+        file for file in tracked if file.endswith(".py") and Path(file).name not in ("__init__.py", "__main__.py")
     }
-    assert modules - named == set()
-    assert named - modules == set()
+    assert mapped_files(tree) == modules

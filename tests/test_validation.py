@@ -302,7 +302,7 @@ import cloudpickle
 from rl_actors import CrossEntropy, Sample
 from rl_actors.types import RankOutput, SampleList
 from rl_actors.validation import validate_samples
-from rl_actors.wire import merge_outputs, to_wire
+from rl_actors.clients.conversion import merge_outputs, to_wire
 
 COUNT, LENGTH = 32, 8192  # far more positions in all than torch gives one thread
 

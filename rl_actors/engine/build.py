@@ -34,17 +34,17 @@ from torchtitan.models.qwen3 import (
 import rl_actors.engine.cpu as cpu
 import rl_actors.engine.gpu as gpu
 from rl_actors.config import ModelConfig, TrainerConfig
-from rl_actors.engine import checkpointing, lora
-from rl_actors.engine.context import RowShards, WholeRows
-from rl_actors.engine.inputs import Batch
+from rl_actors.engine import lora, recomputation
+from rl_actors.engine.batch import PackedBatch
+from rl_actors.engine.context_parallel import RowShards, WholeRows
+from rl_actors.engine.microbatch_output import ToHost
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
-from rl_actors.engine.outcome import ToHost
-from rl_actors.engine.stages import LocalModel, cut
+from rl_actors.engine.pipeline_stages import LocalModel, split_into_stages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class BuiltModel:
     model: nn.Module  # whole, or what this rank's pipeline stages hold of it
     stages: list[PipelineStage]  # of a pipeline; else none
     num_parameters: int  # of the whole model
@@ -54,9 +54,11 @@ class Parts:
     device: torch.device
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: ToHost
-    rows: Callable[[Batch], Batch]  # a batch of whole rows -> what this rank holds of it, with attention masks
-    context: Callable[[], Any]  # torchtitan's context around forward and backward
-    adapter: Qwen3StateDictAdapter
+    shard_rows: Callable[
+        [PackedBatch], PackedBatch
+    ]  # a batch of whole rows -> what this rank holds of it, with attention masks
+    forward_context: Callable[[], Any]  # torchtitan's context around forward and backward
+    hf_adapter: Qwen3StateDictAdapter
     routers: RouterCounters
 
 
@@ -132,9 +134,9 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mod
     return converter.convert(model_config)
 
 
-def _rows(
+def _row_sharding(
     model: nn.Module, parallel_dims: ParallelDims, config: TrainerConfig, machine: ModuleType
-) -> Callable[[Batch], Batch]:
+) -> Callable[[PackedBatch], PackedBatch]:
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
         return WholeRows(masks=machine.attention_masks(model, config.attention))
@@ -146,17 +148,17 @@ def _rows(
     )
 
 
-def platform() -> ModuleType:
+def this_machine() -> ModuleType:
     """The module that knows this machine: cpu.py or gpu.py."""
     return gpu if torch.cuda.is_available() else cpu
 
 
-def build(config: TrainerConfig) -> Parts:
+def build(config: TrainerConfig) -> BuiltModel:
     """Build and shard the model on this rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
 
     Raises ValueError when the layout does not use exactly the processes there are.
     """
-    machine = platform()
+    machine = this_machine()
     world_size = dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend=machine is gpu)
     if config.num_processes() != world_size:
         layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
@@ -187,11 +189,11 @@ def build(config: TrainerConfig) -> Parts:
         "training": training,
         "parallelism": config.parallelism,
         "compile_config": config.compile,
-        "ac_config": checkpointing.policy(config.activation_checkpointing),
+        "ac_config": recomputation.policy(config.activation_checkpointing),
         "dump_folder": "",
     }
     if parallel_dims.pp_enabled:
-        stages = cut(model, device=device, model_config=model_config, **options)
+        stages = split_into_stages(model, device=device, model_config=model_config, **options)
         modules = [stage.submod for stage in stages]
         model = LocalModel(modules)
     else:
@@ -211,7 +213,7 @@ def build(config: TrainerConfig) -> Parts:
         hyperparameters = Hyperparameters(config.optimizer, model, trained)
         optimizers = hyperparameters.optimizers
         register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
-    return Parts(
+    return BuiltModel(
         model=model,
         stages=stages,
         num_parameters=num_parameters,
@@ -221,8 +223,8 @@ def build(config: TrainerConfig) -> Parts:
         device=device,
         to_device=partial(machine.to_device, device=device),
         to_host=machine.to_host,
-        rows=_rows(modules[0], parallel_dims, config, machine),
-        context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
-        adapter=Qwen3StateDictAdapter(model_config, None),
+        shard_rows=_row_sharding(modules[0], parallel_dims, config, machine),
+        forward_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
+        hf_adapter=Qwen3StateDictAdapter(model_config, None),
         routers=RouterCounters(model),
     )

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 
-from rl_actors.engine.build import Parts
-from rl_actors.engine.gather import by_rank, on_all_ranks
+from rl_actors.engine.build import BuiltModel
+from rl_actors.engine.collectives import by_rank, on_all_ranks
 from rl_actors.engine.lora import checkpointed
 
 METADATA = ".metadata"
@@ -26,13 +26,13 @@ def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / METADATA).is_file()
 
 
-def require_checkpoint(parts: Parts, path: str, *, optimizer: bool) -> None:
+def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Raises ValueError on every rank when any rank finds no such checkpoint of this model there; nothing was touched."""
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if hasattr(entry, "size")}
-    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(parts.model).items()}
+    here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
     differing = [
         f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape
     ]
@@ -68,7 +68,7 @@ class CheckpointWriter:
         return dist.new_group(backend="gloo")  # at the first save, which all ranks reach together
 
     def start(
-        self, parts: Parts, path: str, policy_version: int, *, optimizer: bool, add: Callable[[Path], None]
+        self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, add: Callable[[Path], None]
     ) -> "Future[None]":
         """Copy the state to the CPU and return; the answer comes when the directory is whole on disk.
 
@@ -77,7 +77,7 @@ class CheckpointWriter:
         """
         self.wait()
         upload = dcp.async_save(
-            _state(parts, policy_version, optimizer=optimizer),
+            _state(built, policy_version, optimizer=optimizer),
             storage_writer=_WholeDirectoryWriter(path, add),
             process_group=self._group,
         )
@@ -122,7 +122,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
 
 def _settle(written: "Future[None]", upload: "Future[Any]", what: str) -> None:
     try:
-        with _plain_errors(what):
+        with plain_errors(what):
             upload.result()
     except BaseException as error:
         written.set_exception(error)
@@ -130,29 +130,29 @@ def _settle(written: "Future[None]", upload: "Future[Any]", what: str) -> None:
         written.set_result(None)
 
 
-def load(parts: Parts, path: str, *, optimizer: bool) -> int:
+def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
     """Load in place, resharding to this layout, and return the policy_version; without its state the optimizer starts anew."""
-    state = _state(parts, 0, optimizer=optimizer)
-    with _plain_errors(f"loading {path}"):
+    state = _state(built, 0, optimizer=optimizer)
+    with plain_errors(f"loading {path}"):
         dcp.load(state, checkpoint_id=str(path))
-    parts.model.load_state_dict(parts.model.state_dict() | state["model"])
+    built.model.load_state_dict(built.model.state_dict() | state["model"])
     if optimizer:
-        parts.optimizers.load_state_dict(state["optimizer"])
+        built.optimizers.load_state_dict(state["optimizer"])
     else:
-        for part in parts.optimizers.optimizers:
+        for part in built.optimizers.optimizers:
             part.state.clear()
     return int(state["policy_version"])
 
 
-def _state(parts: Parts, policy_version: int, *, optimizer: bool) -> dict[str, Any]:
-    state = {"model": checkpointed(parts.model), "policy_version": torch.tensor(policy_version)}
-    return state | {"optimizer": _optimizer_state(parts)} if optimizer else state
+def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> dict[str, Any]:
+    state = {"model": checkpointed(built.model), "policy_version": torch.tensor(policy_version)}
+    return state | {"optimizer": _optimizer_state(built)} if optimizer else state
 
 
-def _optimizer_state(parts: Parts) -> dict[str, Any]:
+def _optimizer_state(built: BuiltModel) -> dict[str, Any]:
     # torchtitan makes missing optimizer state by a step of zeros, which Adam would count in its bias correction.
-    fresh = [optimizer for optimizer in parts.optimizers.optimizers if not optimizer.state]
-    optimizer_state = parts.optimizers.state_dict()
+    fresh = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
+    optimizer_state = built.optimizers.state_dict()
     for optimizer in fresh:
         for state in optimizer.state.values():
             if "step" in state:
@@ -161,7 +161,7 @@ def _optimizer_state(parts: Parts) -> dict[str, Any]:
 
 
 @contextmanager
-def _plain_errors(what: str) -> Iterator[None]:
+def plain_errors(what: str) -> Iterator[None]:
     """torch's CheckpointException is no Exception; out of an endpoint it would end the actor instead of reaching the caller."""
     try:
         yield

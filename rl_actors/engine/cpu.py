@@ -24,8 +24,8 @@ if not torch.cuda.is_available():
 import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
-from rl_actors import cpu_process  # noqa: E402
-from rl_actors.engine.inputs import Batch  # noqa: E402
+from rl_actors.engine.batch import PackedBatch  # noqa: E402
+from rl_actors.processes import threads  # noqa: E402
 
 
 class DenseAttention(FlexAttention):
@@ -64,7 +64,7 @@ def prepare(world_size: int) -> None:
     # Both compile the making of a block mask, at every new shape.
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
-    cpu_process.prepare()
+    threads.prepare_cpu_process()
 
 
 def attention(kernel: str) -> DenseAttention.Config:
@@ -72,7 +72,7 @@ def attention(kernel: str) -> DenseAttention.Config:
     return DenseAttention.Config()
 
 
-def attention_masks(model: nn.Module, kernel: str) -> Callable[[Batch], Tensor]:
+def attention_masks(model: nn.Module, kernel: str) -> Callable[[PackedBatch], Tensor]:
     """What the attention layers take for a batch of whole rows."""
     return lambda batch: dense_mask(batch.positions_BL)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenMetadata
 
-from rl_actors import gpu_process
-from rl_actors.engine import gpu_attention
-from rl_actors.engine.inputs import Batch
+from rl_actors.engine import flash4
+from rl_actors.engine.batch import PackedBatch
+from rl_actors.processes import threads
 
 
 def device() -> torch.device:
@@ -28,7 +28,7 @@ def prepare(world_size: int) -> None:
 
     A mask's shard is compiled as the mask is: torch's own way compiles every shape anew, and fails at the ninth.
     """
-    gpu_process.prepare()
+    threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False
     FlexAttention.inductor_configs["coordinate_descent_tuning"] = False
     FlexAttention._compiled_flex_attn = torch.compile(flex_attention, options=FlexAttention.inductor_configs)
@@ -36,17 +36,17 @@ def prepare(world_size: int) -> None:
 
 
 def attention(kernel: str) -> Any:
-    return gpu_attention.CONFIGS[kernel]()
+    return flash4.CONFIGS[kernel]()
 
 
-def attention_masks(model: nn.Module, kernel: str) -> Callable[[Batch], Any]:
+def attention_masks(model: nn.Module, kernel: str) -> Callable[[PackedBatch], Any]:
     """What the attention layers take for a batch of whole rows."""
     if kernel == "flex":
         return lambda batch: model.get_attention_masks(batch.positions_BL)
 
-    def documents(batch: Batch) -> VarlenMetadata:
+    def documents(batch: PackedBatch) -> VarlenMetadata:
         num_rows, row_length = batch.tokens_BL.shape
-        made = gpu_attention.documents(num_rows, row_length, batch.spans)
+        made = flash4.documents(num_rows, row_length, batch.spans)
         starts = to_device(made.cu_seq_q, batch.tokens_BL.device)
         return made._replace(cu_seq_q=starts, cu_seq_k=starts)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from rl_actors.engine.gather import by_rank
+from rl_actors.engine.collectives import by_rank
 
 MAX_NAMES_REPORTED = 10
 

@@ -15,14 +15,22 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Placement, Shard
 from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
 from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
-from rl_actors.engine.build import Parts, qwen3_config
-from rl_actors.engine.checkpoint import _plain_errors
-from rl_actors.engine.gather import on_all_ranks, whole_tensors
+from rl_actors.engine.build import BuiltModel, qwen3_config
+from rl_actors.engine.checkpoint import plain_errors
+from rl_actors.engine.collectives import on_all_ranks, whole_tensors
+from rl_actors.engine.hf_names import (
+    FUSED,
+    empty_split_over_rows,
+    is_joined,
+    join_qkv,
+    split_over_rows,
+    split_qkv,
+    to_hf_names,
+)
 from rl_actors.engine.optimizer import named_parameters
 
 MAX_NAMES_REPORTED = 5
@@ -37,7 +45,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "generation_config.json",
 )
-EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,28 +78,32 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in _adapter(model_config).to_hf(state).items()}
 
 
-def load(parts: Parts, path: str) -> None:
+def load(built: BuiltModel, path: str) -> None:
     """Load a directory of safetensors into the sharded model, in place; each rank reads its part. An expert bias keeps its value."""
-    state = _parameters(parts.model)
-    cut = {name: _empty_cut(tensor) for name, tensor in state.items() if _is_joined(name)}
-    split = {name: _split_qkv(parts.adapter, name, tensor) for name, tensor in cut.items() if FUSED in name}
+    state = _parameters(built.model)
+    cut = {name: empty_split_over_rows(tensor) for name, tensor in state.items() if is_joined(name)}
+    split = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in cut.items() if FUSED in name}
     whole = {name: tensor for name, tensor in (state | cut).items() if name not in split}
-    named = _named(parts.adapter, whole | {part: rows for of_one in split.values() for part, rows in of_one.items()})
-    with _plain_errors(f"loading {path}"):
-        dcp.load(named, storage_reader=parts.adapter.get_hf_storage_reader(path))
+    named = to_hf_names(
+        built.hf_adapter, whole | {part: rows for of_one in split.values() for part, rows in of_one.items()}
+    )
+    with plain_errors(f"loading {path}"):
+        dcp.load(named, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
     for name, tensor in cut.items():
         if name in split:
-            tensor = _joined_qkv(parts.adapter, list(split[name].values()))
+            tensor = join_qkv(built.hf_adapter, list(split[name].values()))
         state[name].copy_(tensor.redistribute(placements=state[name].placements))
 
 
-def state_dict(parts: Parts, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The weights under their Hugging Face names in this dtype, sharded as they lie; tied heads appear once, adapters merged.
 
     Every name is on every rank, or under pipeline parallelism on every rank of its stage.
     """
-    state = {name: x.to(dtype) for name, x in lora.merged(parts.model, _parameters(parts.model)).items()}
-    return _named(parts.adapter, {name: _cut(x) if _is_joined(name) else x for name, x in state.items()})
+    state = {name: x.to(dtype) for name, x in lora.merged(built.model, _parameters(built.model)).items()}
+    return to_hf_names(
+        built.hf_adapter, {name: split_over_rows(x) if is_joined(name) else x for name, x in state.items()}
+    )
 
 
 def require_tokenizer(path: str) -> None:
@@ -110,13 +121,13 @@ def copy_tokenizer(source: str, target: Path) -> None:
             shutil.copyfile(Path(source) / name, target / name)
 
 
-def adapter_state_dict(parts: Parts, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The adapters alone, under peft's names in this dtype, sharded as they lie."""
-    state = lora.peft_state_dict(parts.model, parts.adapter.to_hf)
+    state = lora.peft_state_dict(built.model, built.hf_adapter.to_hf)
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
 
-def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
+def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
     """Write a directory that transformers and vLLM load: under a temporary name and renamed, so it is whole or is not there.
 
     Tensors are gathered one at a time; rank 0 holds at most MAX_FILE_BYTES and one tensor. source: where tokenizer files are copied from.
@@ -131,13 +142,13 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
         copy_tokenizer(source, partial)
 
     _on_first_rank(begin)
-    files = _Files(partial)
-    adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in parts.adapter
+    files = SafetensorsWriter(partial)
+    adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in built.hf_adapter
     failure: OSError | None = None
-    for name, whole in whole_tensors(lora.merged(parts.model, _parameters(parts.model))):
+    for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
         if whole is not None and failure is None:
             try:
-                files.add(_named(adapter, {name: whole.to(DTYPES[dtype])}))
+                files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:  # raised below, on all ranks: the others are in the next gather
                 failure = error
 
@@ -150,9 +161,9 @@ def export(parts: Parts, config: ModelConfig, path: str, *, source: str = "", dt
     _on_first_rank(commit)
 
 
-def export_lora(parts: Parts, config: LoRAConfig, path: str, *, base: str) -> None:
+def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
     """Write the adapters as peft and vLLM load them over the weights of `base`; whole or not there."""
-    _on_first_rank(lora.export(parts.model, config, path, to_hf=parts.adapter.to_hf, base=base))
+    _on_first_rank(lora.export(built.model, config, path, to_hf=built.hf_adapter.to_hf, base=base))
 
 
 def require_exportable(path: str, dtype: str) -> None:
@@ -164,7 +175,7 @@ def require_exportable(path: str, dtype: str) -> None:
         raise ValueError(f"{path} exists and is not an empty directory; export_hf replaces nothing")
 
 
-class _Files:
+class SafetensorsWriter:
     """model.safetensors, or model-00001-of-0000N.safetensors with their index, when there is more than one file's worth."""
 
     def __init__(self, directory: Path) -> None:
@@ -209,79 +220,6 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(module, FSDPModule):
             module.reshard()
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
-
-
-def _is_joined(name: str) -> bool:
-    """Whether Hugging Face has several tensors for this one, along its first dimension: experts, or query, key and value."""
-    return EXPERTS in name or FUSED in name
-
-
-def _cut_placements(joined: DTensor) -> list[Placement]:
-    """FSDP and expert parallelism lay whole experts and heads on ranks; a name that one rank alone has cannot be published. Cut every
-    one instead: same memory. (torchtitan's adapter would name a rank's own experts, and takes no replicas.)
-    """
-    cut = {placement.dim for placement in joined.placements if not placement.is_replicate()}
-    free = next(dim for dim in range(1, joined.ndim) if dim not in cut)
-    return [
-        Shard(free) if not placement.is_replicate() and placement.dim == 0 else placement
-        for placement in joined.placements
-    ]
-
-
-def _cut(joined: DTensor) -> DTensor:
-    return joined.redistribute(placements=_cut_placements(joined))
-
-
-def _empty_cut(joined: DTensor) -> DTensor:
-    return torch.distributed.tensor.empty(
-        joined.shape, dtype=joined.dtype, device_mesh=joined.device_mesh, placements=_cut_placements(joined)
-    )
-
-
-def _named(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same under Hugging Face names; experts as views, query, key and value as copies where they are fused."""
-    others: dict[str, Tensor] = {}
-    experts: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        if EXPERTS in name:
-            names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
-            experts.update(zip(names, tensor.unbind(0), strict=True))
-        else:
-            others |= _split_qkv(adapter, name, tensor) if FUSED in name else {name: tensor}
-    return adapter.to_hf(others) | experts
-
-
-def _split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A fused weight as torchtitan's unfused model would have it: wq, wk and wv, in this order."""
-    groups, queries, width = _heads(adapter)
-    # What a rank holds has all rows; DTensor's own arithmetic takes several times as long.
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    heads_GRWD = local.unflatten(0, (groups, queries + 2, width))
-    split = {"wq": heads_GRWD[:, :queries], "wk": heads_GRWD[:, queries], "wv": heads_GRWD[:, queries + 1]}
-    return {
-        name.replace("wqkv", part): _like(tensor, heads.reshape(-1, local.shape[1])) for part, heads in split.items()
-    }
-
-
-def _like(whole: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a tensor that is cut through every row, distributed as it is."""
-    if not isinstance(whole, DTensor):
-        return rows
-    shape = torch.Size((len(rows), whole.shape[1]))
-    where = {"device_mesh": whole.device_mesh, "placements": whole.placements}
-    return DTensor.from_local(rows, **where, run_check=False, shape=shape, stride=(shape[1], 1))
-
-
-def _joined_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
-    """The fused weight of a query, a key and a value."""
-    groups, _, width = _heads(adapter)
-    return torch.cat([part.unflatten(0, (groups, -1, width)) for part in split], dim=1).flatten(0, 2)
-
-
-def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """G groups of key-value heads, query heads in a group, W: torchtitan lays a group's queries, key and value one after another."""
-    attention = adapter.model_config.layers[0].attention
-    return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim
 
 
 def _adapter(model_config) -> Qwen3StateDictAdapter:

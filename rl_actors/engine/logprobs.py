@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
 
-from rl_actors.engine.distribution import Logits, TargetLogprobs, entropy, top_k_logprobs
-from rl_actors.engine.inputs import Batch
+from rl_actors.engine.batch import PackedBatch
+from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top_k_logprobs
 from rl_actors.losses import Loss, made_for
 from rl_actors.metrics import Partials, merge
 
@@ -75,7 +75,7 @@ class ChunkedLogprobs:
         self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
         self.wrapper.set_lm_head(model.lm_head)
 
-    def forward(self, hidden_BLD: Tensor, batch: Batch, *, with_entropy: bool = False) -> Values:
+    def forward(self, hidden_BLD: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> Values:
         """The values of whole rows, without gradients."""
 
         def no_loss(values: Values, _):
@@ -84,7 +84,7 @@ class ChunkedLogprobs:
         return batch.gather(self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0])
 
     def evaluate(
-        self, hidden_BLD: Tensor, batch: Batch, loss: SteadyLoss | None, *, with_entropy: bool = False
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
         """The values and, of a loss, the metrics; under no_grad."""
         if loss is None:
@@ -92,7 +92,7 @@ class ChunkedLogprobs:
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
 
     def loss(
-        self, hidden_BLD: Tensor, batch: Batch, loss: SteadyLoss, *, with_entropy: bool = False
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
         """The values of whole rows, metrics, and what was back-propagated through the head; its `backward` goes through the model.
 
@@ -110,7 +110,7 @@ class ChunkedLogprobs:
         values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
         return batch.gather(values), metrics, total
 
-    def _whole_sequence(self, hidden_BLD: Tensor, batch: Batch, loss: SteadyLoss, with_entropy: bool):
+    def _whole_sequence(self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, with_entropy: bool):
         with torch.no_grad():
             values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)
         rows = batch.one_a_row()
@@ -127,7 +127,7 @@ class ChunkedLogprobs:
         total = self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2]
         return values, metrics, total
 
-    def _run(self, hidden_BLD: Tensor, batch: Batch, loss, inputs: dict[str, Tensor], with_entropy: bool):
+    def _run(self, hidden_BLD: Tensor, batch: PackedBatch, loss, inputs: dict[str, Tensor], with_entropy: bool):
         """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
         chunks: list[Values] = []
         partials: list[Partials] = []

@@ -18,7 +18,7 @@ from torchtitan.models.qwen3 import Qwen3Model
 
 from rl_actors import adapters
 from rl_actors.config import LoRAConfig
-from rl_actors.engine.gather import whole_tensors
+from rl_actors.engine.collectives import whole_tensors
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:

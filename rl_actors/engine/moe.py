@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.common.moe import GroupedExperts
 
-from rl_actors.engine.inputs import Batch
+from rl_actors.engine.batch import PackedBatch
 
 
 class Experts(GroupedExperts):
@@ -58,11 +58,11 @@ class RouterCounters:
         for moe in self.moes:
             moe.router.register_forward_hook(lambda _, __, output, moe=moe: self._take_padding_off(moe, output[1]))
 
-    def begin(self, batch: Batch) -> None:
+    def start_microbatch(self, batch: PackedBatch) -> None:
         """Called before each forward pass."""
         self.is_padding_BL = batch.is_padding_BL
 
-    def clear(self) -> None:
+    def reset(self) -> None:
         """The step is over, done or not."""
         for moe in self.moes:
             moe.tokens_per_expert_E.zero_()

@@ -106,7 +106,7 @@ class Hyperparameters:
                 group["weight_decay"] = 0.0
 
     @property
-    def honoured(self) -> tuple[str, ...]:
+    def supported(self) -> tuple[str, ...]:
         """Fields of validation.HYPERPARAMETERS that the optimizer has; a pair of eps, as Adafactor's, is none."""
         group = self.optimizer.param_groups[0]
         fits = {"betas": len(group.get("betas", ())) == 2} | {
@@ -116,7 +116,7 @@ class Hyperparameters:
 
     def set(self, params: OptimParams) -> None:
         """The next step uses these."""
-        keys = {"lr", *(HYPERPARAMETERS[name] for name in self.honoured)}
+        keys = {"lr", *(HYPERPARAMETERS[name] for name in self.supported)}
         for group, (rate, decay) in zip(self.optimizer.param_groups, self.multipliers, strict=True):
             values = {
                 "lr": params.learning_rate * rate,

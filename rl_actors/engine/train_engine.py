@@ -15,16 +15,17 @@ from torch import Tensor
 from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
-from rl_actors.engine.build import Parts, build, platform
+from rl_actors.engine.batch import PackedBatch, make_batch
+from rl_actors.engine.build import BuiltModel, build, this_machine
+from rl_actors.engine.call_order import StepState
 from rl_actors.engine.gradients import Gradients, by_layout
-from rl_actors.engine.inputs import Batch, make_batch
 from rl_actors.engine.logprobs import ChunkedLogprobs
+from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.optimizer import named_parameters
-from rl_actors.engine.outcome import Outcome
 from rl_actors.engine.packing import plan
-from rl_actors.engine.pipeline import PipelineRunner, SingleRunner
+from rl_actors.engine.pipeline import PipelineRunner
 from rl_actors.engine.profiling import StepProfiler
-from rl_actors.engine.step import OpenStep
+from rl_actors.engine.single_runner import SingleRunner
 from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import merge
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
@@ -42,39 +43,41 @@ class TrainEngine:
         if config.tokenizer_path:
             hf.require_tokenizer(config.tokenizer_path)
         self.config = config
-        self.parts: Parts = build(config)
-        stages = self.parts.stages
-        head = stages[-1].submod if stages else self.parts.model
+        self.built: BuiltModel = build(config)
+        stages = self.built.stages
+        head = stages[-1].submod if stages else self.built.model
         self.logprobs = ChunkedLogprobs(
             head,
             config.logprob_chunk_tokens,
-            fuse=platform().fuse,
+            fuse=this_machine().fuse,
             keep_head=config.parallelism.fsdp_reshard_after_forward != "always",
             # In a pipeline the last norm's gradient waits in float32, and FSDP reduces the head's beside it: its chunks are added in float32.
             min_chunks=2 if stages else 1,
         )
         self.runner = (
-            PipelineRunner(self.parts, self.logprobs, config)
+            PipelineRunner(self.built, self.logprobs, config)
             if stages
-            else SingleRunner(self.parts, self.logprobs, config)
+            else SingleRunner(self.built, self.logprobs, config)
         )
-        self.step = OpenStep()
+        self.step = StepState()
         self.writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
         self.policy_version = 0
         self.steps_skipped = 0
-        self.trained = by_layout(named_parameters(self.parts.model))
-        pp_mesh = self.parts.parallel_dims.get_optional_mesh("pp")
+        self.trained = by_layout(named_parameters(self.built.model))
+        pp_mesh = self.built.parallel_dims.get_optional_mesh("pp")
         self.pipeline = pp_mesh.get_group() if pp_mesh is not None else None
-        mesh = self.parts.parallel_dims.get_optional_mesh("batch")
+        mesh = self.built.parallel_dims.get_optional_mesh("batch")
         self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
         self.num_data_ranks: int = mesh.size() if mesh is not None else 1
-        tensor_mesh = self.parts.parallel_dims.get_optional_mesh("tp")
-        context_mesh = self.parts.parallel_dims.get_optional_mesh("cp")
-        self.reports = self.runner.reports and (tensor_mesh is None or tensor_mesh.get_local_rank() == 0)
-        self.reports_samples = self.reports and (context_mesh is None or context_mesh.get_local_rank() == 0)
+        tensor_mesh = self.built.parallel_dims.get_optional_mesh("tp")
+        context_mesh = self.built.parallel_dims.get_optional_mesh("cp")
+        self.reports_metrics = self.runner.reports_metrics and (
+            tensor_mesh is None or tensor_mesh.get_local_rank() == 0
+        )
+        self.reports_samples = self.reports_metrics and (context_mesh is None or context_mesh.get_local_rank() == 0)
         if config.hf_path:
-            hf.load(self.parts, config.hf_path)
+            hf.load(self.built, config.hf_path)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises ValueError, on every rank alike, before any of them works."""
@@ -115,20 +118,20 @@ class TrainEngine:
         with self._breaking():
             # Validated: the columns are what the loss reads, alike in all samples.
             batches = self._batches(samples, samples[0].columns)
-            outcomes = self.runner.forward_backward(batches, loss, with_entropy=entropy)
+            outputs = self.runner.forward_backward(batches, loss, with_entropy=entropy)
         self.step.open()
-        return self._output(outcomes)
+        return self._output(outputs)
 
     def optim_step(self, params: OptimParams) -> OptimResult:
         """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
-        hyperparameters = self.parts.hyperparameters
-        validate_optim_params(params, hyperparameters.name, hyperparameters.honoured)
+        hyperparameters = self.built.hyperparameters
+        validate_optim_params(params, hyperparameters.name, hyperparameters.supported)
         with self._breaking():
-            gradients = Gradients(self.trained, self.pipeline, self.parts.device)
+            gradients = Gradients(self.trained, self.pipeline, self.built.device)
             norm = gradients.norm() / params.grad_divisor
-            arrival = self.parts.to_host(norm)  # a GPU scales while the host waits for it
+            arrival = self.built.to_host(norm)  # a GPU scales while the host waits for it
             # FSDP sums (divide factor 1), so the division by the global count belongs here: in one pass with the clipping.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
@@ -169,7 +172,7 @@ class TrainEngine:
         self.writer.wait()
         checkpoint.require_replaceable(path)
         add_tokenizer = partial(hf.copy_tokenizer, self.config.tokenizer_path or self.config.hf_path)
-        return self.writer.start(self.parts, path, self.policy_version, optimizer=optimizer, add=add_tokenizer)
+        return self.writer.start(self.built, path, self.policy_version, optimizer=optimizer, add=add_tokenizer)
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
         """Read what save_checkpoint wrote, under any layout, and return its policy_version. Refused in an open step.
@@ -181,9 +184,9 @@ class TrainEngine:
         if optimizer:
             require_optimizer("load_checkpoint(optimizer=True)", self.config.optimizer)
         self.writer.wait()
-        checkpoint.require_checkpoint(self.parts, path, optimizer=optimizer)
+        checkpoint.require_checkpoint(self.built, path, optimizer=optimizer)
         with self._breaking(weights=True):
-            self.policy_version = checkpoint.load(self.parts, path, optimizer=optimizer)
+            self.policy_version = checkpoint.load(self.built, path, optimizer=optimizer)
         self.step.close()
         return self.policy_version
 
@@ -192,8 +195,8 @@ class TrainEngine:
         with lora.sync="adapter" the adapters alone, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
-        make = hf.adapter_state_dict if self.config.lora.unmerged else hf.state_dict
-        return make(self.parts, dtype)
+        make = hf.adapter_state_dict if self.config.lora.syncs_adapter else hf.state_dict
+        return make(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
         """Write config.json, safetensors and, where there are any, tokenizer files: whole or not there. Changes nothing here.
@@ -204,7 +207,7 @@ class TrainEngine:
         self.config.require_hf("export_hf")
         hf.require_exportable(path, dtype)
         source = self.config.tokenizer_path or self.config.hf_path
-        hf.export(self.parts, self.config.model, path, source=source, dtype=dtype)
+        hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
         """Write the adapters as peft reads them: whole or not there. Raises ValueError when there are none or path is taken."""
@@ -212,7 +215,7 @@ class TrainEngine:
         if not self.config.lora.rank:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
         hf.require_exportable(path, "float32")
-        hf.export_lora(self.parts, self.config.lora, path, base=self.config.hf_path)
+        hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
         """Trace the next `steps` steps into <directory>/rank-N.json. Refused in an open step: a trace holds whole ones."""
@@ -226,25 +229,25 @@ class TrainEngine:
             policy_version=self.policy_version,
             steps_skipped=self.steps_skipped,
             state=self.step.state,
-            num_parameters=self.parts.num_parameters,
+            num_parameters=self.built.num_parameters,
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.max_sequence_length,
             tokens_per_row=config.tokens_per_row,
             max_call_bytes=config.max_call_bytes,
             layout=layouts.all_degrees(config),
-            device=str(self.parts.device),
-            device_name=platform().device_name(),
+            device=str(self.built.device),
+            device_name=this_machine().device_name(),
             dtype=config.compute_dtype,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             pid=os.getpid(),
             optimizer=config.optimizer.name if config.optimizer is not None else None,
-            optimizer_fields=self.parts.hyperparameters.honoured if config.optimizer is not None else (),
-            memory_bytes=platform().memory_bytes(),
-            peak_memory_bytes=platform().peak_memory_bytes(),
+            optimizer_fields=self.built.hyperparameters.supported if config.optimizer is not None else (),
+            memory_bytes=this_machine().memory_bytes(),
+            peak_memory_bytes=this_machine().peak_memory_bytes(),
         )
 
-    def _batches(self, samples: Sequence[Sample], columns) -> Iterator[Batch]:
+    def _batches(self, samples: Sequence[Sample], columns) -> Iterator[PackedBatch]:
         config = self.config
         ranks = plan(
             [len(sample) for sample in samples],
@@ -256,29 +259,29 @@ class TrainEngine:
             **self.runner.planned,
         )
         for microbatch in ranks[self.data_rank]:
-            yield make_batch(samples, microbatch, columns, self.parts.to_device)
+            yield make_batch(samples, microbatch, columns, self.built.to_device)
 
-    def _output(self, outcomes: list[Outcome]) -> RankOutput:
-        told = outcomes if self.reports_samples else []
-        values = [outcome.values() for outcome in told]
+    def _output(self, outputs: list[MicrobatchOutput]) -> RankOutput:
+        reporting = outputs if self.reports_samples else []
+        values = [output.values() for output in reporting]
         joined = {name: torch.cat([of_one[name] for of_one in values]) for name in (values[0] if values else ())}
         return RankOutput(
             rank=torch.distributed.get_rank(),
-            indices=[index for outcome in told for index in outcome.indices],
-            lengths=[length for outcome in told for length in outcome.lengths],
+            indices=[index for output in reporting for index in output.indices],
+            lengths=[length for output in reporting for length in output.lengths],
             logprobs=joined.pop("logprobs", torch.empty(0)),
             extras=joined,
-            metrics=merge(outcome.metrics() for outcome in outcomes) if self.reports else {},
+            metrics=merge(output.metrics() for output in outputs) if self.reports_metrics else {},
             policy_version=self.policy_version,
         )
 
     def _apply(self, params: OptimParams) -> None:
-        self.parts.hyperparameters.set(params)
-        self.parts.optimizers.step()
+        self.built.hyperparameters.set(params)
+        self.built.optimizers.step()
 
     def _clear(self) -> None:
-        self.parts.optimizers.zero_grad()
-        self.parts.routers.clear()
+        self.built.optimizers.zero_grad()
+        self.built.routers.reset()
 
     @contextmanager
     def _breaking(self, *, weights: bool = False):
@@ -286,13 +289,13 @@ class TrainEngine:
         try:
             yield
         except BaseException:
-            self.step.break_(weights=weights)
+            self.step.mark_broken(weights=weights)
             raise
 
     @contextmanager
     def _evaluation(self):
-        self.parts.model.eval()
+        self.built.model.eval()
         try:
             yield
         finally:
-            self.parts.model.train()
+            self.built.model.train()

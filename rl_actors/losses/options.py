@@ -55,8 +55,8 @@ class TruncatedImportanceSampling:
         _require_number("TruncatedImportanceSampling.cap", self.cap, low=0.0, above=True)
         _require_choice("TruncatedImportanceSampling.level", self.level, ("token", "sequence"))
 
-    def __call__(self, difference_BL: Tensor, trained_BL: Tensor) -> Tensor:
-        return at_level(self.level, difference_BL, trained_BL).exp().clamp(max=self.cap)
+    def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
+        return at_level(self.level, difference_BL, is_trained_BL).exp().clamp(max=self.cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +75,8 @@ class IcePop:
             raise ValueError(f"IcePop.low={self.low}, high={self.high}; it must hold that 0 <= low <= 1 <= high < inf")
         _require_choice("IcePop.level", self.level, ("token", "sequence"))
 
-    def __call__(self, difference_BL: Tensor, trained_BL: Tensor) -> Tensor:
-        ratio_BL = at_level(self.level, difference_BL, trained_BL).exp()
+    def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
+        ratio_BL = at_level(self.level, difference_BL, is_trained_BL).exp()
         kept_BL = (self.low <= ratio_BL) & (ratio_BL <= self.high)
         return torch.where(kept_BL, ratio_BL if self.reweights else 1.0, 0.0)
 
@@ -84,15 +84,15 @@ class IcePop:
 Correction = TruncatedImportanceSampling | IcePop
 
 
-def sequence_mean(values_BL: Tensor, trained_BL: Tensor) -> Tensor:
+def sequence_mean(values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
     """The mean over a row's trained positions, [B, 1]; 0 where there are none."""
-    total_B1 = torch.where(trained_BL, values_BL, 0.0).sum(1, keepdim=True)
-    return total_B1 / trained_BL.sum(1, keepdim=True).clamp(min=1)
+    total_B1 = torch.where(is_trained_BL, values_BL, 0.0).sum(1, keepdim=True)
+    return total_B1 / is_trained_BL.sum(1, keepdim=True).clamp(min=1)
 
 
-def at_level(level: Level, values_BL: Tensor, trained_BL: Tensor) -> Tensor:
+def at_level(level: Level, values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
     """The values, or at every position of a row their mean."""
-    return values_BL if level == "token" else sequence_mean(values_BL, trained_BL).expand_as(values_BL)
+    return values_BL if level == "token" else sequence_mean(values_BL, is_trained_BL).expand_as(values_BL)
 
 
 def _require_number(name: str, value: float, *, low: float, above: bool = False) -> None:

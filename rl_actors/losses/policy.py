@@ -56,7 +56,7 @@ class PolicyLoss:
         return frozenset(required), frozenset(optional - required)
 
     def objective(
-        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, trained_BL: Tensor
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
     ) -> tuple[Tensor, dict[str, Any]]:
         """(what is maximised [B, L], metrics of this loss)."""
         raise NotImplementedError
@@ -72,35 +72,35 @@ class PolicyLoss:
         ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
     ):
-        trained_BL = loss_weights != 0
+        is_trained_BL = loss_weights != 0
         current_BL = logprobs_BL.detach()
         # Where nothing is trained a ratio may overflow, and 0 * inf is NaN.
-        known = lambda column: torch.where(trained_BL, column, current_BL)  # noqa: E731
-        advantages = torch.where(trained_BL, advantages, 0.0)
+        known = lambda column: torch.where(is_trained_BL, column, current_BL)  # noqa: E731
+        advantages = torch.where(is_trained_BL, advantages, 0.0)
         old_BL = known(old_logprobs) if old_logprobs is not None else current_BL
         generator_BL = known(generator_logprobs) if generator_logprobs is not None else old_BL
         weights_BL = loss_weights
         if self.sequence_mean:
             weights_BL = loss_weights / loss_weights.abs().sum(1, keepdim=True).clamp(min=1e-30)
 
-        objective_BL, metrics = self.objective(logprobs_BL, old_BL, advantages, trained_BL)
+        objective_BL, metrics = self.objective(logprobs_BL, old_BL, advantages, is_trained_BL)
         metrics |= policy_metrics(logprobs_BL, generator_BL, advantages, loss_weights)
         policy_weights_BL = weights_BL
         if self.correction is not None:
             trainer_BL = current_BL if generator_logprobs is None else old_BL
-            factor_BL = self.correction(trainer_BL - generator_BL, trained_BL)
+            factor_BL = self.correction(trainer_BL - generator_BL, is_trained_BL)
             policy_weights_BL = weights_BL * factor_BL
-            metrics["correction:mean"] = _mean(factor_BL, trained_BL)
-            metrics["correction_zero:mean"] = _mean((factor_BL == 0).float(), trained_BL)
+            metrics["correction:mean"] = _mean(factor_BL, is_trained_BL)
+            metrics["correction_zero:mean"] = _mean((factor_BL == 0).float(), is_trained_BL)
         loss = -(policy_weights_BL * objective_BL).sum()
         if self.kl is not None:
             assert ref_logprobs is not None
             kl_BL = self.kl(logprobs_BL, known(ref_logprobs))
             loss = loss + self.kl.coefficient * (weights_BL * kl_BL).sum()
-            metrics["kl_reference:mean"] = _mean(kl_BL.detach(), trained_BL)
+            metrics["kl_reference:mean"] = _mean(kl_BL.detach(), is_trained_BL)
         if entropy is not None:
             loss = loss - self.entropy_coefficient * (weights_BL * entropy).sum()
-            metrics["entropy:mean"] = _mean(entropy.detach(), trained_BL)
+            metrics["entropy:mean"] = _mean(entropy.detach(), is_trained_BL)
         return loss, {"loss:sum": loss.detach(), **metrics}
 
 
@@ -111,23 +111,23 @@ def policy_metrics(logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: 
     r - 1 - log r with r = p_trainer / p_sampler (Schulman, "Approximating KL divergence", 2020). The effective sample
     size, as a fraction, is 1 / E[r^2] (Kong 1992 with E[r] = 1): 1 when both agree; it merges over calls, and noise may lift it above 1.
     """
-    trained_BL = loss_weights != 0
-    count = trained_BL.sum()
-    difference_BL = torch.where(trained_BL, logprobs_BL.detach() - generator_logprobs, 0.0)
+    is_trained_BL = loss_weights != 0
+    count = is_trained_BL.sum()
+    difference_BL = torch.where(is_trained_BL, logprobs_BL.detach() - generator_logprobs, 0.0)
     ratio_BL = difference_BL.exp()
-    extreme = lambda fill: torch.where(trained_BL, advantages, fill)  # noqa: E731
+    extreme = lambda fill: torch.where(is_trained_BL, advantages, fill)  # noqa: E731
     return {
         "logprob_diff:mean": (difference_BL.abs().sum(), count),
         "logprob_diff:max": difference_BL.abs().max(),
-        "kl_policy_generator:mean": _mean(ratio_BL - 1 - difference_BL, trained_BL),
-        "effective_sample_fraction:mean": (count, torch.where(trained_BL, ratio_BL.square(), 0.0).sum()),
-        "ratio:mean": _mean(ratio_BL, trained_BL),
-        "ratio:max": torch.where(trained_BL, ratio_BL, 0.0).max(),
-        "advantage:mean": _mean(advantages, trained_BL),
+        "kl_policy_generator:mean": _mean(ratio_BL - 1 - difference_BL, is_trained_BL),
+        "effective_sample_fraction:mean": (count, torch.where(is_trained_BL, ratio_BL.square(), 0.0).sum()),
+        "ratio:mean": _mean(ratio_BL, is_trained_BL),
+        "ratio:max": torch.where(is_trained_BL, ratio_BL, 0.0).max(),
+        "advantage:mean": _mean(advantages, is_trained_BL),
         "advantage:min": extreme(math.inf).min(),
         "advantage:max": extreme(-math.inf).max(),
-        "advantage_abs:mean": _mean(advantages.abs(), trained_BL),
-        "entropy_estimate:mean": _mean(-logprobs_BL.detach(), trained_BL),
+        "advantage_abs:mean": _mean(advantages.abs(), is_trained_BL),
+        "entropy_estimate:mean": _mean(-logprobs_BL.detach(), is_trained_BL),
     }
 
 
@@ -138,7 +138,7 @@ class Reinforce(PolicyLoss):
     corrects: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
         return logprobs_BL * advantages, {}
 
 
@@ -146,7 +146,7 @@ class Reinforce(PolicyLoss):
 class ImportanceSampling(PolicyLoss):
     """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
         return (logprobs_BL - old_logprobs).exp() * advantages, {}
 
 
@@ -168,11 +168,11 @@ class PPO(PolicyLoss):
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip}; it must be above 1, or None")
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
         ratio_BL = (logprobs_BL - old_logprobs).exp()
-        return self.clipped_objective(ratio_BL, advantages, trained_BL)
+        return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
-    def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, trained_BL: Tensor):
+    def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor):
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
@@ -181,7 +181,7 @@ class PPO(PolicyLoss):
             below_BL = (advantages < 0) & (objective_BL < floor_BL)
             objective_BL = torch.where(below_BL, floor_BL, objective_BL)
             was_clipped_BL = was_clipped_BL | below_BL
-        return objective_BL, {"clip_fraction:mean": _mean(was_clipped_BL.float(), trained_BL)}
+        return objective_BL, {"clip_fraction:mean": _mean(was_clipped_BL.float(), is_trained_BL)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,9 +199,9 @@ class GSPO(PPO):
     def whole_sequence(self) -> bool:
         return True
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
-        ratio_B1 = sequence_mean(logprobs_BL - old_logprobs, trained_BL).exp()
-        return self.clipped_objective(ratio_B1.expand_as(logprobs_BL), advantages, trained_BL)
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+        ratio_B1 = sequence_mean(logprobs_BL - old_logprobs, is_trained_BL).exp()
+        return self.clipped_objective(ratio_B1.expand_as(logprobs_BL), advantages, is_trained_BL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,10 +217,10 @@ class CISPO(PolicyLoss):
         PolicyLoss.__post_init__(self)
         _require_bounds(self.ratio_low, self.ratio_high)
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
         ratio_BL = (logprobs_BL.detach() - old_logprobs).exp()
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
-        clip_fraction = _mean((clipped_BL != ratio_BL).float(), trained_BL)
+        clip_fraction = _mean((clipped_BL != ratio_BL).float(), is_trained_BL)
         return clipped_BL * advantages * logprobs_BL, {"clip_fraction:mean": clip_fraction}
 
 
@@ -239,13 +239,13 @@ class DRO(PolicyLoss):
         if not 0 <= self.beta < math.inf:
             raise ValueError(f"beta={self.beta}; it must be finite and at least 0")
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, trained_BL):
+    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
         penalty_BL = (logprobs_BL - old_logprobs).square() * self.beta / 2
         return logprobs_BL * advantages - penalty_BL, {}
 
 
-def _mean(values_BL: Tensor, trained_BL: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.where(trained_BL, values_BL, 0.0).sum(), trained_BL.sum()
+def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.where(is_trained_BL, values_BL, 0.0).sum(), is_trained_BL.sum()
 
 
 def _require_bounds(low: float, high: float) -> None:

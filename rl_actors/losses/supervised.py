@@ -28,8 +28,8 @@ class CrossEntropy:
         if target_logprobs is not None and target_weights is not None:
             logprobs_BL = (target_logprobs * target_weights).sum(-1)
         loss = -(logprobs_BL * loss_weights).sum()
-        trained_BL = loss_weights != 0
+        is_trained_BL = loss_weights != 0
         return loss, {
             "loss:sum": loss.detach(),
-            "logprob:mean": ((logprobs_BL.detach() * trained_BL).sum(), trained_BL.sum()),
+            "logprob:mean": ((logprobs_BL.detach() * is_trained_BL).sum(), is_trained_BL.sum()),
         }

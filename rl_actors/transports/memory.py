@@ -7,7 +7,7 @@ from typing import Any
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
-from rl_actors.meshes import ProcessMesh, spawn_processes
+from rl_actors.processes.spawn import ProcessMesh, spawn_processes
 from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
 
 

@@ -16,7 +16,7 @@ import torchstore.controller
 from monarch.actor import endpoint
 from torch import Tensor
 
-from rl_actors.meshes import ProcessMesh, spawn_processes
+from rl_actors.processes.spawn import ProcessMesh, spawn_processes
 from rl_actors.transports.base import Manifest, Transport
 
 SHUTDOWN_TIMEOUT = 5.0

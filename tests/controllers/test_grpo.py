@@ -12,7 +12,8 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from controllers.metrics import KEYS, read_jsonl
+from controllers.metrics import KEYS
+from controllers.run_folder import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 SHORT = [

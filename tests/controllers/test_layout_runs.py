@@ -12,9 +12,9 @@ from fakes import ReplayingGenerator
 
 import rl_actors
 from configs.tiny import tiny
-from controllers import checkpoints, cli, main
+from controllers import checkpoints, cli, launch
 from controllers.grpo import GRPOConfig, train
-from controllers.metrics import RunFolder, read_jsonl
+from controllers.run_folder import RunFolder, read_jsonl
 
 NUM_WARMUP_STEPS, NUM_STEPS = 100, 10
 LAYOUTS = {
@@ -52,12 +52,12 @@ def config(**degrees: int) -> GRPOConfig:
 
 def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> list[dict[str, Any]]:
     made.validate()
-    environment, tokenizer = main._environment_and_tokenizer(made)
+    environment, tokenizer = launch._environment_and_tokenizer(made)
     flags = dict.fromkeys(("dry_run", "plan", "verbose"), False)
     invocation = cli.Invocation(
         config=made, config_name="tiny", output_dir=folder.path, resume=resume, eval_only=None, **flags
     )
-    asyncio.run(main._train(train, invocation, folder, environment, tokenizer, io.StringIO()))
+    asyncio.run(launch._train(train, invocation, folder, environment, tokenizer, io.StringIO()))
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 
 

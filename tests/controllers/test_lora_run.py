@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from configs.tiny import tiny
-from controllers.metrics import read_jsonl
+from controllers.run_folder import read_jsonl
 from rl_actors import MemoryTransport, TrainerClient
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from controllers.metrics import KEYS, MetricsLogger, RunFolder, Timer, read_jsonl, to_json
+from controllers.metrics import KEYS, MetricsLogger, Timer
+from controllers.run_folder import RunFolder, read_jsonl, to_json
 
 
 def logger(folder: RunFolder, out: io.StringIO | None = None, **options) -> MetricsLogger:
@@ -59,7 +60,7 @@ def test_a_failure_while_dropping_leaves_the_file_as_it_was(tmp_path, monkeypatc
     folder = RunFolder(tmp_path)
     record_steps(folder, range(3))
     before = folder.metrics.read_bytes()
-    monkeypatch.setattr("controllers.metrics.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr("controllers.run_folder.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         folder.drop_from(1)
     assert folder.metrics.read_bytes() == before

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from configs.tiny import tiny
-from controllers import cli, main
+from controllers import cli, launch
 from controllers.environments import Problem
-from controllers.metrics import RunFolder, Timer
+from controllers.metrics import Timer
 from controllers.reference import apply_reference, penalise
-from controllers.rollouts import Batch, Group, RolloutConfig, to_sample
+from controllers.rollouts import Group, RolloutBatch, RolloutConfig, to_sample
+from controllers.run_folder import RunFolder
 from rl_actors import KL, Completion, ModelConfig
 from rl_actors.validation import validate_samples
 
@@ -54,7 +55,7 @@ def group_of(prompt: list[int], completions: list[Completion], rewards: list[flo
 
 
 @pytest.fixture
-def batch() -> Batch:
+def batch() -> RolloutBatch:
     """Two groups with a signal and one without between them; completions of one to four tokens."""
     draw = torch.Generator().manual_seed(0)
     groups = [
@@ -63,7 +64,7 @@ def batch() -> Batch:
         group(REWARDS[1], [3, 2, 2], draw),
     ]
     samples = [to_sample(g.prompt, c, 0.0, 1.3) for g in groups if g.has_signal() for c in g.completions]
-    return Batch(samples=samples, groups=groups, num_refills=0)
+    return RolloutBatch(samples=samples, groups=groups, num_refills=0)
 
 
 class ReferenceClient:
@@ -193,7 +194,7 @@ def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | N
     """The exit status of a dry run and what it says on stderr."""
     monkeypatch.setattr(sys, "argv", ["grpo", "--resume", str(folder.path), "--dry-run", *flags])
     try:
-        main.main("controllers.grpo")
+        launch.main("controllers.grpo")
     except SystemExit as exit:
         return exit.code, capsys.readouterr().err
     return None, capsys.readouterr().err

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from controllers.metrics import RunFolder
 from controllers.report import around_rewards, write_report
+from controllers.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 

@@ -106,7 +106,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gradients(engine) -> dict[str, Tensor]:
-    return {name: whole(p.grad) for name, p in engine.parts.model.named_parameters() if p.grad is not None}
+    return {name: whole(p.grad) for name, p in engine.built.model.named_parameters() if p.grad is not None}
 
 
 def refused(engine) -> list[tuple[str, int, str]]:

@@ -27,7 +27,7 @@ def train(engine, seeds) -> list[tuple[float, float]]:
 
 
 def state(engine) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in engine.parts.model.parameters()]
+    return [p.detach().clone() for p in engine.built.model.parameters()]
 
 
 def assert_bit_equal(a, b):

@@ -32,7 +32,7 @@ def numbers(engine, directory: Path) -> dict:
     for _ in range(2):
         engine.forward_backward(SAMPLES, "cross_entropy")
         history.append(engine.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=50.0)).grad_norm)
-    export = engine.export_lora if engine.config.lora.unmerged else engine.export_hf
+    export = engine.export_lora if engine.config.lora.syncs_adapter else engine.export_hf
     export(str(directory / "export"))
     pushed = engine.hf_state_dict()
     whole = {name: x.full_tensor() if hasattr(x, "full_tensor") else x for name, x in pushed.items()}
@@ -58,7 +58,7 @@ def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, 
     expected = numbers(make_engine(path, lora=lora), tmp_path)
     (tmp_path / "export").rename(tmp_path / "expected")
     mp.spawn(child, args=(str(tmp_path), path, lora, layout), nprocs=2)
-    file = "adapter_model.safetensors" if lora.unmerged else "model.safetensors"
+    file = "adapter_model.safetensors" if lora.syncs_adapter else "model.safetensors"
     exported, reference = (load_file(tmp_path / name / file) for name in ("export", "expected"))
     assert exported.keys() == reference.keys()
     for rank in (0, 1):

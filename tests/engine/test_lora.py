@@ -40,7 +40,7 @@ def worst(a, b) -> float:
 
 
 def parameters(engine) -> dict[str, torch.Tensor]:
-    return {name: x.detach().full_tensor().clone() for name, x in engine.parts.model.named_parameters()}
+    return {name: x.detach().full_tensor().clone() for name, x in engine.built.model.named_parameters()}
 
 
 def test_a_fresh_adapter_changes_no_logprob(make_engine, base):

@@ -10,9 +10,9 @@ import torch
 from references import VOCAB_SIZE, load_qwen3, ppo_samples, random_samples
 from torch import Tensor
 
-from rl_actors.engine.distribution import Logits, TargetLogprobs, entropy, top_k_logprobs
-from rl_actors.engine.inputs import make_batch
+from rl_actors.engine.batch import make_batch
 from rl_actors.engine.packing import Microbatch
+from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top_k_logprobs
 from rl_actors.losses import (
     CISPO,
     DRO,
@@ -147,8 +147,8 @@ def in_order(output, pieces) -> list[Tensor]:
 
 def gradients(engine) -> dict[str, Tensor]:
     """Under Hugging Face names, whole, float64."""
-    found = {n: p.grad for n, p in engine.parts.model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor().double() for n, g in engine.parts.adapter.to_hf(found).items()}
+    found = {n: p.grad for n, p in engine.built.model.named_parameters() if p.grad is not None}
+    return {n: g.full_tensor().double() for n, g in engine.built.hf_adapter.to_hf(found).items()}
 
 
 def relative_error(engine, expected: dict[str, Tensor]) -> float:

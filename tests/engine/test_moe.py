@@ -20,15 +20,15 @@ def experts(tmp_path_factory) -> str:
 
 
 def counters(engine) -> list[list[float]]:
-    return [moe.tokens_per_expert_E.tolist() for moe in engine.parts.routers.moes]
+    return [moe.tokens_per_expert_E.tolist() for moe in engine.built.routers.moes]
 
 
 def biases(engine) -> list[torch.Tensor]:
-    return [moe.expert_bias_E.clone() for moe in engine.parts.routers.moes]
+    return [moe.expert_bias_E.clone() for moe in engine.built.routers.moes]
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
-    return {n: p.grad.full_tensor().clone() for n, p in engine.parts.model.named_parameters()}
+    return {n: p.grad.full_tensor().clone() for n, p in engine.built.model.named_parameters()}
 
 
 SPLITS = {
@@ -92,7 +92,7 @@ def test_discarding_and_a_skipped_step_leave_counters_and_bias_as_before_the_ste
     engine.discard_gradients()
     assert counters(engine) == [[0.0] * 4] * 2
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
-    next(engine.parts.model.parameters()).grad.fill_(float("nan"))
+    next(engine.built.model.parameters()).grad.fill_(float("nan"))
     assert engine.optim_step(STEP).skipped
     assert counters(engine) == [[0.0] * 4] * 2
     assert all(not bias.any() for bias in biases(engine))

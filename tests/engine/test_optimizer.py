@@ -23,7 +23,7 @@ VARIED = {
 
 
 def weights(engine) -> dict[str, torch.Tensor]:
-    return {name: x.detach().full_tensor().clone() for name, x in engine.parts.model.named_parameters()}
+    return {name: x.detach().full_tensor().clone() for name, x in engine.built.model.named_parameters()}
 
 
 def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
@@ -32,7 +32,7 @@ def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
     optimizer = make_optimizer(mirror)
     for params in steps:
         engine.forward_backward(SAMPLES, "cross_entropy")
-        for name, parameter in engine.parts.model.named_parameters():
+        for name, parameter in engine.built.model.named_parameters():
             mirror[name].grad = parameter.grad.full_tensor().clone() / params.grad_divisor
         norm = torch.linalg.vector_norm(torch.stack([x.grad.norm() for x in mirror.values()]))
         result = engine.optim_step(params)
@@ -83,7 +83,7 @@ def test_an_optimizer_by_import_path_is_that_class_with_those_arguments(make_eng
     make = getattr(torch.optim, name.partition(":")[2])
     config = OptimizerConfig(name=name, arguments=arguments)
     engine = make_engine(optimizer=config)
-    assert type(engine.parts.hyperparameters.optimizer) is make
+    assert type(engine.built.hyperparameters.optimizer) is make
     step_by_step(engine, lambda mirror: make(mirror.values(), **arguments), [PARAMS] * 3)
 
     engine.save_checkpoint(str(tmp_path / "checkpoint")).result()
@@ -137,7 +137,7 @@ def test_groups_may_hold_every_parameter(make_engine):
 def test_groups_and_reports_have_the_models_own_names_under_activation_checkpointing(make_engine, checkpointing):
     config = OptimizerConfig(groups={r"^layers\.0\.attention": (0.1, 0.0), r"^layers\.[12]\.": (2.0, 1.0)})
     engines = [make_engine(optimizer=config, activation_checkpointing=kind) for kind in ("none", checkpointing)]
-    groups = [[g["param_names"] for g in engine.parts.hyperparameters.optimizer.param_groups] for engine in engines]
+    groups = [[g["param_names"] for g in engine.built.hyperparameters.optimizer.param_groups] for engine in engines]
     assert groups[0] == groups[1] and len(groups[0]) == 3
     losses, broken = [], []
     for engine in engines:
@@ -145,7 +145,7 @@ def test_groups_and_reports_have_the_models_own_names_under_activation_checkpoin
             losses.append(engine.forward_backward(SAMPLES, "cross_entropy").metrics["loss:sum"])
             engine.optim_step(PARAMS)
         engine.forward_backward(SAMPLES, "cross_entropy")
-        next(p for n, p in engine.parts.model.named_parameters() if "w1" in n).grad.fill_(float("inf"))
+        next(p for n, p in engine.built.model.named_parameters() if "w1" in n).grad.fill_(float("inf"))
         broken.append(engine.optim_step(PARAMS).nonfinite_parameters)
     assert losses[3:] == pytest.approx(losses[:3], rel=1e-6) and losses[2] < 0.9 * losses[0]
     assert broken == [("layers.0.feed_forward.w1.weight",)] * 2
@@ -195,7 +195,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted_and_named(m
     for skipped in (1, 2):
         engine.forward_backward(SAMPLES, "cross_entropy")
         before = weights(engine)
-        name, parameter = next((n, p) for n, p in engine.parts.model.named_parameters() if "w1" in n)
+        name, parameter = next((n, p) for n, p in engine.built.model.named_parameters() if "w1" in n)
         parameter.grad.fill_(float("inf"))
         result = engine.optim_step(PARAMS)
         assert result.skipped and result.policy_version == 0 and result.nonfinite_parameters == (name,)

@@ -35,7 +35,7 @@ def test_packed_unpacked_and_permuted_samples_give_one_gradient(make_engine):
     usual = engine.config
 
     def gradients() -> dict[str, torch.Tensor]:
-        found = {name: p.grad.clone() for name, p in engine.parts.model.named_parameters()}
+        found = {name: p.grad.clone() for name, p in engine.built.model.named_parameters()}
         engine.discard_gradients()
         return found
 

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_actors import layouts
+from rl_actors.clients.conversion import merge_outputs
 from rl_actors.types import ForwardBackwardOutput
-from rl_actors.wire import merge_outputs
 
 QUICK = {("FSDP2", "tied"), ("CP2", "tied"), ("FSDP2, EP2", "experts")}
 TABLE = [  # name, parallelism, processes, model

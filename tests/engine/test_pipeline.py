@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 from torchtitan.config import CompileConfig
 
 from rl_actors.config import LoRAConfig, TrainerConfig
-from rl_actors.engine.gather import by_rank
+from rl_actors.engine.collectives import by_rank
 from rl_actors.losses import GSPO, PPO
 from rl_actors.transports.base import find, publish
 from rl_actors.transports.files import FilesTransport
@@ -84,7 +84,7 @@ def record(engine, directory: Path) -> dict:
         engine.forward_backward(FEW, GSPO()),
         engine.forward(FEW, GSPO()),
     ]
-    gradients = {n: p.grad.full_tensor().clone() for n, p in engine.parts.model.named_parameters() if p.requires_grad}
+    gradients = {n: p.grad.full_tensor().clone() for n, p in engine.built.model.named_parameters() if p.requires_grad}
     steps = [engine.optim_step(STEP)]
     outputs += [engine.forward(MANY), engine.forward_backward(PLAIN, "cross_entropy")]
     steps += [engine.optim_step(STEP)]
@@ -124,8 +124,8 @@ def refusing(engine) -> dict:
     state = engine.step.state
     engine.discard_gradients()
     outputs = [engine.forward_backward(MANY, PPO())]
-    gradients = {n: p.grad.full_tensor().clone() for n, p in engine.parts.model.named_parameters()}
-    name, parameter = list(engine.parts.model.named_parameters())[-1]
+    gradients = {n: p.grad.full_tensor().clone() for n, p in engine.built.model.named_parameters()}
+    name, parameter = list(engine.built.model.named_parameters())[-1]
     if dist.get_rank() == dist.get_world_size() - 1:
         parameter.grad.fill_(float("nan"))
     step = engine.optim_step(STEP)
@@ -243,7 +243,7 @@ def run_group(tmp_path_factory):
 
 
 def assert_same(ranks: list[dict], one: dict, tolerance: float) -> None:
-    from rl_actors.wire import merge_outputs
+    from rl_actors.clients.conversion import merge_outputs
 
     for outputs, expected in zip(zip(*(rank["outputs"] for rank in ranks), strict=True), one["outputs"], strict=True):
         indices = sorted(index for output in outputs for index in output.indices)
@@ -305,7 +305,7 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
 
 @pytest.mark.slow
 def test_a_client_pushes_the_weights_of_all_stages_and_loads_them_back(tmp_path):
-    from rl_actors.trainer_client import TrainerClient
+    from rl_actors.clients.trainer import TrainerClient
     from rl_actors.transports.torchstore import TorchStoreTransport
 
     config = make_config(save_random(tmp_path / "base", MODEL))

@@ -26,12 +26,12 @@ def test_float8_trains_near_float32_and_its_masters_are_float32(make_engine):
     expected, found = two_steps(make_engine()), []
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
         engine = make_engine(float8=True, float8_recipe=recipe)
-        kinds = [type(module).__name__ for module in engine.parts.model.modules()]
+        kinds = [type(module).__name__ for module in engine.built.model.modules()]
         assert kinds.count("Float8Linear") == 3 * 5  # fused qkv, wo, w1, w2, w3 in 3 blocks
         found.append(two_steps(engine))
         assert found[-1] == pytest.approx(expected, rel=0.05)
         assert found[-1] != pytest.approx(expected, rel=1e-4)  # it was at work
-        assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
+        assert {p.dtype for p in engine.built.model.parameters()} == {torch.float32}
     # The gradients of the weights show in the second step alone.
     assert found[0][0] != found[1][0] and found[1][0] == found[2][0] and found[1][2:] != found[2][2:]
 
@@ -42,7 +42,7 @@ def test_bfloat16_computes_near_float32_and_its_masters_are_float32(make_engine)
     actual = two_steps(engine)
     assert actual == pytest.approx(expected, rel=0.1)
     assert actual != pytest.approx(expected, rel=1e-4)
-    assert {p.dtype for p in engine.parts.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in engine.built.model.parameters()} == {torch.float32}
 
 
 def test_two_deterministic_runs_are_bit_equal(make_engine):
@@ -50,7 +50,7 @@ def test_two_deterministic_runs_are_bit_equal(make_engine):
         engines = [make_engine(deterministic=True) for _ in range(2)]
         assert torch.are_deterministic_algorithms_enabled()
         assert two_steps(engines[0]) == two_steps(engines[1])
-        parameters = zip(*(engine.parts.model.parameters() for engine in engines), strict=True)
+        parameters = zip(*(engine.built.model.parameters() for engine in engines), strict=True)
         assert all(torch.equal(a, b) for a, b in parameters)
     finally:
         torch.use_deterministic_algorithms(False)
@@ -73,8 +73,8 @@ def test_compiled_blocks_give_the_same_numbers(make_engine, tmp_path, case):
     engine, compiled = (make_engine(path, **fields, **options) for options in ({}, {"compile": COMPILE}))
     assert two_steps(compiled) == pytest.approx(two_steps(engine), rel=tolerance)
     # Neither do they change a name.
-    assert compiled.parts.model.state_dict().keys() == engine.parts.model.state_dict().keys()
-    names = [[name for name, _ in made.parts.model.named_parameters()] for made in (engine, compiled)]
+    assert compiled.built.model.state_dict().keys() == engine.built.model.state_dict().keys()
+    names = [[name for name, _ in made.built.model.named_parameters()] for made in (engine, compiled)]
     assert names[0] == names[1]
 
 

@@ -25,7 +25,7 @@ def in_order(output) -> list[torch.Tensor]:
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in engine.parts.model.named_parameters() if p.grad is not None}
+    return {n: p.grad.clone() for n, p in engine.built.model.named_parameters() if p.grad is not None}
 
 
 def relative(a: float, b: float) -> float:
@@ -169,7 +169,7 @@ def test_no_clipping_steps_with_the_gradient_as_it_is(make_engine):
         engine = make_engine()
         engine.forward_backward(samples, PPO_CLIPPED)
         engine.optim_step(OptimParams(learning_rate=1e-3, grad_clip_norm=clip))
-        results.append([p.detach().clone() for p in engine.parts.model.parameters()])
+        results.append([p.detach().clone() for p in engine.built.model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
@@ -214,13 +214,13 @@ def test_the_peak_of_memory_holds_what_is_gone(make_engine):
 
 def test_an_answer_is_on_its_way_before_the_backward_pass(make_engine):
     engine, gradients = make_engine(), []
-    block = next(p for n, p in engine.parts.model.named_parameters() if n.endswith("layers.0.feed_forward.w1.weight"))
+    block = next(p for n, p in engine.built.model.named_parameters() if n.endswith("layers.0.feed_forward.w1.weight"))
 
     def to_host(tensor):
         gradients.append(block.grad)
         return lambda: tensor
 
-    engine.runner.parts = replace(engine.runner.parts, to_host=to_host)
+    engine.runner.built = replace(engine.runner.built, to_host=to_host)
     output = engine.forward_backward(random_samples([31, 7]), "cross_entropy")
     assert gradients and gradients == [None] * len(gradients) and block.grad is not None
     assert output.logprobs.numel() == 38 and output.metrics["loss:sum"] > 0

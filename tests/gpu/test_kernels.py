@@ -15,11 +15,11 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def test_documents_attend_as_a_dense_mask_in_float32_says():
-    from rl_actors.engine import cpu, gpu_attention
+    from rl_actors.engine import cpu, flash4
 
     num_rows, length, heads, groups, width = 2, 1024, 16, 8, 128
     spans = [(0, 0, 0, 300), (1, 0, 300, 301), (2, 0, 301, 1000), (3, 1, 0, 1017)]
-    made = gpu_attention.documents(num_rows, length, spans)
+    made = flash4.documents(num_rows, length, spans)
     masks = made._replace(cu_seq_q=made.cu_seq_q.cuda(), cu_seq_k=made.cu_seq_k.cuda())
     spans += [(0, 0, 1000, length), (0, 1, 1017, length)]
     positions_BL = torch.zeros(num_rows, length, dtype=torch.int64)
@@ -29,7 +29,7 @@ def test_documents_attend_as_a_dense_mask_in_float32_says():
     inputs = [torch.randn(num_rows, length, n, width, generator=draw, device="cuda") for n in (heads, groups, groups)]
     rounded = [x.bfloat16().requires_grad_() for x in inputs]
     plain = [x.detach().float().requires_grad_() for x in rounded]
-    out = gpu_attention.CONFIGS["flash4"]().build()(*rounded, attention_masks=masks, enable_gqa=True)
+    out = flash4.CONFIGS["flash4"]().build()(*rounded, attention_masks=masks, enable_gqa=True)
     expected = F.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in plain), attn_mask=cpu.dense_mask(positions_BL).cuda(), enable_gqa=True
     ).transpose(1, 2)
@@ -43,7 +43,7 @@ def test_documents_attend_as_a_dense_mask_in_float32_says():
 
 def test_fused_logprobs_are_those_of_float32():
     from rl_actors.engine import gpu
-    from rl_actors.engine.distribution import Logits, TargetLogprobs
+    from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs
 
     draw = torch.Generator("cuda").manual_seed(0)
     logprobs = TargetLogprobs(gpu.fuse)

@@ -6,7 +6,7 @@ import pytest
 import support
 
 from rl_actors import GeneratorClient, TorchStoreTransport, TrainerClient
-from rl_actors.meshes import spawn_processes
+from rl_actors.processes.spawn import spawn_processes
 
 
 @pytest.fixture(scope="session")

@@ -18,9 +18,11 @@ from waiting import wait_until
 
 from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
 from rl_actors.engine import checkpoint
+from rl_actors.engine.collectives import by_rank
 from rl_actors.generator import Generator
 from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.transports.base import Manifest, Transport, find, publish
+from rl_actors.transports.publisher import Publisher
 
 VOCAB_SIZE = 48
 MAX_MODEL_LEN = 512
@@ -155,9 +157,7 @@ class TestTrainer(PolicyTrainer):
     @endpoint
     async def use_transport(self, transport: Transport | None) -> None:
         """Publish there from now on, as a trainer that has published nothing yet."""
-        self.transport = transport
-        self.published = []
-        self.new_stream()
+        self.publisher = Publisher(transport, rank=self.rank, gather=by_rank) if transport is not None else None
 
     @endpoint
     async def shown(self) -> str:
@@ -172,7 +172,7 @@ class TestTrainer(PolicyTrainer):
     @endpoint
     async def whole_gradients(self) -> dict[str, Tensor]:
         """What is accumulated, unsharded, under Hugging Face names. Collective."""
-        parameters = list(self.engine.parts.model.parameters())
+        parameters = list(self.engine.built.model.parameters())
         weights = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
             # The model's state dict splits the fused query, key and value, so the gradients take the weights' places in it.
@@ -192,12 +192,12 @@ class TestTrainer(PolicyTrainer):
         def size(tensors) -> int:
             return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
 
-        parameters = list(self.engine.parts.model.parameters())
-        optimizers = self.engine.parts.optimizers.optimizers
+        parameters = list(self.engine.built.model.parameters())
+        optimizers = self.engine.built.optimizers.optimizers
         states = [state for optimizer in optimizers for state in optimizer.state.values()]
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         moments = [tensor for state in states for tensor in state.values()]
-        return tuple(map(size, (parameters, grads, moments, self.engine.parts.model.buffers())))
+        return tuple(map(size, (parameters, grads, moments, self.engine.built.model.buffers())))
 
     @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:

@@ -8,7 +8,7 @@ import sys
 import support
 from monarch.actor import endpoint
 
-from rl_actors.meshes import LogRoute, spawn_processes
+from rl_actors.processes.spawn import LogRoute, spawn_processes
 
 
 class TalkingTrainer(support.TestTrainer):

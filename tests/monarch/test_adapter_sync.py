@@ -26,11 +26,10 @@ from rl_actors import (
     SamplingParams,
     TrainerClient,
     adapters,
-    vllm_cpu,
-    vllm_gpu,
 )
-from rl_actors.meshes import spawn_processes
-from rl_actors.vllm_engine import NO_VERSION
+from rl_actors.processes.spawn import spawn_processes
+from rl_actors.vllm import cpu, gpu
+from rl_actors.vllm.engine import NO_VERSION
 
 LORA = LoRAConfig(rank=4, alpha=16.0, seed=3)
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
@@ -216,14 +215,15 @@ def test_an_adapter_of_the_output_projection_is_sampled_from_and_gives_no_logpro
 
 BARE_VLLM = """
 import sys
-from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, vllm_cpu, vllm_engine
+from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig
+from rl_actors.vllm import cpu, engine as vllm_engine
 
 if __name__ == "__main__":
     path, unembed = sys.argv[1], sys.argv[2] == "unembed"
     lora = LoRAConfig(rank=4, train_mlp=False, train_unembed=unembed, sync="adapter")
     limits = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_bytes": 8 << 20}
     config = GeneratorConfig(model=ModelConfig.from_hf(path), hf_path=path, lora=lora, **limits)
-    vllm_cpu.require_possible = lambda config: None
+    cpu.require_possible = lambda config: None
     engine = vllm_engine.start_vllm(config)
     from vllm import SamplingParams
 
@@ -262,11 +262,11 @@ def test_what_is_refused_fails_in_vllm(tmp_path, case, error):
     [
         (
             {"model": ModelConfig(num_experts=4), "dtype": "bfloat16"},
-            vllm_cpu,
-            vllm_gpu,
+            cpu,
+            gpu,
             'model.num_experts=4 with lora.sync="adapter" on a CPU',
         ),
-        ({"dtype": "float32"}, vllm_gpu, vllm_cpu, 'generator.dtype="float32" with lora.sync="adapter" on a GPU'),
+        ({"dtype": "float32"}, gpu, cpu, 'generator.dtype="float32" with lora.sync="adapter" on a GPU'),
     ],
 )
 def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, machine, other, message):

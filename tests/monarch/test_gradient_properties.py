@@ -15,7 +15,7 @@ from references import load_qwen3, ppo_samples, reference_logprobs
 from torch import Tensor
 
 from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
-from rl_actors.meshes import spawn_processes
+from rl_actors.processes.spawn import spawn_processes
 
 LAYOUTS = {"1": (1, 1), "FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_parallel_shard, tensor_parallel)
 LOW, HIGH, LONGEST = 0.8, 1.28, 64

@@ -13,7 +13,7 @@ import torch
 from support import Gate, random_samples
 
 from rl_actors import MemoryTransport, OptimizerConfig, OptimParams, TrainerClient
-from rl_actors.meshes import spawn_processes
+from rl_actors.processes.spawn import spawn_processes
 
 PARAMS = OptimParams(learning_rate=1e-2, grad_divisor=96.0)
 

@@ -7,7 +7,7 @@ import support
 from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_order
 
 from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
-from rl_actors.meshes import spawn_processes
+from rl_actors.processes.spawn import spawn_processes
 
 # What the ranks refuse and the client turns into what they take; where only the words differ, those of the client.
 TAKEN = {"a list as column"}

@@ -6,7 +6,7 @@ import pytest
 import support
 
 from rl_actors import OptimParams, TrainerClient
-from rl_actors.meshes import spawn_processes
+from rl_actors.processes.spawn import spawn_processes
 
 STEP = OptimParams(learning_rate=0.01)
 

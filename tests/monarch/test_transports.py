@@ -10,7 +10,7 @@ import torchstore
 
 from rl_actors import FilesTransport, GeneratorClient, MemoryTransport, TorchStoreTransport, TrainerClient
 from rl_actors.generator import expected_tensors
-from rl_actors.meshes import spawn_processes
+from rl_actors.processes.spawn import spawn_processes
 from rl_actors.transports.base import announce, find, publish
 
 KINDS = ["torchstore", "files", "memory"]

@@ -1,0 +1,43 @@
+"""What nvidia-smi says of the GPUs that this program sees while something runs. Starts no CUDA context."""
+
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from math import inf
+
+from benchmarks.harness import results
+
+
+class Watch:
+    """One field of nvidia-smi's, such as "utilization.gpu" (percent) or "memory.used" (MiB), of every GPU, ten times a second."""
+
+    def __init__(self, field: str) -> None:
+        self.readings: list[tuple[float, int, float]] = []  # (time.perf_counter, GPU, value)
+        query = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits", "-lms", "100"]
+        self.numbers = {index: number for number, index in enumerate(results.visible(len(results.gpus())))}
+        self.process: subprocess.Popen | None = None
+        with suppress(OSError):
+            self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+            threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process is not None and self.process.stdout is not None
+        for line in self.process.stdout:
+            with suppress(ValueError):
+                index, value = line.split(",")
+                if index.strip() in self.numbers:
+                    self.readings.append((time.perf_counter(), self.numbers[index.strip()], float(value)))
+
+    def between(self, start: float = -inf, end: float = inf) -> dict[int, list[float]]:
+        """The values of each GPU, in the times of time.perf_counter."""
+        values: dict[int, list[float]] = {}
+        for moment, gpu, value in list(self.readings):
+            if start <= moment <= end:
+                values.setdefault(gpu, []).append(value)
+        return dict(sorted(values.items()))
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()

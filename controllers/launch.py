@@ -1,0 +1,193 @@
+"""From a command line to an exit status: parses, checks, opens the run, and ends it whatever happens. Trains nothing.
+
+The exit status is 0 only when the run reached its last step, 2 for a config that cannot run, 130 and 143 for Ctrl-C and SIGTERM.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import shlex
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, replace
+from importlib import import_module
+from typing import Any, TextIO
+
+from monarch.actor import shutdown_context
+from rich.console import Console
+
+from controllers import checkpoints, cli, describe_plan
+from controllers.display import LineDisplay
+from controllers.environments import Environment, build_environment
+from controllers.metrics import MetricsLogger
+from controllers.report import write_report
+from controllers.run import Run, open_run
+from controllers.run_folder import RunFolder
+from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
+from rl_actors import validation
+from rl_actors.processes.output import route_logs, route_process_output
+
+PROBLEMS_CHECKED = 1000
+"""Training problems whose length and alphabet are checked before a run; held-out ones all are."""
+
+SHUTDOWN_TIMEOUT = 15.0  # seconds
+
+Train = Callable[[Run], Awaitable[None]]
+
+
+def main(controller: str) -> None:
+    """Parse the command line of a controller module, do what it asks with the module's `train`, and exit.
+
+    The package `configs` imports the controllers, so they look it up by name when a command line names one of its configs.
+    """
+    prog = f"python -m {controller}"
+    invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
+    if invocation.plan:
+        print(describe_plan.describe(invocation.config))
+        return
+    train: Train = import_module(controller).train
+    try:
+        if invocation.eval_only:
+            checkpoints.read(invocation.eval_only)
+        if invocation.resume:
+            invocation.config.validate_resumed(RunFolder(invocation.resume))
+        validation.require_gpus(invocation.config.trainer)
+        validation.require_gpu(invocation.config.generator)
+        environment, tokenizer = _environment_and_tokenizer(invocation.config)
+    except ValueError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    if invocation.dry_run:
+        cli.print_config(invocation.config)
+        return
+    status = _run(invocation, environment, tokenizer, train)
+    if status and RunFolder(invocation.output_dir).config.is_file():
+        print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}", flush=True)
+    # At the interpreter's exit Monarch gives itself one second, too few on a busy machine, and prints a traceback.
+    with contextlib.suppress(Exception, KeyboardInterrupt):
+        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
+    sys.exit(status)
+
+
+def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
+    """Raises ValueError for a task that cannot be built and for prompts that the tokenizer or the generator cannot take."""
+    environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
+    if config.alphabet:
+        with tempfile.TemporaryDirectory() as directory:
+            build_character_tokenizer(directory, config.alphabet)
+            tokenizer = load_tokenizer(directory)
+    else:
+        tokenizer = load_tokenizer(config.trainer.hf_path)
+    if len(tokenizer) > (rows := config.trainer.model.vocab_size):
+        raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
+    limit = min(config.generator.max_model_len, config.trainer.max_sequence_length) - config.max_tokens
+    for problem in [*environment.held_out(), *map(environment.problem, range(PROBLEMS_CHECKED))]:
+        encode(tokenizer, problem.answer)
+        if (length := len(encode(tokenizer, problem.prompt))) > limit:
+            room = f"{limit} are left beside max_tokens={config.max_tokens}"
+            raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
+    return environment, tokenizer
+
+
+def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Any, train: Train) -> int:
+    folder = RunFolder(invocation.eval_only or invocation.output_dir)
+    log_file = folder.log("evaluation" if invocation.eval_only else "controller")
+    quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
+    with quiet as output:
+        terminal = sys.stdout if output is None else output.terminal
+        route_logs(log_file, label="controller", verbose=invocation.verbose)
+        begin = _evaluate if invocation.eval_only else functools.partial(_train, train)
+        work = begin(invocation, folder, environment, tokenizer, terminal)
+        try:
+            return asyncio.run(_until_signal(work, terminal))
+        except BaseException as error:
+            # The message, with its note of actor and rank, for the person; the rest is in the log as well.
+            logging.getLogger(__name__).error("the run failed", exc_info=error)
+            print("".join(traceback.format_exception(error)), file=terminal)
+            print(f"The run failed: {type(error).__name__}: {error}. Logs: {log_file.parent}", file=terminal)
+            return 1
+
+
+async def _until_signal(work: Awaitable[int], terminal: TextIO) -> int:
+    """Run to the end, or until Ctrl-C or SIGTERM; either way everything is closed when this returns."""
+    task = asyncio.ensure_future(work)
+    received: list[int] = []
+
+    def stop(number: int) -> None:
+        if not received:
+            print(f"{signal.Signals(number).name}: stopping", file=terminal)
+        received.append(number)
+        task.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not received:
+            raise
+        return 128 + received[0]
+
+
+async def _train(
+    train: Train,
+    invocation: cli.Invocation,
+    folder: RunFolder,
+    environment: Environment,
+    tokenizer: Any,
+    terminal: TextIO,
+) -> int:
+    config = invocation.config
+    state: dict[str, Any] = {}
+    newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
+    if newest is not None:
+        state = checkpoints.read(newest)
+    checkpoints.remove_incomplete(folder.checkpoints)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(cli.config_to_json(config))
+    if config.alphabet:
+        build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
+    try:
+        with MetricsLogger(
+            folder,
+            first_step=state.get("step", 0),
+            wandb_project=config.wandb_project,
+            config=asdict(config),
+            lines=invocation.verbose,
+            console=Console(file=terminal),
+        ) as log:
+            log.note(f"run folder: {folder.path}")
+            async with open_run(config, folder, environment, tokenizer, log, verbose=invocation.verbose) as run:
+                checkpoints.seed_random(config.seed)
+                if invocation.resume and newest is None:
+                    log.note("no checkpoint of this run is complete: it starts again from the first step")
+                if newest is not None:
+                    checkpoints.restore_random_states(state["random"])
+                    with log.setup(f"resuming from {newest}"):
+                        await run.trainer.load_checkpoint(str(newest / "trainer"))
+                run.state = state
+                run.timer.reset()
+                await train(run)
+    finally:
+        write_report(folder.path)
+    print(f"report: {folder.report}", file=terminal)
+    return 0
+
+
+async def _evaluate(
+    invocation: cli.Invocation, folder: RunFolder, environment: Environment, tokenizer: Any, terminal: TextIO
+) -> int:
+    """Score a checkpoint on the held-out problems; leaves nothing but a log."""
+    config, checkpoint = invocation.config, folder.path
+    display = LineDisplay(Console(file=terminal), None)
+    async with open_run(config, folder, environment, tokenizer, display, verbose=invocation.verbose) as run:
+        version = await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
+        await run.sync()
+        accuracy = await run.accuracy()
+    display.print(f"{checkpoint}: policy_version {version}, validation/accuracy {accuracy:.4f}")
+    return 0

@@ -1,0 +1,57 @@
+"""The legal order of calls on a trainer: a state machine of four states. Holds no tensors."""
+
+IDLE, OPEN, BROKEN, WEIGHTS_BROKEN = "idle", "open", "broken", "mixed"
+
+# state -> calls that may begin there. Reading calls (forward, push, export, info) leave the state as it is.
+LEGAL = {
+    IDLE: {
+        "forward",
+        "forward_backward",
+        "discard_gradients",
+        "save_checkpoint",
+        "load_checkpoint",
+        "profile",
+        "push_model_state_dict",
+        "export_hf",
+        "export_lora",
+    },
+    OPEN: {
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "discard_gradients",
+        "push_model_state_dict",
+        "export_hf",
+        "export_lora",
+    },
+    BROKEN: {"discard_gradients"},
+    WEIGHTS_BROKEN: {"load_checkpoint"},
+}
+_HINT = {
+    IDLE: "no gradients are accumulated: call forward_backward first",
+    OPEN: "gradients are accumulated: call optim_step or discard_gradients first",
+    BROKEN: "the last call failed half way: call discard_gradients first",
+    WEIGHTS_BROKEN: "the last call failed half way through the weights: call load_checkpoint first, or spawn the trainer again",
+}
+
+
+class StepState:
+    """Begins with the first forward_backward, ends with optim_step or discard_gradients; a failure in between breaks it."""
+
+    def __init__(self) -> None:
+        self.state = IDLE
+
+    def require(self, call: str) -> None:
+        """Raises RuntimeError that names the state when `call` may not begin in it."""
+        if call not in LEGAL[self.state]:
+            raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
+
+    def open(self) -> None:
+        self.state = OPEN
+
+    def close(self) -> None:
+        self.state = IDLE
+
+    def mark_broken(self, *, weights: bool) -> None:
+        """weights: the failed call may have changed some of them, so that dropping gradients mends nothing."""
+        self.state = WEIGHTS_BROKEN if weights else BROKEN

@@ -1,0 +1,103 @@
+"""Context parallelism: which positions of its rows a rank holds, by torchtitan's own sharding, and the way back to whole rows.
+
+Knows no model. B rows, L row length, C positions of a row that this rank holds.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+from torch import Tensor
+from torch.distributed import DeviceMesh
+from torchtitan.distributed.context_parallel import cp_shard
+
+from rl_actors.engine.batch import PackedBatch, RowPerSample
+
+Masks = Callable[[Tensor], Any]
+"""positions_BL -> what the attention layers take."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeRows:
+    """Every rank holds its rows whole."""
+
+    masks: Callable[[PackedBatch], Any]
+
+    def __call__(self, batch: PackedBatch) -> PackedBatch:
+        return replace(batch, attention_masks=self.masks(batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowShards:
+    """Every rank of the mesh holds a part of each row: not in order, so that all have the same share of the attention's work."""
+
+    masks: Masks  # flex attention's block masks
+    local_masks: Callable[[Any], Any]  # a shard of them -> what the attention layers take
+    mesh: DeviceMesh
+    load_balancer: str | None
+
+    def __call__(self, batch: PackedBatch) -> "BatchShard":
+        shape = batch.tokens_BL.shape
+        index_BL = torch.arange(shape[1], device=batch.tokens_BL.device).expand(shape)
+        named = {
+            "tokens_BL": batch.tokens_BL,
+            "targets_BL": batch.targets_BL,
+            "positions_BL": batch.positions_BL,
+            "temperatures_BL": batch.temperatures_BL,
+            "is_padding_BL": batch.is_padding_BL,
+            "index_BC": index_BL,
+        }
+        shards, masks = cp_shard(
+            self.mesh,
+            (*named.values(), *batch.columns.values()),
+            self.masks(batch.positions_BL),
+            self.load_balancer,
+        )
+        return BatchShard(
+            **dict(zip(named, shards[: len(named)], strict=True)),
+            columns=dict(zip(batch.columns, shards[len(named) :], strict=True)),
+            spans=batch.spans,
+            index_N=batch.index_N,
+            to_device=batch.to_device,
+            attention_masks=self.local_masks(masks),
+            mesh=self.mesh,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchShard(PackedBatch):
+    """A rank's part of a batch: its tensors are [B, C], its spans those of the whole rows."""
+
+    index_BC: Tensor  # where in its row each position is
+    mesh: DeviceMesh
+
+    def one_a_row(self) -> RowPerSample:
+        num_rows, num_held = self.tokens_BL.shape
+        return RowPerSample(self, torch.Size((num_rows, num_held * self.mesh.size())))
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        index_BL = self._gather(self.index_BC)
+
+        def in_order(value_BC: Tensor) -> Tensor:
+            gathered_BL = self._gather(value_BC)
+            return torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
+
+        return {name: in_order(value) for name, value in values.items()}
+
+    def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value.gather(1, _like(self.index_BC, value)) for name, value in values.items()}
+
+    def is_counted(self) -> bool:
+        return self.mesh.get_local_rank() == 0
+
+    def _gather(self, value_BC: Tensor) -> Tensor:
+        gathered = funcol.all_gather_single(value_BC.contiguous(), gather_dim=1, group=self.mesh.get_group())
+        return funcol.wait_tensor(gathered)
+
+
+def _like(index_BX: Tensor, value: Tensor) -> Tensor:
+    """The index for gather and scatter of [B, X, ...]."""
+    expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
+    return expanded.expand(*index_BX.shape, *value.shape[2:])

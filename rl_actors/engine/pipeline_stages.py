@@ -1,0 +1,103 @@
+"""Cut a model into the stages of a pipeline, by torchtitan, and name what this rank holds of it. Runs nothing."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.qwen3 import parallelize_qwen3
+
+
+def split_into_stages(
+    model: nn.Module, *, parallelism: ParallelismConfig, training: TrainingConfig, device: torch.device, **options: Any
+) -> list[PipelineStage]:
+    """This rank's stages, first to last, their modules parallelized. options: what else torchtitan's pipelining_fn takes."""
+    # It makes a schedule, too, which pipeline.py replaces: a number of microbatches that every schedule takes.
+    training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
+    schedule, *_ = pipeline_llm(
+        model,
+        parallelism=parallelism,
+        training=training,
+        device=device,
+        parallelize_fn=parallelize_qwen3,
+        loss_fn=lambda *_: None,
+        **options,
+    )
+    return getattr(schedule, "_stages", None) or [schedule._stage]
+
+
+class LocalModel(nn.Module):
+    """The modules of this rank's stages under the names that they have in the whole model. It cannot run."""
+
+    def __init__(self, parts: list[nn.Module]) -> None:
+        super().__init__()
+        for name in ("tok_embeddings", "norm", "lm_head"):
+            held = [module for part in parts if (module := getattr(part, name)) is not None]
+            self.add_module(name, held[0] if held else None)
+        self.layers = nn.ModuleDict({name: layer for part in parts for name, layer in part.layers.items()})
+
+
+class Stage(PipelineStage):
+    """torchtitan's stage for microbatches of one shape.
+
+    Where it is not told the shapes, torch runs a microbatch forward and backward to see them, through the loss, too.
+    Of a call torch's holds all that is received, and in a forward all that is sent; here a microbatch goes with its backward.
+    """
+
+    def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
+        tokens_BL = torch.empty(shape, dtype=torch.int64, device="meta")
+        between_BLD = hidden_BLD.detach().requires_grad_()
+        super().__init__(
+            stage.submod,
+            stage.stage_index,
+            stage.num_stages,
+            stage.device,
+            input_args=tokens_BL if stage.is_first else between_BLD,
+            input_grads=(None,) if stage.is_first else hidden_BLD,
+            output_args=hidden_BLD if stage.is_last else between_BLD,
+            output_grads=(None,) if stage.is_last else hidden_BLD,
+            group=stage.group,
+        )
+
+    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_forward_recv_info(*args, **kwargs)
+        for number in self.args_recv_info:
+            _release(self.args_recv_info[number])
+
+    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+        super()._setup_backward_recv_info(*args, **kwargs)
+        for number in self.grad_recv_info:
+            _release(self.grad_recv_info[number])
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int):
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int):
+        if self.has_backward:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        self.fwd_cache.pop(bwd_chunk_id, None)
+        _release(self.args_recv_info[bwd_chunk_id])
+        _release(self.grad_recv_info.get(bwd_chunk_id, ()))
+
+    def _allocate(self, received: Sequence[Any]) -> None:
+        for info in received:
+            if info.buffer is not None:
+                info.buffer = torch.empty_like(info.buffer, device=self.device)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """torch's drops the gradients that earlier calls accumulated; nothing was inferred, so there is nothing to clean up."""
+
+
+def _release(received: Sequence[Any]) -> None:
+    for info in received:
+        if info.buffer is not None:
+            info.buffer = torch.empty_like(info.buffer, device="meta")

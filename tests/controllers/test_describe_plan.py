@@ -1,0 +1,132 @@
+"""What --plan prints, and that it starts and writes nothing."""
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configs.qwen3 import qwen3_4b, qwen3_8b
+from configs.tiny import tiny
+from controllers import describe_plan
+from rl_actors.memory_estimate import memory
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_plan_shows_layout_memory_and_every_process():
+    config = tiny()
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    config.trainer.parallelism.tensor_parallel_degree = 2
+    text = describe_plan.describe(config)
+    assert "layout: data_parallel_shard=2 x tensor_parallel=2\n" in text
+    assert "rows: at most 64 positions, multiples of 64; packed, at most 128 in a microbatch\n" in text
+    held = memory(config.trainer)
+    for name in ("parameters", "gradients", "optimizer", "buffers", "activations", "total"):
+        assert f"  {name:<12} {describe_plan.size_text(getattr(held, name))}" in text
+    places = [line.split(": ")[1] for line in text.splitlines() if line.startswith("  trainer-")]
+    assert places == [
+        f"data_parallel_shard {shard}, tensor_parallel {tensor}" for shard in range(2) for tensor in range(2)
+    ]
+    assert "  generator-0  " in text and "  controller   " in text
+
+
+def test_a_reference_is_beside_the_trainer():
+    assert "reference" not in describe_plan.describe(tiny())
+    text = describe_plan.describe(replace(tiny(), reference_kl=0.1))
+    assert re.search(
+        r"  reference    as many processes as the trainer's, beside them, each with at most [\d.]+ MiB\n", text
+    )
+
+
+@pytest.mark.parametrize(
+    ("degrees", "fields", "layout", "multiple", "places"),
+    [
+        (
+            {"pipeline_parallel": 2, "data_parallel_shard": 2},
+            {"tie_word_embeddings": False},
+            "data_parallel_shard=2 x pipeline_parallel=2",
+            64,
+            [f"pipeline_parallel {stage}, data_parallel_shard {shard}" for stage in range(2) for shard in range(2)],
+        ),
+        ({"context_parallel": 2}, {}, "context_parallel=2", 256, ["context_parallel 0", "context_parallel 1"]),
+        (
+            {"data_parallel_shard": 4, "expert_parallel": 2},
+            {"num_experts": 8},
+            "data_parallel_shard=4 x expert_parallel=2",
+            64,
+            [f"data_parallel_shard {shard}, expert_parallel {shard % 2}" for shard in range(4)],
+        ),
+    ],
+    ids=["PP2xFSDP2", "CP2", "FSDP4, EP2"],
+)
+def test_the_plan_shows_the_place_of_a_rank_in_every_layout(degrees, fields, layout, multiple, places):
+    config = tiny()
+    config.trainer.model = replace(config.trainer.model, **fields)
+    config.trainer.tokens_per_row = multiple
+    for name, degree in degrees.items():
+        setattr(config.trainer.parallelism, f"{name}_degree", degree)
+    config.trainer.validate()
+    text = describe_plan.describe(config)
+    assert f"layout: {layout}\n" in text
+    assert f"rows: at most {multiple} positions, multiples of {multiple}; packed" in text
+    assert [line.split(": ")[1] for line in text.splitlines() if line.startswith("  trainer-")] == places
+    assert f"  {'total':<12} {describe_plan.size_text(memory(config.trainer).total)} of" in text
+
+
+def test_a_long_list_of_ranks_is_cut():
+    config = tiny()
+    config.trainer.parallelism.data_parallel_shard_degree = 40
+    assert "trainer-15" in (text := describe_plan.describe(config)) and "trainer-16" not in text
+    assert "  and 24 more trainer processes" in text
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Of 140 GiB."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 << 30))
+
+
+def test_of_each_gpu_it_says_what_is_taken_and_whether_that_is_too_much(two_gpus):
+    config = qwen3_8b()
+    first, second = describe_plan.describe(config).split("GPUs, without what libraries take:\n")[1].splitlines()
+    held = describe_plan.size_text(memory(config.trainer).total)
+    assert first == f"  GPU 0        trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
+    assert second == f"  GPU 1        trainer-1 {held} of 140.0 GiB"
+    config.generator.gpu_memory_utilization = 0.85
+    text = describe_plan.describe(config)
+    assert f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much; less is taken with" in text
+    config.generator.gpu = 2
+    assert "  generator-0  GPU 2, which is not here, vLLM in bfloat16\n" in describe_plan.describe(config)
+
+
+def test_a_reference_is_on_the_trainers_gpus(two_gpus):
+    config = replace(qwen3_4b(), reference_kl=0.1)
+    held = describe_plan.size_text(memory(replace(config.trainer, optimizer=None)).total)
+    assert f" + reference-0 {held} of 140.0 GiB" in describe_plan.describe(config)
+
+
+def test_it_says_what_checkpoints_take_on_disk_whatever_the_layout():
+    config = tiny()
+    held = memory(config.trainer)
+    line = f"checkpoints: {describe_plan.size_text(held.parameters + held.optimizer)} each on disk, every 25 steps; the newest 2 are kept"
+    assert line in describe_plan.describe(config)
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    assert line in describe_plan.describe(config)
+    assert "checkpoints:" not in describe_plan.describe(replace(config, checkpoint_every=0))
+
+
+def test_the_command_line_prints_it_and_writes_nothing(tmp_path):
+    command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--plan"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == describe_plan.describe(tiny()) + "\n"
+    assert list(tmp_path.iterdir()) == []

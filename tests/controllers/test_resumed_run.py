@@ -1,0 +1,184 @@
+"""A killed GRPO run, resumed, writes the lines of the run that was not killed: real controller and engine, recorded rollouts, one process."""
+
+import asyncio
+import contextlib
+import io
+import json
+import random
+from types import SimpleNamespace
+
+import pytest
+from references import VOCAB_SIZE
+
+from controllers import checkpoints, cli, launch
+from controllers.checkpoints import Checkpoints
+from controllers.grpo import GRPOConfig, train
+from controllers.rollouts import RolloutConfig
+from controllers.run import AdamConfig, Run
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.schedules import ScheduleConfig
+from controllers.sft import SupervisedConfig
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
+from rl_actors.clients.conversion import merge_outputs
+from rl_actors.engine.train_engine import TrainEngine
+from tests.fakes import ParityReward
+
+ALPHABET = "0123456789+-=."
+
+
+class Killed(Exception):
+    """In the place of SIGKILL."""
+
+
+class EngineTrainer:
+    """The calls of a TrainerClient on an engine in this process; dies before optimizer step number `last`."""
+
+    def __init__(self, engine: TrainEngine, last: int | None) -> None:
+        self.engine, self.last = engine, last
+
+    async def forward_backward(self, samples, loss):
+        return merge_outputs(len(samples), [self.engine.forward_backward(samples, loss)])
+
+    async def optim_step(self, params):
+        if self.engine.policy_version == self.last:
+            raise Killed
+        return self.engine.optim_step(params)
+
+    async def save_checkpoint(self, path):
+        written = self.engine.save_checkpoint(path)
+        return SimpleNamespace(wait=lambda: asyncio.wrap_future(written))
+
+    async def load_checkpoint(self, path):
+        return self.engine.load_checkpoint(path)
+
+    async def push_model_state_dict(self):
+        return self.engine.policy_version
+
+
+class RecordedGenerator:
+    """Completions that depend on the seed alone, as those of a file do."""
+
+    version = -1
+
+    async def pull_model_state_dict(self, version):
+        self.version = version
+        return version
+
+    async def generate(self, prompts, params):
+        return [
+            [self.completion(random.Random(f"{params.seed}/{p}/{i}"), params) for i in range(params.n)]
+            for p in range(len(prompts))
+        ]
+
+    def completion(self, draw, params):
+        tokens = [draw.randrange(2, 16) for _ in range(draw.randint(1, params.max_tokens))]
+        versions = [self.version] * len(tokens)
+        logprobs = [-4 * draw.random() for _ in tokens]
+        return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason="stop")
+
+
+class NoisyReward(ParityReward):
+    """Draws from the global random state, as a user's environment may."""
+
+    def reward(self, problem, completion):
+        return float(super().reward(problem, completion) != (random.random() < 0.3))
+
+
+def grpo_config() -> GRPOConfig:
+    model = ModelConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=128)
+    return GRPOConfig(
+        steps=6,
+        seed=3,
+        max_tokens=4,
+        alphabet=ALPHABET,
+        trainer=TrainerConfig(model=model, max_sequence_length=64, tokens_per_row=64),
+        generator=GeneratorConfig(model=model, max_model_len=64),
+        optimizer=AdamConfig(weight_decay=0.1),
+        updates_per_step=2,
+        samples_per_forward_backward=5,
+        validate_every=2,
+        checkpoint_every=2,
+        rollouts=RolloutConfig(groups_per_step=4, group_size=4),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.2),
+        warmup=SupervisedConfig(
+            batch_size=8, schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=3), stop_window=3
+        ),
+        max_warmup_steps=5,
+    )
+
+
+@pytest.fixture
+def run(make_engine, monkeypatch):
+    """run(folder): the controller's own path from a folder to the end, or up to optimizer step `last`.
+
+    written: the checkpoint that was begun last is complete when the run is killed.
+    """
+    monkeypatch.setattr(launch, "write_report", lambda _: None)
+
+    def run(folder: RunFolder, *, last: int | None = None, written: bool = True, resume: bool = False):
+        @contextlib.asynccontextmanager
+        async def open_run(config, folder, environment, tokenizer, log, *, verbose):
+            saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
+            parts = {"config": config, "folder": folder, "environment": environment, "log": log}
+            parts |= {"held_out": environment.held_out(), "tokenizer": tokenizer, "checkpoints": saver}
+            trainer = EngineTrainer(make_engine(), last)
+            try:
+                yield Run(**parts, trainer=trainer, generator=RecordedGenerator())
+            finally:
+                if written:
+                    await saver.finish()
+                else:
+                    saver._writing.cancel()
+                    trainer.engine.writer.wait()
+
+        monkeypatch.setattr(launch, "open_run", open_run)
+        flags = {"config_name": "c", "eval_only": None, "dry_run": False, "plan": False, "verbose": False}
+        path = folder.path if resume else None
+        invocation = cli.Invocation(config=grpo_config(), output_dir=folder.path, resume=path, **flags)
+        build_character_tokenizer(folder.path / "tokenizer", ALPHABET)
+        tokenizer, environment = load_tokenizer(folder.path / "tokenizer"), NoisyReward(0.0, 20)
+        random.seed(None if resume else 0)  # a new process has a state of its own
+        asyncio.run(launch._train(train, invocation, folder, environment, tokenizer, io.StringIO()))
+
+    return run
+
+
+def lines(folder: RunFolder) -> list[dict]:
+    """metrics.jsonl without what a clock says."""
+    return [
+        {key: value for key, value in record.items() if not key.startswith("time/")}
+        for record in read_jsonl(folder.metrics)
+    ]
+
+
+@pytest.fixture
+def whole(run, tmp_path) -> RunFolder:
+    folder = RunFolder(tmp_path / "whole")
+    run(folder)
+    return folder
+
+
+@pytest.mark.parametrize("written", [True, False], ids=["between checkpoints", "while a checkpoint is written"])
+def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written):
+    expected = lines(whole)
+    assert [record["phase"] for record in expected] == ["sft"] * 5 + ["grpo"] * 6
+    resumed_at = []
+    # In the warm-up, within a step of two updates, and at the first update of a later one.
+    for last in (3, 6, 9):
+        folder = RunFolder(tmp_path / f"killed-{last}")
+        with pytest.raises(Killed):
+            run(folder, last=last, written=written)
+        newest = checkpoints.newest(folder.checkpoints)
+        resumed_at.append(checkpoints.read(newest)["step"] if newest else 0)
+        run(folder, resume=True)
+        assert lines(folder) == expected
+        assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
+    assert resumed_at == ([2, 5, 7] if written else [0, 4, 5])
+
+
+def test_a_checkpoint_holds_all_of_the_controllers_state(whole):
+    state = checkpoints.read(checkpoints.newest(whole.checkpoints))
+    assert state["step"] == 11 and state["warmup_steps"] == 5 and state["cursor"] >= 5 * 8 + 6 * 4
+    assert state["config"] == json.loads(cli.config_to_json(grpo_config()))
+    assert set(state["random"]) == {"python", "numpy", "torch"}

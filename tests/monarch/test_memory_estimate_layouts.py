@@ -1,0 +1,62 @@
+"""The memory arithmetic of sharded layouts against the shards of real ranks, with dimensions that do not divide evenly."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import support
+from references import ppo_samples
+
+from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
+from rl_actors.layouts import row_multiple
+from rl_actors.memory_estimate import memory
+from rl_actors.processes.spawn import spawn_processes
+
+MODEL = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+DENSE = ModelConfig(**MODEL, **HEADS, tie_word_embeddings=False)
+EXPERTS = ModelConfig(**MODEL, **HEADS, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40)
+SIX_EXPERTS = replace(EXPERTS, num_experts=6)
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"),
+    [
+        pytest.param(DENSE, {"data_parallel_shard": 2}, id="FSDP2"),
+        pytest.param(EXPERTS, {"data_parallel_shard": 2}, id="experts, FSDP2", marks=pytest.mark.slow),
+        pytest.param(DENSE, {"context_parallel": 2}, id="CP2", marks=pytest.mark.slow),
+        pytest.param(DENSE, {"pipeline_parallel": 2}, id="PP2", marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {"tensor_parallel": 2}, id="experts, TP2", marks=pytest.mark.slow),
+        pytest.param(
+            SIX_EXPERTS,
+            {"data_parallel_shard": 2, "expert_parallel": 2},
+            id="experts, FSDP2, EP2",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(DENSE, {"data_parallel_shard": 2, "tensor_parallel": 2}, id="FSDP2 x TP2", marks=pytest.mark.slow),
+    ],
+)
+def test_parameters_gradients_and_optimizer_of_the_fullest_rank_are_exact(model, degrees):
+    config = TrainerConfig(model=model, max_sequence_length=64)
+    for name, degree in degrees.items():
+        setattr(config.parallelism, f"{name}_degree", degree)
+    config.tokens_per_row = row_multiple(config)
+    processes = asyncio.run(spawn_processes("footprint", config.num_processes()))
+    mesh = processes.mesh.spawn("footprint", support.TestTrainer, config, MemoryTransport())
+    try:
+        trainer = TrainerClient(mesh, name="footprint")
+        samples = ppo_samples([40, 7, 30])
+        trainer.forward_backward(samples, loss=PPO()).result()
+        trainer.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=9)).result()
+        trainer.forward_backward(samples, loss=PPO()).result()
+        held = [values for _, values in mesh.held_bytes.call().get(timeout=60).items()]
+        trainer.close().result()
+    finally:
+        asyncio.run(processes.stop())
+    expected = memory(config)
+    assert tuple(map(max, zip(*held, strict=True))) == (
+        expected.parameters,
+        expected.gradients,
+        expected.optimizer,
+        expected.buffers,
+    )

@@ -1,0 +1,82 @@
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+WRITES = """
+import ctypes, os, subprocess, sys
+print("from python")
+print("to stderr", file=sys.stderr)
+os.write(1, b"from os.write\\n")
+ctypes.CDLL(None).puts(b"from C")
+subprocess.run([sys.executable, "-c", "print('from a child')"])
+"""
+WORDS = ["from python", "to stderr", "from os.write", "from C", "from a child"]
+
+
+def run_python(code: str, log: Path) -> subprocess.CompletedProcess:
+    header = f"from rl_actors.processes.output import route_logs, route_process_output\nlog = {str(log)!r}\n"
+    return subprocess.run([sys.executable, "-c", header + code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_routed_output_of_every_level_is_in_the_file_and_nowhere_else(tmp_path):
+    done = run_python("route_process_output(log)\n" + WRITES, tmp_path / "logs" / "trainer-0.log")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    lines = (tmp_path / "logs" / "trainer-0.log").read_text().splitlines()
+    assert sorted(lines) == sorted(WORDS)
+
+
+def test_teed_output_is_in_the_file_bare_and_on_the_terminal_with_the_prefix(tmp_path):
+    log = tmp_path / "trainer-0.log"
+    log.write_text("from an earlier run\n")
+    done = run_python("route_process_output(log, tee_prefix='[trainer 0] ')\n" + WRITES, log)
+    assert sorted(done.stderr.splitlines()) == sorted(f"[trainer 0] {word}" for word in WORDS)
+    assert sorted(log.read_text().splitlines()) == sorted([*WORDS, "from an earlier run"])
+
+
+def test_words_before_an_abrupt_end_are_kept(tmp_path):
+    log = tmp_path / "trainer-0.log"
+    code = "route_process_output(log, tee_prefix='x ')\nimport os\nprint('last words')\nos.abort()"
+    assert run_python(code, log).returncode != 0
+    assert log.read_text() == "last words\n"
+
+
+def test_terminal_reaches_the_stdout_of_before_and_restore_points_back(tmp_path):
+    log = tmp_path / "controller.log"
+    code = """
+print("before")
+with route_process_output(log) as routed:
+    print("routed")
+    print("shown", file=routed.terminal)
+print("after")
+routed.restore()
+"""
+    done = run_python(code, log)
+    assert done.stdout.splitlines() == ["before", "shown", "after"], done.stderr
+    assert log.read_text() == "routed\n"
+
+
+LOGGING = """
+import logging, sys, warnings
+library = logging.getLogger("library")
+library.addHandler(logging.StreamHandler())
+library.propagate = False
+route_logs(log, label="controller", verbose=VERBOSE)
+library.warning("a library speaks")
+warnings.warn("a warning")
+"""
+
+
+def test_logging_and_warnings_go_to_the_file_alone(tmp_path):
+    log = tmp_path / "logs" / "controller.log"
+    done = run_python(LOGGING.replace("VERBOSE", "False"), log)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "WARNING library: a library speaks" in log.read_text()
+    assert "a warning" in log.read_text()
+
+
+def test_verbose_logging_carries_the_label_on_the_terminal(tmp_path):
+    done = run_python(LOGGING.replace("VERBOSE", "True"), tmp_path / "controller.log")
+    assert done.stderr.startswith("[controller] ")
+    assert done.stderr.count("a library speaks") == 1
+    assert "a library speaks" in (tmp_path / "controller.log").read_text()
