@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 FAKE = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from benchmarks import results
+from benchmarks.harness import results
 _, *names = sys.argv[1:]
 if places := os.environ["CUDA_VISIBLE_DEVICES"]:
     results.gpus = lambda: ("NVIDIA H200",) * len(places.split(","))
@@ -51,7 +51,7 @@ for name in names:
 # `missing` with fake rows of these names, in a process of its own.
 DRIVER = """
 import sys
-from benchmarks import missing, register
+from benchmarks.harness import missing, register
 folder, *names = sys.argv[1:]
 fakes = {
     name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=register._beside) for name in names
