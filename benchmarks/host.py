@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.harness import results
 from rl_actors import CrossEntropy, ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
-from rl_actors.clients.conversion import merge_outputs, to_wire
+from rl_actors.clients.conversion import merge_outputs, to_tensors
 from rl_actors.types import RankOutput, SampleList
 from rl_actors.validation import validate_samples
 
@@ -71,7 +71,7 @@ def on_the_way(count: int, repeats: int) -> dict[str, list[float]]:
     )
     answered = cloudpickle.dumps(output)
     calls: dict[str, Callable[[], Any]] = {
-        "to_wire": lambda: [to_wire(sample) for sample in samples],
+        "to_tensors": lambda: [to_tensors(sample) for sample in samples],
         "validate (client and rank)": lambda: validate_samples(samples, CrossEntropy(), **limits),
         "pickle": lambda: cloudpickle.dumps(SampleList(samples)),
         "unpickle": lambda: cloudpickle.loads(asked),

@@ -171,6 +171,16 @@ HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_dec
 """Fields of OptimParams that an optimizer may lack -> what torch calls them."""
 
 
+def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has; a pair of eps, as Adafactor's, is none."""
+    has_betas = len(param_group.get("betas", ())) == 2
+    supported = []
+    for name, key in HYPERPARAMETERS.items():
+        if has_betas if key == "betas" else isinstance(param_group.get(key), float | int):
+            supported.append(name)
+    return tuple(supported)
+
+
 def validate_optim_params(
     params: OptimParams, optimizer: str | None = None, supported: Collection[str] = tuple(HYPERPARAMETERS)
 ) -> None:

@@ -302,7 +302,7 @@ import cloudpickle
 from rl_actors import CrossEntropy, Sample
 from rl_actors.types import RankOutput, SampleList
 from rl_actors.validation import validate_samples
-from rl_actors.clients.conversion import merge_outputs, to_wire
+from rl_actors.clients.conversion import merge_outputs, to_tensors
 
 COUNT, LENGTH = 32, 8192  # far more positions in all than torch gives one thread
 
@@ -314,7 +314,7 @@ def zeros(dtype, length=LENGTH):
     return torch.from_numpy(np.zeros(length, dtype))
 
 samples = [
-    to_wire(Sample(tokens=zeros("int64"), targets=zeros("int64"), columns={"loss_weights": zeros("float32")}))
+    to_tensors(Sample(tokens=zeros("int64"), targets=zeros("int64"), columns={"loss_weights": zeros("float32")}))
     for _ in range(COUNT)
 ]
 logprobs = zeros("float32", COUNT * LENGTH)

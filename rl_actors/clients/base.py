@@ -1,36 +1,71 @@
-"""What the clients of trainer and generator share: starting once, closing once, errors that say where they come from. Computes nothing."""
+"""The part that the clients of trainer and generator share: one start, one end, and errors that say where they come from.
+
+Computes nothing.
+"""
 
 import asyncio
 import atexit
 import contextlib
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import ActorError
 
 from rl_actors.clients.call import Call, in_background
-from rl_actors.processes.spawn import LogRoute, ProcessMesh, collect, spawn_processes
-from rl_actors.transports.base import Transport
+from rl_actors.processes.spawn import LogRoute, Probe, ProcessMesh, collect, spawn_processes
+
+if TYPE_CHECKING:
+    from monarch.actor import ActorMesh, Endpoint, ProcMesh
 
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 
 class Client:
-    """Over a mesh that the caller spawned, or over processes of its own."""
+    """Calls to one actor mesh: a mesh that the caller spawned, or one on processes of the client's own."""
 
-    name: str
-    setup_timeout: float
-    call_timeout: float
-    _started: Call[None]
-
-    def __init__(self, mesh: Any = None, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        mesh: "ActorMesh[Any] | None",
+        *,
+        name: str,
+        call_timeout: float,
+        setup_timeout: float,
+        logs: LogRoute | None,
+    ) -> None:
+        """mesh: None, when the client is to spawn its own. A subclass makes the rest of its fields and then calls `_start`."""
+        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh = mesh
-        self._transport = transport
+        self._logs = logs
         self._processes: ProcessMesh | None = None
-        self._probes: list[Any] = []  # on processes of the caller's
+        self._probes: Sequence[Probe] = ()  # on processes of the caller's
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
+        self._version: int | None = None  # the last policy_version that the actor told
+        self._started: Call[None]
+
+    def _start(self) -> None:
+        """Begin to set the actor up. A client with processes of its own ends them when the program ends without close."""
+        if self._mesh is None:
+            _open_clients.add(self)
+        self._started = in_background(self._set_up(), f"{self.name}: setup")
+
+    async def _set_up(self) -> None:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        version = "" if self._version is None else f", policy_version {self._version}"
+        return f"<{type(self).__name__} {self.name}: {self._state()}{version}>"
+
+    def _state(self) -> str:
+        if self._closed:
+            return "closed"
+        if not self._started.done():
+            return "starting"
+        if self._started.failed():
+            return "did not start"
+        return f"broken, {self._broken}" if self._broken else "ready"
 
     def ready(self) -> Call[None]:
         """Done when the actor is up; raises what kept it from it."""
@@ -39,7 +74,7 @@ class Client:
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
         """Whether every process of the actor answers within `timeout` seconds, also while a call runs in it.
 
-        False before it is up and once the client is closed.
+        False before the actor is up and once the client is closed.
         """
         return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
 
@@ -60,15 +95,10 @@ class Client:
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
 
-    def _remember(self) -> None:
-        """End the processes when the program ends without close."""
-        _open_clients.add(self)
-
-    async def _spawn(self, num_processes: int, logs: LogRoute | None, env: dict[str, str] | None = None) -> Any:
+    async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
         async with self._spawning:  # a close that comes meanwhile finds what it must stop
-            if self._closed:
-                raise RuntimeError(f"{self.name}: closed before it was up")
-            self._processes = await spawn_processes(self.name, num_processes, env=env, logs=logs)
+            self._require_open("setup")
+            self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
             # The last handler that was registered runs first, and Monarch registers its own when it is first used.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
@@ -92,15 +122,18 @@ class Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
-    async def _ask(
-        self, endpoint: Any, phase: str, timeout: float, *args: Any, breaks: bool = True, **kwargs: Any
-    ) -> list[Any]:
-        """Call all ranks and collect their answers. What a rank raised is raised here, with a note of where it was.
-
-        breaks: a timeout leaves the ranks at it, so that none but a mending call may follow.
-        """
+    def _require_open(self, what: str) -> None:
         if self._closed:
-            raise RuntimeError(f"{self.name}: {phase} after close")
+            raise RuntimeError(f"{self.name}: {what} after close")
+
+    async def _ask(
+        self, endpoint: "Endpoint[..., Any]", phase: str, timeout: float, *args: Any, breaks: bool = True, **kwargs: Any
+    ) -> list[Any]:
+        """Call all ranks and collect their answers. An error of a rank is raised here, with a note of where it was.
+
+        breaks: after a timeout the ranks are still at the call, so only a call that mends the client may follow.
+        """
+        self._require_open(phase)
         try:
             return await asyncio.wait_for(self._answers(endpoint, phase, *args, **kwargs), timeout)
         except TimeoutError:
@@ -115,8 +148,8 @@ class Client:
             error.add_note(f"raised by {self.name} in {phase}")
             raise
 
-    async def _answers(self, endpoint: Any, phase: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """What the ranks answer. Raises RuntimeError as soon as a process that this client spawned has ended."""
+    async def _answers(self, endpoint: "Endpoint[..., Any]", phase: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The ranks' answers. Raises RuntimeError as soon as a process that this client spawned has ended."""
         if self._processes is None:
             return await collect(endpoint, *args, **kwargs)
         answers = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
@@ -132,7 +165,7 @@ class Client:
 
 
 def _close_all() -> None:
-    """Leaving a REPL without close ends the processes, too."""
+    """End the processes of all clients: a REPL may be left without close."""
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)

@@ -1,10 +1,12 @@
 """Answers under way, and the one background thread that all clients of a process share. Knows no actors.
 
-So a REPL, a script, repeated asyncio.run and a running Jupyter loop work alike.
+The thread has an event loop of its own, so a REPL, a script, repeated asyncio.run and a running Jupyter loop work alike.
 """
 
 import asyncio
+import functools
 import threading
+import warnings
 from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -14,26 +16,70 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """An answer under way. `await` it, or wait with `.result()`; it goes on whether or not anybody waits."""
+    """An answer under way. `await` it, or wait with `.result()`. The call goes on whether or not anybody waits.
+
+    A call that failed, and whose answer nobody asked for, warns with its error when it is collected.
+    """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
+        """what: the client's name and the call's, for errors."""
         self._future, self._what = future, what
+        self._asked = False
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the answer. TimeoutError and Ctrl-C end the waiting, not the call: ask again for the result."""
         try:
-            return self._future.result(timeout)
+            answer = self._future.result(timeout)
         except FutureTimeout as error:
             if self._future.done():
+                self._asked = True
                 raise  # the call's own TimeoutError
             raise TimeoutError(f"{self._what} has not answered within {timeout:g} s and goes on; ask again") from error
+        except Exception:
+            self._asked = True
+            raise
+        self._asked = True
+        return answer
 
     def done(self) -> bool:
         return self._future.done()
 
+    def failed(self) -> bool:
+        """Whether the call has ended without an answer."""
+        return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
+
+    def unasked_failure(self) -> BaseException | None:
+        """The error of a call that failed while nobody asked for its answer. The caller of this method reports it, once."""
+        if self._asked or not self._future.done() or self._future.cancelled():
+            return None
+        self._asked = True
+        return self._future.exception()
+
     def __await__(self) -> Generator[Any, None, T]:
-        # shield: an `asyncio.wait_for` around it must not cancel what the ranks are doing
+        self._asked = True
+        # shield: an `asyncio.wait_for` around the call must not cancel what the ranks are doing.
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+
+    def __repr__(self) -> str:
+        return f"<Call {self._what}: {self._state()}>"
+
+    def _state(self) -> str:
+        if not self._future.done():
+            return "running"
+        if self._future.cancelled():
+            return "cancelled"
+        error = self._future.exception()
+        return "done" if error is None else f"failed with {error!r}"
+
+    def __del__(self) -> None:
+        # A call may end after the last reference to it is gone, so the future says when it is time to look.
+        if not getattr(self, "_asked", True):
+            self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
+
+
+def _warn_of_failure(what: str, future: "Future[Any]") -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        warnings.warn(f"{what} failed and nobody asked for its answer: {error!r}", RuntimeWarning, stacklevel=2)
 
 
 class _Background:

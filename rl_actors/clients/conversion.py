@@ -1,4 +1,4 @@
-"""What a TrainerClient does to values on their way: samples become CPU tensors, the ranks' answers one. Sends nothing."""
+"""Values on their way through a TrainerClient: samples become CPU tensors, and the ranks' answers become one. Sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,14 +12,14 @@ from rl_actors.types import ForwardBackwardOutput, RankOutput, Sample, column_dt
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """Put what the ranks reported back into the order of the samples, and merge their metrics."""
+    """The ranks' outputs as one, in the order of the samples, with their metrics merged."""
     values: dict[str, list[Tensor]] = {}
     for output in outputs:
         for name, pieces in {"logprobs": output.logprobs, **output.extras}.items():
             in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
                 in_order[index] = piece
-    # They came as the ranks were done; sums of floats want one order.
+    # The outputs came as the ranks ended; a sum of floats depends on its order, so sort them.
     partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
     return ForwardBackwardOutput(
         logprobs=values["logprobs"],
@@ -31,20 +31,35 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
     )
 
 
-def to_wire(sample: Sample) -> Sample:
-    """Lists become tensors here, so that actors see CPU tensors of int64 and float32 alone; what cannot is left to be refused by name."""
+def as_tensors(samples: Any) -> Any:
+    """Copies of the samples with CPU tensors of int64 and float32 in the place of lists and other tensors.
+
+    A value that is no list of samples is returned as it is, and so is a column that no tensor can be made of: validation refuses
+    them by name.
+    """
+    if not isinstance(samples, Sequence):
+        return samples
+    return [to_tensors(sample) for sample in samples]
+
+
+def to_tensors(sample: Sample) -> Sample:
+    """The sample itself when all of it travels as it is; see `as_tensors`."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
-    if all(_travels(sample.columns[name], column_dtype(name)) for name in sample.columns) and all(
-        _travels(ids, torch.int64) for ids in (sample.tokens, sample.targets)
-    ):
+    if _holds_tensors(sample):
         return sample
-    ids = {name: _tensor(getattr(sample, name), torch.int64) for name in ("tokens", "targets")}
     columns = {name: _tensor(column, column_dtype(name)) for name, column in sample.columns.items()}
-    return replace(sample, **ids, columns=columns)
+    tokens, targets = _tensor(sample.tokens, torch.int64), _tensor(sample.targets, torch.int64)
+    return replace(sample, tokens=tokens, targets=targets, columns=columns)
 
 
-def _travels(values: Any, dtype: torch.dtype) -> bool:
+def _holds_tensors(sample: Sample) -> bool:
+    if not (_is_tensor(sample.tokens, torch.int64) and _is_tensor(sample.targets, torch.int64)):
+        return False
+    return all(_is_tensor(column, column_dtype(name)) for name, column in sample.columns.items())
+
+
+def _is_tensor(values: Any, dtype: torch.dtype) -> bool:
     return isinstance(values, Tensor) and values.dtype == dtype and values.is_cpu
 
 
@@ -53,6 +68,6 @@ def _tensor(values: Any, dtype: torch.dtype) -> Any:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return values
-    # 2.7 is no token: it would become 2.
-    loses = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
-    return tensor if loses else tensor.to(dtype)
+    # 2.7 is no token: as an integer it would become 2.
+    loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
+    return tensor if loses_fraction else tensor.to(dtype)

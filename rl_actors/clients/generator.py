@@ -1,121 +1,163 @@
-"""The callers' side of a generator: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor mesh."""
+"""The client of a generator: every answer comes by `await` in a program, or by `.result()` in a REPL. Holds the actor mesh."""
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from rl_actors import validation
 from rl_actors.clients.base import Client
 from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes.spawn import LogRoute
+from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
-from rl_actors.validation import validate_prompts
+from rl_actors.validation import require_gpu
+
+if TYPE_CHECKING:
+    from monarch.actor import ActorMesh
+
+FIRST_PULL_TIMEOUT = 60.0
+"""Seconds; the version is published when the pull begins."""
+
+Check = Callable[[GeneratorLimits], None]
+"""Raises ValueError or TypeError for a call that the generator would refuse."""
 
 
 class GeneratorClient(Client):
-    """Calls to one generator; they run at the same time, and each waits until the generator is up."""
+    """Calls to one generator. Any number run at the same time, and each waits until the generator is up.
+
+    Bad input is refused where the method is called. The limits of a generator that the client did not spawn are known once the
+    generator has answered its setup; until then such a check runs before the call is sent.
+    """
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: "ActorMesh[Generator] | None",
         *,
         name: str = "generator",
         call_timeout: float = GeneratorConfig.call_timeout,
         setup_timeout: float = GeneratorConfig.setup_timeout,
+        config: GeneratorConfig | None = None,
+        transport: "Transport | Call[Transport | None] | None" = None,
+        first_version: Call[int] | None = None,
+        logs: LogRoute | None = None,
     ) -> None:
-        """Call a Generator mesh of one process that the caller spawned and will stop."""
-        super().__init__(mesh)
-        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
-        self._started = in_background(self._set_up(None), f"{name}: setup")
+        """Call a Generator mesh of one process that the caller spawned and will stop. `spawn` gives the rest, and no mesh."""
+        super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
+        self.config = config
+        self._limits = GeneratorLimits.of_config(config) if config is not None else None
+        self._transport = transport
+        self._first_version = first_version
+        self._start()
 
     @classmethod
     def spawn(
-        cls, config: GeneratorConfig, *, transport: Any = None, name: str = "generator", logs: LogRoute | None = None
+        cls,
+        config: GeneratorConfig,
+        *,
+        transport: "Transport | Call[Transport | None] | None" = None,
+        name: str = "generator",
+        logs: LogRoute | None = None,
+        first_version: Call[int] | None = None,
     ) -> "GeneratorClient":
-        """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it."""
-        client = cls.__new__(cls)
-        Client.__init__(client, transport=transport)
+        """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it.
+
+        transport: an opened one, or the call that opens it. first_version: the push of a version that the generator pulls first.
+        """
         config.validate()
-        client.config, client.name = config, name
-        client.call_timeout, client.setup_timeout = config.call_timeout, config.setup_timeout
-        client._started = in_background(client._set_up(logs), f"{name}: setup")
-        client._remember()
-        return client
+        timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
+        return cls(
+            None, name=name, config=config, transport=transport, logs=logs, first_version=first_version, **timeouts
+        )
 
-    config: GeneratorConfig | None = None  # None: the caller spawned the mesh
-    _info: GeneratorInfo
-
-    async def _set_up(self, logs: LogRoute | None) -> None:
+    async def _set_up(self) -> None:
         if self._mesh is None:
             assert self.config is not None
-            processes = await self._spawn(1, logs, process_environment(self.config))
-            transport = self._transport() if callable(self._transport) else self._transport
+            processes = await self._spawn(1, process_environment(self.config))
+            transport = await self._transport if isinstance(self._transport, Call) else self._transport
             self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-        self._info = (await self._ask(self._mesh.setup, "setup", self.setup_timeout))[0]
+        [info] = await self._ask(self._mesh.setup, "setup", self.setup_timeout)
+        self._take(info)
         if self._processes is None:
             self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
+        if self._first_version is not None:
+            await self._pull(await self._first_version, FIRST_PULL_TIMEOUT)
 
-    def _pull_first(self, push: Call[int]) -> None:
-        set_up = self._started
-
-        async def pull() -> None:
-            version = await push
-            await set_up
-            await self._one("pull_model_state_dict", self.call_timeout, version)
-
-        self._started = in_background(pull(), f"{self.name}: first pull")
+    def _take(self, info: GeneratorInfo) -> None:
+        self._limits = GeneratorLimits.of_info(info)
+        if info.policy_version >= 0:
+            self._version = info.policy_version
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in order. Raises ValueError for a prompt or parameter out of its limits."""
-        return self._call_on_prompts("generate", prompts, params or SamplingParams())
+        copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
+        return self._call(
+            "generate", self._one, "generate", copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
+        )
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
         """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence."""
-        return self._call_on_prompts("compute_logprobs", sequences)
+        copies = _as_lists(sequences)
+        return self._call(
+            "compute_logprobs",
+            self._one,
+            "compute_logprobs",
+            copies,
+            check=lambda limits: limits.check_prompts(copies, SamplingParams(max_tokens=1)),
+        )
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them."""
-        return self._call("pull_model_state_dict", version, timeout)
+        return self._call("pull_model_state_dict", self._pull, version, timeout)
 
-    def _call_on_prompts(self, endpoint: str, prompts: Any, *params: SamplingParams) -> Call[Any]:
-        if isinstance(prompts, Sequence):  # copied: the caller may change its list before the generator is up
-            prompts = [prompt.tolist() if hasattr(prompt, "tolist") else prompt for prompt in prompts]
+    async def _pull(self, version: int, timeout: float) -> int:
+        self._version = await self._one("pull_model_state_dict", version, timeout)
+        return version
 
-        def validate() -> None:
-            given = params[0] if params else SamplingParams(max_tokens=1)
-            info = self._info
-            validate_prompts(prompts, given, max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+    def _call(self, what: str, send: Callable[..., Any], *arguments: Any, check: Check | None = None) -> Call[Any]:
+        """Check the call now, and send it when the generator is up."""
+        self._require_open(what)
+        if check is not None and self._limits is not None:
+            check(self._limits)
+            check = None
+        return in_background(self._wait_and_send(send, arguments, check), f"{self.name}: {what}")
 
-        return self._call(endpoint, prompts, *params, validate=validate)
+    async def _wait_and_send(self, send: Callable[..., Any], arguments: tuple[Any, ...], check: Check | None) -> Any:
+        await self._started
+        if check is not None:
+            assert self._limits is not None
+            check(self._limits)
+        return await send(*arguments)
 
-    def _call(self, endpoint: str, *args: Any, validate: Callable[[], None] = lambda: None) -> Call[Any]:
-        if self._closed:
-            raise RuntimeError(f"{self.name}: {endpoint} after close")
+    async def _one(self, endpoint: str, *args: Any) -> Any:
+        [answer] = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args)
+        return answer
 
-        async def run() -> Any:
-            await self._started
-            validate()
-            return await self._one(endpoint, self.call_timeout, *args)
 
-        return in_background(run(), f"{self.name}: {endpoint}")
-
-    async def _one(self, endpoint: str, timeout: float, *args: Any) -> Any:
-        return (await self._ask(getattr(self._mesh, endpoint), endpoint, timeout, *args))[0]
+def _as_lists(prompts: Any) -> Any:
+    """Copies, since the caller may change its lists before the generator is up; tensors and arrays become lists."""
+    if not isinstance(prompts, Sequence):
+        return prompts
+    copies = []
+    for prompt in prompts:
+        if hasattr(prompt, "tolist"):
+            prompt = prompt.tolist()
+        copies.append(list(prompt) if isinstance(prompt, list | tuple) else prompt)
+    return copies
 
 
 def process_environment(config: GeneratorConfig) -> dict[str, str]:
-    """Of a generator's process. Raises ValueError for a GPU that the program does not see."""
+    """The environment of a generator's process. Raises ValueError for a GPU that the program does not see."""
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
     if config.gpu is None or not torch.cuda.is_available():
         return environment
-    validation.require_gpu(config)
+    require_gpu(config)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     chosen = visible.split(",")[config.gpu] if visible else str(config.gpu)
     return environment | {"CUDA_VISIBLE_DEVICES": chosen}

@@ -1,4 +1,8 @@
-"""The callers' side of a trainer: every answer comes by `await` in a program or by `.result()` in a REPL. Holds the actor mesh."""
+"""The client of a trainer: every answer comes by `await` in a program, or by `.result()` in a REPL. Holds the actor mesh.
+
+A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line, and copies what the
+caller may change. Only the send is queued.
+"""
 
 import asyncio
 import contextlib
@@ -6,15 +10,16 @@ import os
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import cloudpickle
 
-from rl_actors import metrics, validation
+from rl_actors import metrics
 from rl_actors.clients.base import Client
 from rl_actors.clients.call import Call, in_background
-from rl_actors.clients.conversion import merge_outputs, to_wire
+from rl_actors.clients.conversion import as_tensors, merge_outputs
 from rl_actors.clients.generator import GeneratorClient
+from rl_actors.clients.limits import TrainerLimits
 from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.losses import LogprobGradient, Loss, resolve
 from rl_actors.losses.custom import CustomLoss, logprob_gradients
@@ -29,9 +34,14 @@ from rl_actors.types import (
     SampleList,
     TrainerInfo,
 )
-from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
+from rl_actors.validation import require_gpus, require_optimizer
+
+if TYPE_CHECKING:
+    from monarch.actor import ActorMesh
 
 T = TypeVar("T")
+Check = Callable[[TrainerLimits], None]
+"""Raises ValueError or TypeError for a call that the trainer would refuse."""
 
 CLOSE_SAVE_TIMEOUT = 60.0
 """Seconds that close waits for a checkpoint that is being written."""
@@ -53,20 +63,35 @@ class TrainerClient(Client):
     >>> trainer = TrainerClient.spawn(config)                                  # doctest: +SKIP
     >>> trainer.forward_backward(samples, loss="cross_entropy").result()       # doctest: +SKIP
     >>> trainer.optim_step(OptimParams(learning_rate=1e-3)).result()           # doctest: +SKIP
+
+    Bad input is refused where the method is called. The limits of a trainer that the client did not spawn are known once the
+    trainer has answered its setup; until then such a check runs when the call's turn comes.
     """
 
     def __init__(
         self,
-        mesh: Any,
+        mesh: "ActorMesh[PolicyTrainer] | None",
         *,
         transport: Transport | None = None,
-        call_timeout: float = 600.0,
-        setup_timeout: float = 300.0,
+        call_timeout: float = TrainerConfig.call_timeout,
+        setup_timeout: float = TrainerConfig.setup_timeout,
         name: str = "trainer",
+        config: TrainerConfig | None = None,
+        logs: LogRoute | None = None,
     ) -> None:
-        """Drive a PolicyTrainer mesh that the caller spawned and will stop."""
-        super().__init__(mesh, transport)
-        self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
+        """Drive a PolicyTrainer mesh that the caller spawned and will stop. `spawn` gives config and logs, and no mesh."""
+        super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
+        self.config = config
+        self._limits = TrainerLimits.of_config(config) if config is not None else None
+        self._transport = transport
+        self._owns_transport = False
+        self._session = uuid.uuid4().hex[:12]
+        self._number = 0  # of the last request that was sent
+        self._turn: asyncio.Lock  # made on the background loop
+        self._writing: Call[None] | None = None  # of the last save_checkpoint
+        # The same until its wait() is called: a failure has no other way to the caller.
+        self._unwaited: Call[None] | None = None
+        self._opened: Call[Transport | None] = in_background(self._open_transport(), f"{name}: opening the transport")
         self._start()
 
     @classmethod
@@ -84,44 +109,31 @@ class TrainerClient(Client):
         Raises ValueError for a config that no trainer can be built from, and for fewer GPUs than it takes.
         """
         config.validate()
-        validation.require_gpus(config)
-        client = cls.__new__(cls)
-        Client.__init__(client, transport=transport)
-        client.name, client.call_timeout, client.setup_timeout = name, config.call_timeout, config.setup_timeout
-        client.config = config
-        client._start(logs)
-        client._remember()
-        return client
+        require_gpus(config)
+        timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
+        return cls(None, transport=transport, name=name, config=config, logs=logs, **timeouts)
 
-    config: TrainerConfig | None = None  # None: the caller spawned the mesh
-    _turn: asyncio.Lock  # made on the background loop
-    _writing: Call[None] | None = None  # of the last save_checkpoint
-    # The same, until its wait() was called: its failure has no other way to the caller.
-    _unasked: Call[None] | None = None
-    _info: TrainerInfo
+    async def _open_transport(self) -> Transport | None:
+        if self._mesh is not None or self._transport is not None:
+            return self._transport
+        from rl_actors.transports.torchstore import TorchStoreTransport
 
-    def _start(self, logs: LogRoute | None = None) -> None:
-        self._session = uuid.uuid4().hex[:12]
-        self._number = 0
-        self._owns_transport = False
-        self._started = in_background(self._set_up(logs), f"{self.name}: setup")
+        async with self._spawning:  # a close that comes meanwhile finds what it must close
+            self._require_open("setup")
+            self._transport, self._owns_transport = TorchStoreTransport(), True
+            await self._transport.open()
+        return self._transport
 
-    async def _set_up(self, logs: LogRoute | None) -> None:
+    async def _set_up(self) -> None:
         self._turn = asyncio.Lock()
+        transport = await self._opened
         if self._mesh is None:
-            if self._transport is None:
-                from rl_actors.transports.torchstore import TorchStoreTransport
-
-                async with self._spawning:  # as in _spawn
-                    if self._closed:
-                        raise RuntimeError(f"{self.name}: closed before it was up")
-                    self._transport, self._owns_transport = TorchStoreTransport(), True
-                    await self._transport.open()
             assert self.config is not None
-            processes = await self._spawn(self.config.num_processes(), logs)
-            self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, self._transport)
-        answers = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
-        self._info = answers[0]
+            processes = await self._spawn(self.config.num_processes())
+            self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, transport)
+        infos: list[TrainerInfo] = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
+        self._version = infos[0].policy_version
+        self._limits = TrainerLimits.of_info(infos[0])
         if self._processes is None:
             self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
 
@@ -135,15 +147,30 @@ class TrainerClient(Client):
 
     def info(self) -> Call[list[TrainerInfo]]:
         """What every rank says about itself, by rank."""
-        return self._in_turn("info", self._collect("info"))
+        return self._in_turn("info", self._infos)
+
+    async def _infos(self) -> list[TrainerInfo]:
+        assert self._mesh is not None
+        infos: list[TrainerInfo] = await self._ask(self._mesh.info, "info", self.call_timeout)
+        return sorted(infos, key=lambda info: info.rank)
 
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> Call[ForwardBackwardOutput]:
         """Logprobs of the targets without gradients; nothing changes. A loss adds the metrics that forward_backward would report,
-        `entropy` that of the whole distribution.
+        `entropy` the entropy of the whole distribution.
         """
-        return self._in_turn("forward", self._run_samples("forward", samples, loss, entropy))
+        resolved = None if loss is None else resolve(loss)
+        copies = as_tensors(samples)
+        return self._in_turn(
+            "forward",
+            self._run,
+            "forward",
+            copies,
+            _as_sent(loss, resolved),
+            entropy,
+            check=lambda limits: limits.check_samples(copies, resolved),
+        )
 
     def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False
@@ -152,7 +179,17 @@ class TrainerClient(Client):
 
         loss: a name, an instance such as PPO(), or "module:name" of your own, which client and ranks import.
         """
-        return self._in_turn("forward_backward", self._run_samples("forward_backward", samples, loss, entropy))
+        resolved = resolve(loss)
+        copies = as_tensors(samples)
+        return self._in_turn(
+            "forward_backward",
+            self._run,
+            "forward_backward",
+            copies,
+            _as_sent(loss, resolved),
+            entropy,
+            check=lambda limits: limits.check_training("forward_backward", copies, resolved),
+        )
 
     def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
         """Add the gradient of a loss that this process computes from the logprobs, at the price of one more forward.
@@ -162,40 +199,55 @@ class TrainerClient(Client):
 
         >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
         """
-        samples = list(samples) if isinstance(samples, Sequence) else samples
+        if not callable(loss):
+            raise TypeError(f"loss is {loss!r}; it must be a function of (samples, logprobs)")
+        given = list(samples) if isinstance(samples, Sequence) else samples
+        copies = as_tensors(samples)
+        return self._in_turn(
+            "forward_backward_custom",
+            self._run_custom,
+            given,
+            copies,
+            loss,
+            check=lambda limits: limits.check_training("forward_backward_custom", copies, None),
+        )
 
-        async def call() -> ForwardBackwardOutput:
-            require_optimizer("forward_backward_custom", self._info.optimizer)
-            self._validate(samples, None)
-            bare = [replace(sample, columns={}) for sample in samples]
-            known = await self._run_samples("forward", bare, None)()
-            # Not on the loop: a user's function may take its time, and other clients share the loop.
-            gradients, partials = await asyncio.to_thread(logprob_gradients, loss, samples, known.logprobs)
-            carriers = [replace(s, columns={"logprob_grads": g}) for s, g in zip(bare, gradients, strict=True)]
-            output = await self._run_samples("forward_backward", carriers, LogprobGradient())()
-            return replace(output, metrics=metrics.finish(partials), partials=partials)
+    async def _run(
+        self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool
+    ) -> ForwardBackwardOutput:
+        outputs = await self._ordered(endpoint, SampleList(samples), loss, entropy)
+        return merge_outputs(len(samples), outputs)
 
-        return self._in_turn("forward_backward_custom", call)
+    async def _run_custom(self, given: list[Sample], copies: list[Sample], loss: CustomLoss) -> ForwardBackwardOutput:
+        bare = [replace(sample, columns={}) for sample in copies]
+        known = await self._run("forward", bare, None, False)
+        # Not on the loop: a user's function may take its time, and other clients share the loop.
+        gradients, partials = await asyncio.to_thread(logprob_gradients, loss, given, known.logprobs)
+        carriers = []
+        for sample, gradient in zip(bare, gradients, strict=True):
+            carriers.append(replace(sample, columns={"logprob_grads": gradient}))
+        assert self._limits is not None
+        self._limits.check_samples(carriers, LogprobGradient())
+        output = await self._run("forward_backward", carriers, LogprobGradient(), False)
+        return replace(output, metrics=metrics.finish(partials), partials=partials)
 
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
         """Divide by params.grad_divisor, clip, step, clear."""
+        return self._in_turn(
+            "optim_step", self._optim_step, params, check=lambda limits: limits.check_optim_params(params)
+        )
 
-        async def call() -> OptimResult:
-            require_optimizer("optim_step", self._info.optimizer)
-            validate_optim_params(params, self._info.optimizer, self._info.optimizer_fields)
-            self._raise_failed_save()
-            return await self._first("optim_step", params)
-
-        return self._in_turn("optim_step", call)
+    async def _optim_step(self, params: OptimParams) -> OptimResult:
+        self._raise_failed_save()
+        return await self._first("optim_step", params)
 
     def discard_gradients(self) -> Call[None]:
         """Drop the accumulated gradients; mends a client that a timeout broke, once the ranks answer again."""
+        return self._in_turn("discard_gradients", self._discard_gradients, mends=True)
 
-        async def call() -> None:
-            await self._first("discard_gradients")
-            self._broken = None
-
-        return self._in_turn("discard_gradients", call, mends=True)
+    async def _discard_gradients(self) -> None:
+        await self._first("discard_gradients")
+        self._broken = None
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
         """Copy model, optimizer and policy_version, and write them to a directory that is whole or is not there.
@@ -203,74 +255,75 @@ class TrainerClient(Client):
         Answers when they are copied; `.wait()` of the answer is done when they are on disk. A failure that nobody waited for
         is raised by the next optim_step or save_checkpoint, which then has done nothing.
         """
-        absolute = os.path.abspath(path)
+        return self._in_turn(
+            "save_checkpoint",
+            self._save_checkpoint,
+            os.path.abspath(path),
+            optimizer,
+            check=lambda limits: limits.check_state("save_checkpoint", optimizer),
+        )
 
-        async def call() -> SavedCheckpoint:
-            if optimizer:
-                require_optimizer("save_checkpoint(optimizer=True)", self._info.optimizer)
-            if self._writing is not None:  # so that the ranks' wait_for_checkpoint always means the last one
-                with contextlib.suppress(Exception):
-                    await self._writing
-            self._raise_failed_save()
-            version = await self._first("save_checkpoint", absolute, optimizer)
-            writing = in_background(self._durable(absolute), f"{self.name}: writing {absolute}")
-            self._writing = self._unasked = writing
+    async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
+        if self._writing is not None:  # so that the ranks' wait_for_checkpoint always means the last one
+            with contextlib.suppress(Exception):
+                await self._writing
+        self._raise_failed_save()
+        version = await self._first("save_checkpoint", path, optimizer)
+        writing = in_background(self._write(path), f"{self.name}: writing {path}")
+        self._writing = self._unwaited = writing
+        return SavedCheckpoint(path=path, policy_version=version, wait=lambda: self._wait_for(writing))
 
-            def wait() -> Call[None]:
-                if self._unasked is writing:
-                    self._unasked = None
-                return writing
-
-            return SavedCheckpoint(path=absolute, policy_version=version, wait=wait)
-
-        return self._in_turn("save_checkpoint", call)
-
-    async def _durable(self, path: str) -> None:
+    async def _write(self, path: str) -> None:
         # Not in turn: the ranks take other calls meanwhile.
+        assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
+    def _wait_for(self, writing: Call[None]) -> Call[None]:
+        if self._unwaited is writing:
+            self._unwaited = None
+        return writing
+
     def _raise_failed_save(self) -> None:
-        if self._unasked is not None and self._unasked.done():
-            failed, self._unasked = self._unasked, None
-            failed.result()
+        if self._unwaited is not None and self._unwaited.done():
+            ended, self._unwaited = self._unwaited, None
+            ended.result()
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:
         """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version.
 
-        optimizer=False: the weights alone; the optimizer then starts as that of a new trainer.
+        optimizer=False: only the weights; the optimizer then starts as that of a new trainer.
         """
-        absolute = os.path.abspath(path)
-
-        async def call() -> int:
-            if optimizer:
-                require_optimizer("load_checkpoint(optimizer=True)", self._info.optimizer)
-            return await self._first("load_checkpoint", absolute, optimizer)
-
-        return self._in_turn("load_checkpoint", call)
+        return self._in_turn(
+            "load_checkpoint",
+            self._first,
+            "load_checkpoint",
+            os.path.abspath(path),
+            optimizer,
+            check=lambda limits: limits.check_state("load_checkpoint", optimizer),
+        )
 
     def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
         """Write a new directory that transformers and vLLM load: config.json, safetensors and the tokenizer of hf_path, when it has one."""
-        absolute = os.path.abspath(path)
-        return self._in_turn("export_hf", lambda: self._first("export_hf", absolute, dtype))
+        return self._in_turn("export_hf", self._first, "export_hf", os.path.abspath(path), dtype)
 
     def export_lora(self, path: str) -> Call[None]:
         """Write the adapters to a new directory that peft and vLLM load over the weights of hf_path."""
-        absolute = os.path.abspath(path)
-        return self._in_turn("export_lora", lambda: self._first("export_lora", absolute))
+        return self._in_turn("export_lora", self._first, "export_lora", os.path.abspath(path))
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
         """Trace the next `steps` steps with torch.profiler; <directory>/rank-N.json is there when the last optim_step answers."""
-        absolute = os.path.abspath(directory)
-
-        async def call() -> None:
-            require_optimizer("profile", self._info.optimizer)
-            await self._first("profile", absolute, steps)
-
-        return self._in_turn("profile", call)
+        return self._in_turn(
+            "profile",
+            self._first,
+            "profile",
+            os.path.abspath(directory),
+            steps,
+            check=lambda limits: require_optimizer("profile", limits.optimizer),
+        )
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights for generators under policy_version, and return it."""
-        return self._in_turn("push_model_state_dict", lambda: self._first("push_model_state_dict"))
+        return self._in_turn("push_model_state_dict", self._first, "push_model_state_dict")
 
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
@@ -285,75 +338,63 @@ class TrainerClient(Client):
             if self.config is None:
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
             config = GeneratorConfig.of(self.config)
-        generator = GeneratorClient.spawn(config, transport=lambda: self._transport, name=name, logs=logs)
+        push = self._in_turn("push_model_state_dict", self._push_for, config.dtype)
+        return GeneratorClient.spawn(config, transport=self._opened, name=name, logs=logs, first_version=push)
 
-        async def push() -> int:
-            assert self._transport is not None
-            await announce(self._transport, config.dtype)  # the generator is not up yet to do so itself
-            return await self._first("push_model_state_dict")
+    async def _push_for(self, dtype: str) -> int:
+        assert self._transport is not None
+        await announce(self._transport, dtype)  # the generator is not up yet to do so itself
+        return await self._first("push_model_state_dict")
 
-        generator._pull_first(self._in_turn("push_model_state_dict", push))
-        return generator
+    def _in_turn(
+        self,
+        what: str,
+        send: Callable[..., Awaitable[T]],
+        *arguments: Any,
+        check: Check | None = None,
+        mends: bool = False,
+    ) -> Call[T]:
+        """Check the call now, and send it when all calls before it have answered. mends: also while the client is broken."""
+        self._require_open(what)
+        if check is not None and self._limits is not None:
+            check(self._limits)
+            check = None
+        return in_background(self._wait_and_send(what, send, arguments, check, mends), f"{self.name}: {what}")
 
-    def _in_turn(self, what: str, call: Callable[[], Awaitable[T]], *, mends: bool = False) -> Call[T]:
-        if self._closed:
-            raise RuntimeError(f"{self.name}: {what} after close")
-
-        async def run() -> T:
-            await self._started
-            async with self._turn:  # first come, first served
-                if self._broken and not mends:
-                    raise RuntimeError(
-                        f"{self.name} is broken: {self._broken}; call discard_gradients, or spawn it again"
-                    )
-                return await call()
-
-        return in_background(run(), f"{self.name}: {what}")
-
-    def _validate(self, samples: Any, loss: Loss | None) -> list[Sample]:
-        """The samples as they travel. Raises ValueError for what the ranks would refuse."""
-        wire = [to_wire(sample) for sample in samples] if isinstance(samples, Sequence) else samples
-        info = self._info
-        validate_samples(
-            wire,
-            loss,
-            vocab_size=info.vocab_size,
-            max_sequence_length=info.max_sequence_length,
-            max_call_bytes=info.max_call_bytes,
-        )
-        return wire
-
-    def _run_samples(self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool = False):
-        # The caller may change its list before the call's turn comes.
-        samples = list(samples) if isinstance(samples, Sequence) else samples
-
-        async def call() -> ForwardBackwardOutput:
-            if endpoint == "forward_backward":
-                require_optimizer(endpoint, self._info.optimizer)
-            resolved = resolve(loss) if loss is not None else None
-            if endpoint == "forward_backward" and resolved is None:
-                raise ValueError("unknown loss None; give a loss such as 'cross_entropy' or PPO()")
-            wire = self._validate(samples, resolved)
-            # A name travels as a name: the ranks import what it stands for.
-            named = loss if isinstance(loss, str) else resolved
-            return merge_outputs(len(wire), await self._ordered(endpoint, SampleList(wire), named, entropy))
-
-        return call
-
-    def _collect(self, endpoint: str):
-        async def call() -> list[Any]:
-            answers = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout)
-            return sorted(answers, key=lambda answer: answer.rank)
-
-        return call
+    async def _wait_and_send(
+        self, what: str, send: Callable[..., Awaitable[T]], arguments: tuple[Any, ...], check: Check | None, mends: bool
+    ) -> T:
+        await self._started
+        async with self._turn:  # first come, first served
+            if self._broken and not mends:
+                raise RuntimeError(f"{self.name} is broken: {self._broken}; call discard_gradients, or spawn it again")
+            if check is not None:
+                assert self._limits is not None
+                check(self._limits)
+            return await send(*arguments)
 
     async def _first(self, endpoint: str, *args: Any) -> Any:
+        """Rank 0's answer."""
         return (await self._ordered(endpoint, *args))[0]
 
     async def _ordered(self, endpoint: str, *args: Any) -> list[Any]:
+        """All ranks' answers to the next request of this client's session."""
         # A number is spent only once its request can be sent: the ranks would wait for one that never comes.
         for arg in args:
-            cloudpickle.dumps(arg) if callable(arg) else None
+            if callable(arg):
+                cloudpickle.dumps(arg)
         self._number += 1
         order = Order(session=self._session, number=self._number)
-        return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
+        answers = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
+        self._remember_version(answers[0])
+        return answers
+
+    def _remember_version(self, answer: Any) -> None:
+        version = getattr(answer, "policy_version", None)
+        if version is not None:
+            self._version = version
+
+
+def _as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
+    """A name travels as a name: the ranks import what it stands for."""
+    return given if isinstance(given, str) else resolved

@@ -15,7 +15,7 @@ from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfi
 from rl_actors.config import OptimizerConfig
 from rl_actors.engine.gradients import local
 from rl_actors.types import OptimParams
-from rl_actors.validation import HYPERPARAMETERS
+from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -107,12 +107,8 @@ class Hyperparameters:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """Fields of validation.HYPERPARAMETERS that the optimizer has; a pair of eps, as Adafactor's, is none."""
-        group = self.optimizer.param_groups[0]
-        fits = {"betas": len(group.get("betas", ())) == 2} | {
-            key: isinstance(group.get(key), float | int) for key in ("eps", "weight_decay")
-        }
-        return tuple(name for name, key in HYPERPARAMETERS.items() if fits[key])
+        """Fields of validation.HYPERPARAMETERS that the optimizer has."""
+        return supported_hyperparameters(self.optimizer.param_groups[0])
 
     def set(self, params: OptimParams) -> None:
         """The next step uses these."""

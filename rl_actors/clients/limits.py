@@ -1,0 +1,98 @@
+"""The limits that a client checks a call against before it sends it: of the config that it spawned its actor from, or of the actor's info."""
+
+import pkgutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from rl_actors.config import GeneratorConfig, OptimizerConfig, TrainerConfig
+from rl_actors.losses import Loss
+from rl_actors.model_config import ModelConfig
+from rl_actors.types import GeneratorInfo, OptimParams, Sample, SamplingParams, TrainerInfo
+from rl_actors.validation import (
+    require_optimizer,
+    supported_hyperparameters,
+    validate_optim_params,
+    validate_prompts,
+    validate_samples,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerLimits:
+    vocab_size: int
+    max_sequence_length: int  # positions of a sample
+    max_call_bytes: int
+    optimizer: str | None  # its name; None: the trainer only infers
+    optimizer_fields: tuple[str, ...]  # of OptimParams' beta1, beta2, eps and weight_decay those that the optimizer has
+
+    def check_samples(self, samples: Sequence[Sample], loss: Loss | None) -> None:
+        """Raises ValueError or TypeError for samples that the ranks would refuse."""
+        validate_samples(
+            samples,
+            loss,
+            vocab_size=self.vocab_size,
+            max_sequence_length=self.max_sequence_length,
+            max_call_bytes=self.max_call_bytes,
+        )
+
+    def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
+        """The same, and raises ValueError for a trainer that only infers."""
+        require_optimizer(call, self.optimizer)
+        self.check_samples(samples, loss)
+
+    def check_state(self, call: str, optimizer: bool) -> None:
+        """Raises ValueError for a call that reads or writes an optimizer's state where there is none."""
+        if optimizer:
+            require_optimizer(f"{call}(optimizer=True)", self.optimizer)
+
+    def check_optim_params(self, params: OptimParams) -> None:
+        """Raises ValueError or TypeError for parameters that are out of range, or that the optimizer has no place for."""
+        require_optimizer("optim_step", self.optimizer)
+        validate_optim_params(params, self.optimizer, self.optimizer_fields)
+
+    @classmethod
+    def of_config(cls, config: TrainerConfig) -> "TrainerLimits":
+        return cls(
+            vocab_size=config.model.vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            max_call_bytes=config.max_call_bytes,
+            optimizer=None if config.optimizer is None else config.optimizer.name,
+            optimizer_fields=() if config.optimizer is None else _optimizer_fields(config.optimizer),
+        )
+
+    @classmethod
+    def of_info(cls, info: TrainerInfo) -> "TrainerLimits":
+        return cls(
+            vocab_size=info.vocab_size,
+            max_sequence_length=info.max_sequence_length,
+            max_call_bytes=info.max_call_bytes,
+            optimizer=info.optimizer,
+            optimizer_fields=info.optimizer_fields,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorLimits:
+    max_model_len: int  # tokens of a prompt and its completion
+    vocab_size: int
+
+    def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
+        """Raises ValueError or TypeError for prompts and parameters that the generator would refuse."""
+        validate_prompts(prompts, params, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+
+    @classmethod
+    def of_config(cls, config: GeneratorConfig) -> "GeneratorLimits":
+        model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
+        return cls(max_model_len=config.max_model_len, vocab_size=model.vocab_size)
+
+    @classmethod
+    def of_info(cls, info: GeneratorInfo) -> "GeneratorLimits":
+        return cls(max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+
+
+def _optimizer_fields(config: OptimizerConfig) -> tuple[str, ...]:
+    make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
+    optimizer = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)
+    return supported_hyperparameters(optimizer.param_groups[0])
