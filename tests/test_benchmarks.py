@@ -1,4 +1,4 @@
-"""The rows of the benchmarks: listed, measured where they are missing, and laid out as the README's table. No engine starts here."""
+"""Rows of the benchmarks: the list, the runs of missing rows, and the tables of docs/speed.md and the README. No engine starts here."""
 
 import json
 import os
@@ -22,24 +22,19 @@ from benchmarks.harness.table import H200
 from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-# Measured with this in the place of `python -m benchmarks`: NAME ... appends a line each, and a note that it ran.
+# A program in the place of `python -m benchmarks`: it appends a result for each NAME, and a note that it ran.
 FAKE = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
+import signal, subprocess, sys, time
 from benchmarks.harness import results
+results.gpus = tuple  # the results of a CPU, also where there is a GPU
 _, *names = sys.argv[1:]
-if places := os.environ["CUDA_VISIBLE_DEVICES"]:
-    results.gpus = lambda: ("NVIDIA H200",) * len(places.split(","))
 for name in names:
-    (results.FOLDER / f"places-{name}").write_text(places)
-    while name.startswith("meets") and len(list(results.FOLDER.glob("places-meets*"))) < 2:
-        time.sleep(0.05)
     with (results.FOLDER / "ran").open("a") as file:
         file.write(name + " ")
-    if name.startswith("stubborn"):
+    if name == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", str(results.FOLDER)])
-        (results.FOLDER / f"began-{name}").touch()
+        (results.FOLDER / "began-stubborn").touch()
         time.sleep(60)
     if name == "slow" and not (results.FOLDER / "quick").exists():
         time.sleep(60)
@@ -48,14 +43,16 @@ for name in names:
     if name != "silent":
         results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0, "engine_tokens_per_second": 100.0})
 """
-# `missing` with fake rows of these names, in a process of its own.
+# `missing` over fake rows with these names, for a process of its own.
 DRIVER = """
 import sys
-from benchmarks.harness import missing, register
-folder, *names = sys.argv[1:]
+from benchmarks.harness import missing, register, results
+folder, grace, *names = sys.argv[1:]
+missing.GRACE = float(grace)
 fakes = {
     name: register.TableRow(what="", num_gpus=0, command=("fake", name), line=name, measured=register._beside) for name in names
 }
+results.gpus = tuple
 missing.PYTHON = [sys.executable, "-S", folder + "/fake.py"]
 missing.TABLE.clear()
 missing.TABLE.update(fakes)
@@ -65,31 +62,31 @@ missing.main()
 
 
 def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
-    """Rows of the same process are written a+b."""
-    return {
-        line: TableRow(
-            what="fake",
-            num_gpus=num_gpus,
-            command=("fake",) if "+" in name else ("fake", line),
-            argument=line if "+" in name else "",
-            line=line,
-            measured=register._beside,
-        )
-        for name in names
-        for line in name.split("+")
-    }
+    """Rows by name. "a+b" stands for two rows of one process."""
+    made = {}
+    for name in names:
+        for line in name.split("+"):
+            is_shared = line != name
+            made[line] = TableRow(
+                what="fake",
+                num_gpus=num_gpus,
+                command=("fake",) if is_shared else ("fake", line),
+                argument=line if is_shared else "",
+                line=line,
+                measured=register._beside,
+            )
+    return made
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty folder of results, on a machine without GPUs, where `fake.py` measures."""
+    """An empty folder of results on a machine without GPUs. The program that measures is FAKE."""
     (tmp_path / "fake.py").write_text(FAKE)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(results, "gpus", tuple)
     monkeypatch.setattr(missing, "PYTHON", [sys.executable, "-S", str(tmp_path / "fake.py")])
     monkeypatch.setenv("RL_ACTORS_RESULTS", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of fake.py
     return tmp_path
 
 
@@ -112,14 +109,23 @@ def ran(folder: Path) -> list[str]:
     return (folder / "ran").read_text().split() if (folder / "ran").exists() else []
 
 
-def test_every_row_is_one_of_a_benchmark_that_is_there():
-    modules = __main__.benchmarks(ROOT / "benchmarks")
+def test_every_row_is_measured_by_a_program_that_exists():
+    modules = __main__.programs()
     assert not TABLE.keys() & modules.keys()
     assert TABLE.keys() >= ROWS.keys()
     for name, row in TABLE.items():
         assert all(part in TABLE for part in row.quotient_of), name
         assert bool(row.command) != bool(row.quotient_of), name
         assert not row.command or row.command[0] in modules, name
+    assert TABLE.keys() >= set(register.HEADLINE)
+
+
+def test_programs_are_the_benchmarks_and_the_tools_of_the_harness():
+    modules = {name: module for name, (module, _) in __main__.programs().items()}
+    assert modules["overhead"] == "benchmarks.overhead"
+    assert modules["table"] == "benchmarks.harness.table"
+    assert not modules.keys() & {"__main__", "register", "rows", "results"}
+    assert all(first_line for _, first_line in __main__.programs().values())
 
 
 def test_every_config_of_a_gpu_has_a_short_run_on_as_many_gpus_as_it_takes():
@@ -131,7 +137,7 @@ def test_every_config_of_a_gpu_has_a_short_run_on_as_many_gpus_as_it_takes():
     assert {name: count for name, count in RUNS.items() if count} == taken
 
 
-def test_the_list_says_of_every_row_what_it_needs_and_loads_no_torch():
+def test_the_list_shows_what_every_row_needs_and_loads_no_torch():
     program = (
         "import sys; sys.argv[1:] = []; from benchmarks import __main__; __main__.main(); print('torch' in sys.modules)"
     )
@@ -143,7 +149,7 @@ def test_the_list_says_of_every_row_what_it_needs_and_loads_no_torch():
         assert row.needs in needs[name], name
 
 
-def test_the_list_counts_results_of_this_kind_of_machine_alone(folder, rows, monkeypatch):
+def test_the_list_counts_only_results_of_this_kind_of_machine(folder, rows, monkeypatch):
     rows({**fake_rows("a", "b"), **fake_rows("g", num_gpus=1), **fake_rows("h", num_gpus=4)})
     keep(folder, "fake", "a", "2 x NVIDIA H200", ratio=0.1)
     keep(folder, "fake", "b", "64 cores of x86_64", ratio=0.25)
@@ -162,7 +168,7 @@ def test_the_list_counts_results_of_this_kind_of_machine_alone(folder, rows, mon
     ]
 
 
-def test_missing_are_the_rows_without_a_result_of_this_kind_of_machine(folder, rows, monkeypatch):
+def test_missing_rows_have_no_result_of_this_kind_of_machine(folder, rows, monkeypatch):
     rows({**fake_rows("a", "b"), **fake_rows("g", num_gpus=1), **fake_rows("h", num_gpus=4)})
     keep(folder, "fake", "a", "1 x NVIDIA H200", ratio=0.1)
     keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
@@ -177,7 +183,7 @@ def test_missing_are_the_rows_without_a_result_of_this_kind_of_machine(folder, r
     assert missing.missing(table.TABLE) == []
 
 
-def test_a_row_that_fails_does_not_end_the_table_and_is_run_again(folder, rows, capsys):
+def test_a_row_that_fails_does_not_stop_the_others_and_is_run_again(folder, rows, capsys):
     rows(fake_rows("a", "broken", "silent", "b"))
     assert missing.run(missing.missing(table.TABLE)) == 1
     assert ran(folder) == ["a", "broken", "silent", "b"]
@@ -190,55 +196,37 @@ def test_a_row_that_fails_does_not_end_the_table_and_is_run_again(folder, rows, 
     assert missing.missing(table.TABLE) == []
 
 
-def test_rows_of_one_process_are_run_by_one_and_only_the_missing_ones(folder, rows):
+def test_rows_with_one_command_share_a_process_that_runs_only_the_missing_ones(folder, rows):
     rows(fake_rows("a+b+c", "d"))
     keep(folder, "fake", "b", "2 cores of x86_64", ratio=0.25)
     assert missing.run(missing.missing(table.TABLE)) == 0
     assert ran(folder) == ["a", "c", "d"]
 
 
-def test_no_row_is_begun_after_the_time_and_none_takes_longer_than_its_own(folder, rows, capsys):
-    rows(fake_rows("slow", "a"))
+def test_a_row_that_takes_longer_than_its_timeout_is_stopped(folder, rows, capsys):
+    rows(fake_rows("slow"))
     assert missing.run(["slow"], timeout=2) == 1
     assert "stopped after 2 s" in capsys.readouterr().out
-    assert missing.run(["a"], until=time.monotonic() - 1) == 0
-    assert "not begun: a" in capsys.readouterr().out
-    assert "a" not in ran(folder)
 
 
-def test_rows_side_by_side_have_gpus_of_their_own_and_wait_for_as_many_as_they_take(folder, rows, monkeypatch, capsys):
-    monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
-    monkeypatch.setattr(missing, "OUTPUTS", folder / "outputs")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
-    rows(
-        {
-            **fake_rows("meets-a", "meets-b", num_gpus=1),
-            **fake_rows("wide", num_gpus=2),
-            **fake_rows("broken", num_gpus=1),
-        }
-    )
-    names = ["meets-a", "meets-b", "wide", "broken"]
-    assert missing.run(names, timeout=60, side_by_side=True) == 1
-    assert ran(folder) in (names, ["meets-b", "meets-a", "wide", "broken"])
-    assert [(folder / f"places-{name}").read_text() for name in names] in (
-        ["4", "7", "4,7", "4"],
-        ["4", "7", "7,4", "7"],
-    )
-    assert "failed: broken" in capsys.readouterr().out
-    assert "meets-b: ratio 0.5" in (folder / "outputs" / "meets-b.log").read_text()
+def test_no_row_begins_after_the_given_time(folder, rows, capsys):
+    rows(fake_rows("a", "b"))
+    assert missing.run(["a", "b"], until=time.monotonic() - 1) == 0
+    assert "not begun: a, b" in capsys.readouterr().out
+    assert ran(folder) == []
 
 
 def commands() -> Iterator[str]:
-    """The command lines of all processes."""
+    """The command lines of all processes of this machine."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             yield file.read_text(errors="replace").replace("\0", " ")
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folder, sent):
+def test_an_interrupted_run_leaves_no_process_and_the_same_command_continues_it(folder, sent):
     (folder / "driver.py").write_text(DRIVER)
-    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "a", "slow", "b"]
+    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "75", "a", "slow", "b"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     wait_until(lambda: "slow" in ran(folder) or broken.poll() is not None, 30)
@@ -246,7 +234,7 @@ def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folde
     broken.send_signal(sent)
     out, _ = broken.communicate(timeout=60)
     ended = (-signal.SIGKILL, False) if sent == signal.SIGKILL else (130, True)
-    assert (broken.returncode, "goes on from there" in out) == ended
+    assert (broken.returncode, "continues from there" in out) == ended
     wait_until(lambda: not any(str(folder / "fake.py") in command for command in commands()), 30)
     (folder / "quick").touch()
     again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
@@ -254,34 +242,20 @@ def test_a_broken_off_table_leaves_no_process_and_goes_on_where_it_stopped(folde
     assert ran(folder) == ["a", "slow", "slow", "b"]
 
 
-def test_rows_that_do_not_stop_are_killed_at_the_same_time_with_what_they_started(folder, rows, monkeypatch, capsys):
-    monkeypatch.setattr(results, "gpus", lambda: (H200,) * 2)
-    monkeypatch.setattr(missing, "OUTPUTS", folder / "outputs")
-    monkeypatch.setattr(missing, "GRACE", 3.0)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    rows(fake_rows("stubborn-a", "stubborn-b", num_gpus=1))
-    assert missing.run(["stubborn-a", "stubborn-b"], timeout=4, side_by_side=True) == 1
-    told = [
-        line.split(": ")[1].split()[0]
-        for line in capsys.readouterr().out.splitlines()
-        if ": stopped" in line or ": exit" in line
-    ]
-    assert told == ["stopped", "stopped", "exit", "exit"]  # none waits for the other's grace
-    wait_until(lambda: not any(str(folder) in command for command in commands()), 60)
-
-
-def test_a_second_interrupt_kills_what_did_not_stop_at_the_first(folder):
+@pytest.mark.parametrize(("grace", "interrupts"), [("0.1", 1), ("600", 2)])
+def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_one(folder, grace, interrupts):
     (folder / "driver.py").write_text(DRIVER)
-    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "stubborn"]
+    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), grace, "stubborn"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
     wait_until((folder / "began-stubborn").exists, 60)
     broken.send_signal(signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        broken.wait(2)
-    broken.send_signal(signal.SIGINT)
-    out, _ = broken.communicate(timeout=20)
-    assert broken.returncode == 130 and "goes on from there" in out
+    if interrupts == 2:
+        with pytest.raises(subprocess.TimeoutExpired):
+            broken.wait(2)
+        broken.send_signal(signal.SIGINT)
+    out, _ = broken.communicate(timeout=60)
+    assert broken.returncode == 130 and "continues from there" in out
     wait_until(lambda: not any(str(folder) in command for command in commands()), 60)
 
 
@@ -363,18 +337,36 @@ def test_the_table_says_what_is_met_what_misses_and_what_was_not_run(folder, row
     assert cells[1]["device, date"] == "needs 1 GPU" and cells[3]["device, date"] == "2 cores of x86_64, 2026-01-01"
 
 
-def test_the_readme_has_the_table_that_the_results_give(monkeypatch):
+def test_the_headline_has_only_rows_that_were_run(folder, rows, monkeypatch):
+    rows(fake_rows("a", "b", "c"))
+    monkeypatch.setattr(table, "HEADLINE", ("c", "b", "a"))
+    speeds = {"tokens_per_second": 1200.0, "engine_tokens_per_second": 1000.0}
+    keep(folder, "fake", "a", "2 cores of x86_64", ratio=1.2, **speeds)
+    keep(folder, "fake", "c", "2 cores of x86_64", ratio=1.2, **speeds)
+    _, _, *lines = table.headline().splitlines()
+    assert [line.split("|")[1].strip() for line in lines] == ["`c`", "`a`"]
+
+
+@pytest.mark.parametrize(
+    ("page", "marks", "made"),
+    [
+        (table.SPEED_PAGE, table.TABLE_MARKS, table.markdown),
+        (table.README, table.HEADLINE_MARKS, table.headline),
+    ],
+    ids=["docs/speed.md", "README.md"],
+)
+def test_a_page_has_the_table_that_the_results_give(monkeypatch, page, marks, made):
     monkeypatch.setattr(results, "FOLDER", ROOT / "benchmarks" / "results")
-    shown = (ROOT / "README.md").read_text().partition(table.MARKS[0])[2].partition(table.MARKS[1])[0]
-    assert shown == table.markdown(), "python -m benchmarks table --write puts it there"
+    shown = table.between(page.read_text(), marks)
+    assert shown == made(), "python -m benchmarks table --write puts it there"
 
 
 def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
-    page = tmp_path / "README.md"
-    page.write_text(f"above\n{table.MARKS[0]}old\n{table.MARKS[1]}below\n")
-    table.write(page)
-    assert page.read_text() == f"above\n{table.MARKS[0]}{table.markdown()}{table.MARKS[1]}below\n"
+    page, marks = tmp_path / "page.md", table.TABLE_MARKS
+    page.write_text(f"above\n{marks[0]}old\n{marks[1]}below\n")
+    table.write(page, marks, "new\n")
+    assert page.read_text() == f"above\n{marks[0]}new\n{marks[1]}below\n"
     page.write_text("no marks")
     with pytest.raises(SystemExit, match="lacks the marks"):
-        table.write(page)
+        table.write(page, marks, "new\n")
     assert page.read_text() == "no marks"

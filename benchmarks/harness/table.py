@@ -1,21 +1,29 @@
-"""The table of the README from the newest lines of benchmarks/results: every row, its target, whether it is met. Measures nothing."""
+"""Tables of the newest results: every row with its target in docs/speed.md, and the headline rows in the README. Measures nothing."""
 
 import argparse
 from pathlib import Path
 
 from benchmarks.harness import results
-from benchmarks.harness.register import TABLE, Line, TableRow, plain
+from benchmarks.harness.register import HEADLINE, TABLE, Line, TableRow, plain
 
+ROOT = Path(__file__).parents[2]
+SPEED_PAGE = ROOT / "docs" / "speed.md"
+README = ROOT / "README.md"
 H200 = "NVIDIA H200"
-README = Path(__file__).parents[2] / "README.md"
-MARKS = ("<!-- table of benchmarks: python -m benchmarks table --write -->\n", "<!-- end of the table -->\n")
+TABLE_MARKS = ("<!-- table of benchmarks: python -m benchmarks table --write -->\n", "<!-- end of the table -->\n")
+HEADLINE_MARKS = (
+    "<!-- headline of benchmarks: python -m benchmarks table --write -->\n",
+    "<!-- end of the headline -->\n",
+)
 HEAD = ("row", "what", "measured", "ratio", "target", "meets it", "device, date", "again")
+HEADLINE_HEAD = ("row", "what", "measured", "ratio", "device, date")
 
 
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
-    """The row's newest line from this kind of device (`gpu`, or a CPU where it needs none), with the others of its file; None: not run.
+    """The row's newest line from this kind of device (`gpu`, or a CPU for a row without GPUs); None if there is none.
 
-    A quotient has the lines of its two rows; a line with an error is no result. since: in UTC, as a line's date; older lines are not there.
+    The line's "file" holds the newest line of every name in the same file. A quotient has the lines of its two rows instead. A line with
+    an error is no result. since: a moment in UTC, in the format of a line's date; older lines are ignored.
     """
     if row.quotient_of:
         over, under = (newest(TABLE[name], gpu, since) for name in row.quotient_of)
@@ -31,41 +39,68 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
 
 
 def misses(row: TableRow, line: Line) -> list[str]:
-    """Fields on the wrong side of their limit; what is not a number is."""
+    """Fields on the wrong side of their limit. NaN is on the wrong side of every limit."""
     low = [name for name, limit in row.at_least.items() if not line[name] >= limit]
     return low + [name for name, limit in row.at_most.items() if not line[name] <= limit]
 
 
 def target(row: TableRow) -> str:
-    signs = (("≥", row.at_least), ("≤", row.at_most))
-    limits = [(name, limit, f"{sign} {limit:,g}") for sign, of in signs for name, limit in of.items()]
-    return ", ".join(
-        plain(name) if limit is True else text if name == "ratio" else f"{plain(name)} {text}"
-        for name, limit, text in limits
-    )
+    """ "≥ 0.98, tokens/s ≥ 40,000": the limits of a row. The name of the ratio is left out."""
+    limits = [(name, "≥", limit) for name, limit in row.at_least.items()]
+    limits += [(name, "≤", limit) for name, limit in row.at_most.items()]
+    texts = []
+    for name, sign, limit in limits:
+        if limit is True:
+            texts.append(plain(name))
+        elif name == "ratio":
+            texts.append(f"{sign} {limit:,g}")
+        else:
+            texts.append(f"{plain(name)} {sign} {limit:,g}")
+    return ", ".join(texts)
 
 
 def verdict(row: TableRow, line: Line) -> str:
     if not row.at_least and not row.at_most:
         return ""
-    return "misses " + ", ".join(map(plain, missed)) if (missed := misses(row, line)) else "yes"
+    missed = misses(row, line)
+    return "misses " + ", ".join(map(plain, missed)) if missed else "yes"
 
 
 def markdown(gpu: str = H200) -> str:
-    rows = [HEAD, ("---",) * len(HEAD)]
+    """The table of all rows, also of the ones that were not run."""
+    rows = []
     for name, row in TABLE.items():
         line = newest(row, gpu)
         if line is None:
             cells = ["not run", "", target(row), "not run", f"needs {row.needs}"]
         else:
-            cells = [row.measured(line), ratio(line), target(row), verdict(row, line)]
-            cells.append(f"{line['device']}, {line['date'][:10]}")
+            cells = [row.measured(line), ratio(line), target(row), verdict(row, line), _device_and_date(line)]
         rows.append((f"`{name}`", row.what, *cells, f"`make bench ROW={name}`"))
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in rows)
+    return _markdown(HEAD, rows)
+
+
+def headline(gpu: str = H200) -> str:
+    """The table of the headline rows that were run."""
+    rows = []
+    for name in HEADLINE:
+        line = newest(TABLE[name], gpu)
+        if line is not None:
+            cells = (TABLE[name].what, TABLE[name].measured(line), ratio(line), _device_and_date(line))
+            rows.append((f"`{name}`", *cells))
+    return _markdown(HEADLINE_HEAD, rows)
+
+
+def _device_and_date(line: Line) -> str:
+    return f"{line['device']}, {line['date'][:10]}"
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def sentence(name: str, gpu: str) -> str:
-    """What a row's newest result says, in a line."""
+    """One line about a row's newest result."""
     row = TABLE[name]
     line = newest(row, gpu)
     if line is None:
@@ -78,24 +113,36 @@ def ratio(line: Line) -> str:
     return f"{line['ratio']:.3f}" if "ratio" in line else ""
 
 
-def write(readme: Path) -> None:
-    """Put the table between its marks."""
-    before, _, rest = readme.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    if not rest or MARKS[1] not in rest:
-        raise SystemExit(f"{readme} lacks the marks of the table")
-    readme.write_text(f"{before}{MARKS[0]}{markdown()}{MARKS[1]}{after}")
+def between(text: str, marks: tuple[str, str]) -> str | None:
+    """The part of a page between two marks; None if a mark is missing."""
+    _, _, rest = text.partition(marks[0])
+    part, end, _ = rest.partition(marks[1])
+    return part if end else None
+
+
+def write(page: Path, marks: tuple[str, str], table: str) -> None:
+    """Replace the part of a page between two marks. Exits if the page lacks a mark."""
+    text = page.read_text()
+    if between(text, marks) is None:
+        raise SystemExit(f"{page} lacks the marks {' and '.join(mark.strip() for mark in marks)}")
+    before, _, rest = text.partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    page.write_text(f"{before}{marks[0]}{table}{marks[1]}{after}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default=H200, help="the kind of GPU whose results count")
-    parser.add_argument("--write", action="store_true", help=f"into the README: that of an {H200}")
+    parser.add_argument("--headline", action="store_true", help="only the rows that the README shows")
+    parser.add_argument(
+        "--write", action="store_true", help=f"put the results of an {H200} into docs/speed.md and the README"
+    )
     arguments = parser.parse_args()
     if arguments.write:
-        write(README)
+        write(SPEED_PAGE, TABLE_MARKS, markdown())
+        write(README, HEADLINE_MARKS, headline())
     else:
-        print(markdown(arguments.gpu), end="")
+        print(headline(arguments.gpu) if arguments.headline else markdown(arguments.gpu), end="")
 
 
 if __name__ == "__main__":
