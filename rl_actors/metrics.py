@@ -1,20 +1,61 @@
-"""Metrics named `name:reduction` that merge over chunks, microbatches, ranks and calls. No tensors leave here: the result is floats.
+"""Metrics named `name:reduction` that merge over chunks, microbatches, ranks and calls. Results are floats; tensors stay inside.
 
-A partial is a number for sum, min and max, and a pair (numerator, denominator) for mean.
+A partial is a scalar for sum, min and max, and a pair (numerator, denominator) for mean.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-Partials = dict[str, Any]
+Scalar: TypeAlias = float | Tensor
+Partial: TypeAlias = Scalar | tuple[Scalar, Scalar]
+Partials: TypeAlias = dict[str, Partial]
 REDUCTIONS = ("sum", "mean", "max", "min")
+OVER_NOTHING = {"max": -math.inf, "min": math.inf}
+"""Extremes over no values. Merging one of them with a value gives that value."""
 
 
-def merge(parts: Iterable[Mapping[str, Any]]) -> Partials:
+class HostCopy:
+    """A tensor that is on the host already. The subclass in engine/gpu.py copies one from a GPU."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        """Begin the copy."""
+        self.tensor = tensor
+
+    def wait(self) -> Tensor:
+        """The tensor on the host, once the copy is done."""
+        return self.tensor
+
+
+class PartialsCopy:
+    """Partials of device scalars on their way to the host, all scalars in one transfer."""
+
+    def __init__(self, partials: Mapping[str, Partial], to_host: type[HostCopy] = HostCopy) -> None:
+        """Begin the copy."""
+        self._partials = dict(partials)
+        scalars: list[Tensor] = []
+        for value in partials.values():
+            pair = value if isinstance(value, tuple) else (value,)
+            scalars += [x.detach().double() for x in pair if isinstance(x, Tensor)]
+        self._copy = to_host(torch.stack(scalars)) if scalars else None
+
+    def wait(self) -> Partials:
+        """The partials as numbers, once the copy is done."""
+        arrived = iter(self._copy.wait().tolist() if self._copy is not None else [])
+        numbers: Partials = {}
+        for name, value in self._partials.items():
+            if isinstance(value, tuple):
+                numerator, denominator = (next(arrived) if isinstance(x, Tensor) else x for x in value)
+                numbers[name] = (numerator, denominator)
+            else:
+                numbers[name] = next(arrived) if isinstance(value, Tensor) else value
+        return numbers
+
+
+def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
     """merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3, "b:mean": (3, 5)}"""
     merged: Partials = {}
     for part in parts:
@@ -24,62 +65,52 @@ def merge(parts: Iterable[Mapping[str, Any]]) -> Partials:
     return merged
 
 
-def numbers_of(
-    partials: Mapping[str, Any], to_host: Callable[[Tensor], Callable[[], Tensor]] = lambda tensor: lambda: tensor
-) -> Callable[[], Partials]:
-    """Begin to bring partials of device scalars to the host, in one transfer; what is returned waits for it and gives numbers.
-
-    to_host: begins to copy a tensor; what it returns waits for the copy.
-    """
-    pairs = {name: value if isinstance(value, tuple) else (value,) for name, value in partials.items()}
-    scalars = [x.detach().double() for pair in pairs.values() for x in pair if isinstance(x, Tensor)]
-    arrival = to_host(torch.stack(scalars)) if scalars else None
-
-    def numbers() -> Partials:
-        arrived = iter(arrival().tolist() if arrival is not None else [])
-        found = {name: [next(arrived) if isinstance(x, Tensor) else x for x in pair] for name, pair in pairs.items()}
-        return {name: tuple(found[name]) if isinstance(partials[name], tuple) else found[name][0] for name in partials}
-
-    return numbers
-
-
-def to_numbers(partials: Mapping[str, Any]) -> Partials:
+def to_numbers(partials: Mapping[str, Partial]) -> Partials:
     """Partials of scalars on the host as numbers."""
-    return numbers_of(partials)()
+    return PartialsCopy(partials).wait()
 
 
-def finish(partials: Mapping[str, Any]) -> dict[str, float]:
+def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
     """finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}; a mean or an extreme over nothing is 0."""
-    nothing = {"max": -math.inf, "min": math.inf}  # what merges with anything to the other
-    return {
-        name: float(value[0] / value[1] if value[1] else 0.0)
-        if isinstance(value, tuple)
-        else float(0.0 if value == nothing.get(name.rpartition(":")[2]) else value)
-        for name, value in partials.items()
-    }
+    finished: dict[str, float] = {}
+    for name, value in partials.items():
+        if isinstance(value, tuple):
+            numerator, denominator = value
+            finished[name] = float(numerator / denominator) if denominator else 0.0
+        else:
+            is_over_nothing = value == OVER_NOTHING.get(_reduction(name))
+            finished[name] = 0.0 if is_over_nothing else float(value)
+    return finished
 
 
-def _combine(name: str, a: Any, b: Any) -> Any:
-    match name.rpartition(":")[2]:
+def _combine(name: str, a: Partial, b: Partial) -> Partial:
+    reduction = _reduction(name)
+    if reduction == "mean":
+        assert isinstance(a, tuple) and isinstance(b, tuple), f"{name} is a pair (numerator, denominator)"
+        return a[0] + b[0], a[1] + b[1]
+    assert not isinstance(a, tuple) and not isinstance(b, tuple), f"{name} is one number"
+    match reduction:
         case "sum":
             return a + b
-        case "mean":
-            return a[0] + b[0], a[1] + b[1]
         case "max":
             return _larger(a, b)
         case _:
             return -_larger(-a, -b)
 
 
-def _larger(a: Any, b: Any) -> Any:
-    """Keeps a NaN wherever it stands; Python's max(1.0, nan) depends on the order."""
+def _larger(a: Scalar, b: Scalar) -> Scalar:
+    """NaN when either is NaN. Python's max(1.0, nan) depends on the order."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b)
     return a if a > b or a != a else b
 
 
+def _reduction(name: str) -> str:
+    return name.rpartition(":")[2]
+
+
 def _require_reduction(name: str) -> None:
-    reduction = name.rpartition(":")[2]
+    reduction = _reduction(name)
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"metric {name!r} ends in {reduction!r}; a metric is named name:sum, name:mean, name:max or name:min"

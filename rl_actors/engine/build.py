@@ -37,10 +37,10 @@ from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine import lora, recomputation
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.context_parallel import RowShards, WholeRows
-from rl_actors.engine.microbatch_output import ToHost
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
 from rl_actors.engine.pipeline_stages import LocalModel, split_into_stages
+from rl_actors.metrics import HostCopy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class BuiltModel:
     parallel_dims: ParallelDims
     device: torch.device
     to_device: Callable[[torch.Tensor], torch.Tensor]
-    to_host: ToHost
+    to_host: type[HostCopy]
     shard_rows: Callable[
         [PackedBatch], PackedBatch
     ]  # a batch of whole rows -> what this rank holds of it, with attention masks
@@ -222,7 +222,7 @@ def build(config: TrainerConfig) -> BuiltModel:
         parallel_dims=parallel_dims,
         device=device,
         to_device=partial(machine.to_device, device=device),
-        to_host=machine.to_host,
+        to_host=machine.HostCopy,
         shard_rows=_row_sharding(modules[0], parallel_dims, config, machine),
         forward_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         hf_adapter=Qwen3StateDictAdapter(model_config, None),

@@ -25,6 +25,7 @@ import torchtitan.models.common.attention as attention_module  # noqa: E402
 from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from rl_actors.engine.batch import PackedBatch  # noqa: E402
+from rl_actors.metrics import HostCopy as HostCopy  # noqa: E402  (gpu.py has its own under this name)
 from rl_actors.processes import threads  # noqa: E402
 
 
@@ -79,11 +80,6 @@ def attention_masks(model: nn.Module, kernel: str) -> Callable[[PackedBatch], Te
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
-
-
-def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """It is there."""
-    return lambda: tensor
 
 
 def fuse(function: Callable) -> Callable:

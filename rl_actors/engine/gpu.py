@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenMetadata
 
+from rl_actors import metrics
 from rl_actors.engine import flash4
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.processes import threads
@@ -58,17 +59,17 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def to_host(tensor: Tensor) -> Callable[[], Tensor]:
-    """Begin to copy it to pinned memory. What is returned waits for the copy, and not for what was launched behind it."""
-    copied = tensor.to("cpu", non_blocking=True)
-    event = torch.cuda.Event()
-    event.record()
+class HostCopy(metrics.HostCopy):
+    """A copy of a device tensor in pinned memory. `wait` does not wait for kernels that were launched after the copy."""
 
-    def wait() -> Tensor:
-        event.synchronize()
-        return copied
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.to("cpu", non_blocking=True)
+        self.event = torch.cuda.Event()
+        self.event.record()
 
-    return wait
+    def wait(self) -> Tensor:
+        self.event.synchronize()
+        return self.tensor
 
 
 def fuse(function: Callable) -> Callable:

@@ -163,7 +163,12 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
     """Write the adapters as peft and vLLM load them over the weights of `base`; whole or not there."""
-    _on_first_rank(lora.export(built.model, config, path, to_hf=built.hf_adapter.to_hf, base=base))
+    tensors = lora.gather(built.model, built.hf_adapter.to_hf)
+
+    def write() -> None:
+        lora.write(tensors, config, path, base=base)
+
+    _on_first_rank(write)
 
 
 def require_exportable(path: str, dtype: str) -> None:

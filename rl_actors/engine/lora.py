@@ -6,7 +6,7 @@ Here: reproducible first values, merged weights, adapters under peft's names, an
 import math
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -76,19 +76,19 @@ def peft_state_dict(model: nn.Module, to_hf) -> dict[str, Tensor]:
     return found
 
 
-def export(model: nn.Module, config: LoRAConfig, path: str, *, to_hf, base: str) -> Callable[[], None]:
-    """Gather the adapters; returns what rank 0 is to call to write them as peft and vLLM read them over `base`: whole or not there."""
-    target, partial = Path(path), Path(f"{path}.partial")
+def gather(model: nn.Module, to_hf) -> dict[str, Tensor]:
+    """The adapters under peft's names, whole and on the CPU, on rank 0; empty on the other ranks. Collective."""
     gathered = whole_tensors(peft_state_dict(model, to_hf))
-    tensors = {name: whole.contiguous() for name, whole in gathered if whole is not None}
+    return {name: whole.contiguous() for name, whole in gathered if whole is not None}
 
-    def write() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        adapters.write(partial, tensors, config, base=base)
-        partial.rename(target)
 
-    return write
+def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
+    """Write gathered adapters as peft and vLLM read them over the weights of `base`. The directory is whole or not there."""
+    target, partial = Path(path), Path(f"{path}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    adapters.write(partial, tensors, config, base=base)
+    partial.rename(target)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

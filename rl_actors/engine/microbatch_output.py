@@ -1,34 +1,35 @@
-"""What a microbatch computed, on its way to the host from when it is known: nobody waits for the backward pass behind it.
+"""Results of one microbatch.
 
-B rows, L row length, N positions of them that hold samples.
+They are copied to the host as soon as the forward pass is done, so reading them does not wait for the backward pass.
+
+B rows, L row length, N positions of the rows that hold samples.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from torch import Tensor
 
 from rl_actors.engine.batch import PackedBatch
-from rl_actors.metrics import Partials, numbers_of
-
-ToHost = Callable[[Tensor], Callable[[], Tensor]]
-"""Begins to copy a tensor to the host; what it returns waits for the copy."""
+from rl_actors.metrics import HostCopy, Partials, PartialsCopy
 
 
 class MicrobatchOutput:
-    """Of one microbatch. Keeps nothing on the device but until the copies are made."""
+    """Values and metrics of one microbatch on their way to the host."""
 
-    def __init__(self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: ToHost) -> None:
-        """values: what was computed at every position of the whole rows, [B, L, ...]."""
+    def __init__(
+        self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
+    ) -> None:
+        """Begin the copies. values: one entry for every position of the whole rows, [B, L, ...]."""
         self.indices = [index for index, *_ in batch.spans]
         self.lengths = [end - start for _, _, start, end in batch.spans]
         self._index_N = batch.index_N
         self._values = {name: to_host(value.detach().flatten(0, 1).float()) for name, value in values.items()}
-        self._metrics = numbers_of(metrics, to_host)
+        self._metrics = PartialsCopy(metrics, to_host)
 
     def values(self) -> dict[str, Tensor]:
-        """What was computed at the samples' positions, one sample behind the other: [N, ...] float32 on the host."""
-        return {name: value()[self._index_N] for name, value in self._values.items()}
+        """The values at the samples' positions, one sample behind the other: [N, ...] float32 on the host."""
+        return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
 
     def metrics(self) -> Partials:
-        """Partials of numbers."""
-        return self._metrics()
+        """The metrics as partials of numbers."""
+        return self._metrics.wait()

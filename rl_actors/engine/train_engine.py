@@ -137,7 +137,7 @@ class TrainEngine:
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients.scale(clip / params.grad_divisor)
-            grad_norm = arrival().item()
+            grad_norm = arrival.wait().item()
             finite = grad_norm < float("inf")
             broken = () if finite else gradients.nonfinite()
         if finite:

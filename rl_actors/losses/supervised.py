@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_actors.metrics import Partials
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
     """sum_i -w_i log p_i, with any float weights w, negative too (Tinker's `cross_entropy`).
 
     With the columns target_ids and target_weights [T, K] it is sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), the cross entropy
-    to a distribution over K tokens, as in distillation; `targets` then only say which positions are padding.
+    to a distribution over K tokens, as in distillation. `targets` then only say which positions are padding.
     """
 
     def __call__(
@@ -24,7 +26,7 @@ class CrossEntropy:
         target_ids: Tensor | None = None,
         target_weights: Tensor | None = None,
         target_logprobs: Tensor | None = None,
-    ):
+    ) -> tuple[Tensor, Partials]:
         if target_logprobs is not None and target_weights is not None:
             logprobs_BL = (target_logprobs * target_weights).sum(-1)
         loss = -(logprobs_BL * loss_weights).sum()

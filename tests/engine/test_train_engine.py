@@ -11,7 +11,7 @@ from references import VOCAB_SIZE, load_qwen3, ppo_samples, random_samples, refe
 from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine.train_engine import TrainEngine
 from rl_actors.losses import GSPO, KL, PPO
-from rl_actors.metrics import finish
+from rl_actors.metrics import HostCopy, finish
 from rl_actors.types import OptimParams, num_loss_tokens
 
 ODD_LENGTHS = [7, 31, 1, 64, 13, 3, 22, 45, 9]
@@ -216,11 +216,12 @@ def test_an_answer_is_on_its_way_before_the_backward_pass(make_engine):
     engine, gradients = make_engine(), []
     block = next(p for n, p in engine.built.model.named_parameters() if n.endswith("layers.0.feed_forward.w1.weight"))
 
-    def to_host(tensor):
-        gradients.append(block.grad)
-        return lambda: tensor
+    class Recording(HostCopy):
+        def __init__(self, tensor):
+            gradients.append(block.grad)
+            super().__init__(tensor)
 
-    engine.runner.built = replace(engine.runner.built, to_host=to_host)
+    engine.runner.built = replace(engine.runner.built, to_host=Recording)
     output = engine.forward_backward(random_samples([31, 7]), "cross_entropy")
     assert gradients and gradients == [None] * len(gradients) and block.grad is not None
     assert output.logprobs.numel() == 38 and output.metrics["loss:sum"] > 0

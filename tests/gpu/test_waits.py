@@ -12,11 +12,11 @@ def test_an_answer_does_not_wait_for_what_was_launched_behind_it():
     from rl_actors.engine import gpu
 
     numbers = torch.arange(1000.0, device="cuda")
-    answer = gpu.to_host(2 * numbers)
+    answer = gpu.HostCopy(2 * numbers)
     torch.cuda._sleep(2_000_000_000)  # about a second
     behind = torch.cuda.Event()
     behind.record()
-    assert torch.equal(answer(), 2 * torch.arange(1000.0)) and answer().is_pinned()
+    assert torch.equal(answer.wait(), 2 * torch.arange(1000.0)) and answer.wait().is_pinned()
     assert not behind.query()
 
 
