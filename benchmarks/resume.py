@@ -32,7 +32,7 @@ VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
 WARMUP_STEPS, GRPO_STEPS = 3, 12
 FLAGS = {
     "--steps": GRPO_STEPS,
-    "--max-warmup-steps": WARMUP_STEPS,
+    "--sft-steps": WARMUP_STEPS,
     "--checkpoint-every": 2,
     "--validate-every": 3,
     "--rollouts.groups-per-step": 8,

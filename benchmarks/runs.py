@@ -46,11 +46,11 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
         "--environment.task": "benchmarks.runs:digits",
         "--steps": STEPS,
         "--checkpoint-every": 0,
-        "--max-warmup-steps": 16,
-        "--warmup.stop-at-answer-probability": 1,
-        "--warmup.batch-size": 1024,
-        "--warmup.schedule.learning-rate": 3e-4,
-        "--warmup.schedule.warmup-steps": 5,
+        "--sft-steps": 16,
+        "--sft.stop-at-answer-probability": 1,
+        "--sft.batch-size": 1024,
+        "--sft.schedule.learning-rate": 3e-4,
+        "--sft.schedule.warmup-steps": 5,
     }
     return [str(part) for pair in given.items() for part in pair]
 

@@ -7,7 +7,7 @@ a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes one
 
 from dataclasses import replace
 
-from configs.tiny import addition, supervised
+from configs.tiny import addition, sft_phase
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
@@ -103,6 +103,6 @@ def _run(model: str, tokens_per_row: int, generator: GeneratorConfig) -> GRPOCon
         steps=50,
         rollouts=RolloutConfig(groups_per_step=64, group_size=16),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=5),
-        warmup=supervised(stop_at=0.2, learning_rate=1e-4),
-        max_warmup_steps=200,
+        sft=sft_phase(stop_at=0.2, learning_rate=1e-4),
+        sft_steps=200,
     )

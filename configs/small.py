@@ -3,7 +3,7 @@
 Trainer and generator share the GPU. On a CPU the same command line runs, and takes hours.
 """
 
-from configs.tiny import addition, supervised
+from configs.tiny import addition, sft_phase
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
@@ -45,7 +45,7 @@ def small() -> GRPOConfig:
         # Hotter than in tiny: this model is surer of its wrong answers, too.
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
-        warmup=supervised(stop_at=0.35, learning_rate=6e-4, batch_size=256),
-        max_warmup_steps=2000,
+        sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),
+        sft_steps=2000,
         checkpoint_every=100,
     )

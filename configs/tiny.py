@@ -6,7 +6,7 @@ from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
-from controllers.sft import SFTConfig, SupervisedConfig
+from controllers.sft import SFTConfig, SFTPhaseConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
@@ -20,19 +20,19 @@ def tiny() -> GRPOConfig:
         # Hotter than 1, so that problems whose likeliest answer is wrong get a right one now and then.
         rollouts=RolloutConfig(groups_per_step=192, group_size=4, max_refills=1, temperature=1.3),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
-        warmup=supervised(stop_at=0.2),
-        max_warmup_steps=600,
+        sft=sft_phase(stop_at=0.2),
+        sft_steps=600,
     )
 
 
 def tiny_sft() -> SFTConfig:
     """The supervised phase alone, to its end."""
-    return SFTConfig(**_parts(), steps=400, supervised=supervised(stop_at=1.0))
+    return SFTConfig(**_parts(), steps=400, sft=sft_phase(stop_at=1.0))
 
 
-def supervised(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128) -> SupervisedConfig:
+def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128) -> SFTPhaseConfig:
     schedule = ScheduleConfig(learning_rate=learning_rate, warmup_steps=20)
-    return SupervisedConfig(batch_size=batch_size, schedule=schedule, stop_at_answer_probability=stop_at)
+    return SFTPhaseConfig(batch_size=batch_size, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
 def _parts() -> dict[str, Any]:

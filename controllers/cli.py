@@ -21,7 +21,7 @@ from rich.console import Console
 
 from controllers.run_folder import RunFolder
 
-FIXED_ON_RESUME = ("seed", "environment", "alphabet", "max_warmup_steps", "trainer.model", "trainer.hf_path")
+FIXED_ON_RESUME = ("seed", "environment", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
 """A change of these makes no sense in a resumed run: its weights would not fit, or held-out problems were trained on."""
 
 Configs = Mapping[str, Callable[[], Any]]

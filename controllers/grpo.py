@@ -9,46 +9,46 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from controllers.launch import main
-from controllers.reference import apply_reference, require_reference, spawn_reference
+from controllers.reference import require_reference, start_reference
 from controllers.rollouts import RolloutBatch, RolloutConfig, Rollouts
-from controllers.run import Run, RunConfig, Update, split
+from controllers.run import Run, RunConfig, split
 from controllers.run_folder import RunFolder
 from controllers.schedules import ScheduleConfig
-from controllers.sft import SupervisedConfig, train_supervised
-from rl_actors import KL, PPO, Sample, metrics, num_loss_tokens
+from controllers.sft import SFTPhase, SFTPhaseConfig
+from rl_actors import KL, PPO, ForwardBackwardOutput, OptimResult, Sample, metrics, num_loss_tokens
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
-    """Optimizer steps that a step's batch is divided among, at most; the later ones train on what slightly older weights sampled."""
+    """Most optimizer steps that a step's batch is divided among. The later ones train on samples of slightly older weights."""
     epochs_per_step: int = 1
-    """Times that a step goes over its batch: each is another updates_per_step optimizer steps on the same rollouts."""
+    """Times that a step goes over its batch. Each takes another updates_per_step optimizer steps on the same rollouts."""
     ratio_low: float = 0.8
     """Lower bound of the probability ratio in the loss."""
     ratio_high: float = 1.28
     """Upper bound of the probability ratio in the loss."""
     reference_kl: float = 0.0
-    """Weight of the KL divergence from the policy as GRPO began, which a second trainer beside the first holds; 0: none."""
+    """Weight of the KL divergence from the policy as GRPO began; 0: none. A second trainer beside the first holds that policy."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
-    """loss: every token's divergence is added to its loss; reward: a completion's, summed over its tokens, is subtracted from its
-    reward before the advantages."""
+    """loss: the divergence of every token is added to its loss. reward: the divergence of a completion, summed over its tokens, is
+    subtracted from its reward before the advantages."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Of that divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+    """Estimator of that divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
     None: k3 in the loss, k1 in the reward."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate by GRPO step."""
-    warmup: SupervisedConfig = field(default_factory=SupervisedConfig)
+    sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     """Supervised steps before the first GRPO step, for a policy that starts from random weights."""
-    max_warmup_steps: int = 0
+    sft_steps: int = 0
     """Most supervised steps; 0: none."""
 
     def validate(self) -> None:
         super().validate()
         self.rollouts.validate()
         self.schedule.validate()
-        self.warmup.validate()
+        self.sft.validate()
         if not 0 <= self.reference_kl < math.inf:
             raise ValueError(f"reference_kl={self.reference_kl}; it must be a number of at least 0, finite")
         self.loss()
@@ -56,8 +56,8 @@ class GRPOConfig(RunConfig):
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
         if self.epochs_per_step < 1:
             raise ValueError(f"epochs_per_step={self.epochs_per_step}; it must be at least 1")
-        if self.max_warmup_steps < 0:
-            raise ValueError(f"max_warmup_steps={self.max_warmup_steps}; it must be at least 0")
+        if self.sft_steps < 0:
+            raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
 
     def validate_resumed(self, folder: RunFolder) -> None:
         super().validate_resumed(folder)
@@ -73,17 +73,24 @@ class GRPOConfig(RunConfig):
         return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high, kl=kl)
 
 
-async def train_step(run: Run, samples: Sequence[Sample], learning_rate: float) -> list[Update]:
-    """In every epoch, up to updates_per_step optimizer steps on parts of the batch, each with the mean over its tokens."""
-    config: GRPOConfig = run.config
-    parts = [*split(samples, -(-len(samples) // config.updates_per_step))] * config.epochs_per_step
-    return [await run.update(part, config.loss(), learning_rate) for part in parts]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """One optimizer step and the forward_backward calls that it took."""
+
+    outputs: list[ForwardBackwardOutput]
+    result: OptimResult
 
 
-async def train(run: Run) -> None:
-    """Supervised warm-up until the policy is worth sampling, then GRPO: generate, train, sync."""
-    config: GRPOConfig = run.config
-    warmup_steps, cursor = await warm_up(run)
+async def train(run: Run[GRPOConfig]) -> None:
+    """Supervised steps until the policy is worth sampling, then GRPO: generate, train, sync."""
+    config = run.config
+    sft_steps, cursor = await train_sft_phase(run)
+    first_step = max(run.state.get("step", 0), sft_steps)
+    last_step = sft_steps + config.steps
+    run.log.display.total_steps = last_step
+    reference = None
+    if config.reference_kl:
+        reference = await start_reference(run, has_begun=first_step > sft_steps, sft_steps=sft_steps)
     rollouts = Rollouts(
         config.rollouts,
         run.environment,
@@ -92,64 +99,81 @@ async def train(run: Run) -> None:
         max_tokens=config.max_tokens,
         seed=config.seed,
         cursor=cursor,
+        penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
     )
     schedule = config.schedule.build(config.steps)
-    first_step = max(run.state.get("step", 0), warmup_steps)
-    last_step = warmup_steps + config.steps
-    run.log.display.total_steps = last_step
-    reference = None
-    if config.reference_kl:
-        reference = await spawn_reference(run, has_begun=first_step > warmup_steps, warmup_steps=warmup_steps)
-    await run.sync()
+    await sync(run)
     for step in range(first_step, last_step):
         with run.timer("generate"):
             batch = await rollouts.next_batch()
         values = batch.metrics()
-        if batch.samples:  # with no signal there is no gradient, so no step of the optimizer
-            rate = schedule(step - warmup_steps)
+        if batch.samples:  # without a signal there is no gradient, so no optimizer step
             samples = batch.samples
-            if reference:
-                samples, penalty = await apply_reference(run, reference, batch)
-                values |= penalty
+            if reference and config.reference_kl_in == "loss":
+                samples = await reference.with_logprobs(samples)
+            learning_rate = schedule(step - sft_steps)
             with run.timer("train"):
-                updates = await train_step(run, samples, rate)
-            await run.sync()
-            values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": rate}
-        done, is_last = step + 1 - warmup_steps, step + 1 == last_step
+                updates = await train_step(run, samples, learning_rate)
+            await sync(run)
+            values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": learning_rate}
+        done, is_last = step + 1 - sft_steps, step + 1 == last_step
         if is_last or done % config.validate_every == 0:
             values["validation/accuracy"] = await run.accuracy()
         run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=not batch.samples)
         run.log.rollouts(step, batch.shown())
         # After the step's line: a run that is killed in between writes that line again, and loses none.
-        state = {"step": step + 1, "cursor": rollouts.cursor, "warmup_steps": warmup_steps}
+        state = {"step": step + 1, "cursor": rollouts.cursor, "sft_steps": sft_steps}
         await run.checkpoint(state, done=done, is_last=is_last)
 
 
-async def warm_up(run: Run) -> tuple[int, int]:
-    """Run the supervised steps that are left; returns (their number, the next problem)."""
-    config: GRPOConfig = run.config
-    if "warmup_steps" in run.state or config.max_warmup_steps == 0:
-        return run.state.get("warmup_steps", 0), run.state.get("cursor", 0)
+async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
+    """In every epoch up to updates_per_step optimizer steps on parts of the batch, each with the mean gradient over its tokens."""
+    config, loss = run.config, run.config.loss()
+    part_size = math.ceil(len(samples) / config.updates_per_step)
+    updates = []
+    for _ in range(config.epochs_per_step):
+        for part in split(samples, part_size):
+            outputs = []
+            for chunk in split(part, config.samples_per_forward_backward):
+                outputs.append(await run.trainer.forward_backward(chunk, loss=loss))
+            params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(part))
+            result = await run.trainer.optim_step(params)
+            updates.append(Update(outputs=outputs, result=result))
+    return updates
 
-    async def measure(is_last: bool, step: int) -> dict[str, Any]:
-        if not is_last:
-            return {}
-        await run.sync()
-        return {"validation/accuracy": await run.accuracy()}
 
-    async def save(is_last: bool, state: dict[str, Any]) -> None:
-        ended = {"warmup_steps": state["step"]} if is_last else {}
-        await run.checkpoint(state | ended, done=state["step"], is_last=is_last)
+async def sync(run: Run[GRPOConfig]) -> None:
+    """Publish the trainer's weights, and replace the generator's by them. They never pass through the controller."""
+    with run.timer("sync"):
+        version = await run.trainer.push_model_state_dict()
+        await run.generator.pull_model_state_dict(version)
 
-    steps = {"first_step": run.state.get("step", 0), "last_step": config.max_warmup_steps}
-    cursor = run.state.get("cursor", 0)
-    return await train_supervised(run, config.warmup, **steps, cursor=cursor, measure=measure, save=save)
+
+async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
+    """Run the supervised steps that are left. Returns their number, those of earlier runs included, and the next problem."""
+    config = run.config
+    if "sft_steps" in run.state or config.sft_steps == 0:
+        return run.state.get("sft_steps", 0), run.state.get("cursor", 0)
+    phase = SFTPhase(run, config.sft, total_steps=config.sft_steps)
+    for step in range(run.state.get("step", 0), config.sft_steps):
+        values = await phase.train_step(step)
+        is_last = step + 1 == config.sft_steps or phase.should_stop()
+        state = {"step": step + 1, **phase.state()}
+        if is_last:
+            state["sft_steps"] = step + 1
+            await sync(run)
+            values["validation/accuracy"] = await run.accuracy()
+        run.log.step(step, values | run.timer.reset(), phase="sft")
+        await run.checkpoint(state, done=step + 1, is_last=is_last)
+        if is_last:
+            break
+    return step + 1, phase.cursor
 
 
 def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:
     """A step's numbers under the names of metrics.jsonl.
 
-    The trainer's logprobs are compared with the generator's on the first update alone: only its weights sampled.
+    The trainer's logprobs are compared with the generator's on the first update only: the weights of later ones did not sample.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))

@@ -42,8 +42,11 @@ Train = Callable[[Run], Awaitable[None]]
 def main(controller: str) -> None:
     """Parse the command line of a controller module, do what it asks with the module's `train`, and exit.
 
-    The package `configs` imports the controllers, so they look it up by name when a command line names one of its configs.
+    The package `configs` imports the controllers, so a controller cannot import it; the configs are looked up by name here.
     """
+    running = sys.modules["__main__"]
+    if running.__spec__ is not None and running.__spec__.name == controller:
+        sys.modules[controller] = running  # the configs import the module that runs, not a second one of the same code
     prog = f"python -m {controller}"
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
     if invocation.plan:
@@ -162,7 +165,8 @@ async def _train(
             console=Console(file=terminal),
         ) as log:
             log.note(f"run folder: {folder.path}")
-            async with open_run(config, folder, environment, tokenizer, log, verbose=invocation.verbose) as run:
+            async with open_run(config, folder, environment, tokenizer, log.setup, verbose=invocation.verbose) as run:
+                run.log = log
                 checkpoints.seed_random(config.seed)
                 if invocation.resume and newest is None:
                     log.note("no checkpoint of this run is complete: it starts again from the first step")
@@ -185,9 +189,9 @@ async def _evaluate(
     """Score a checkpoint on the held-out problems; leaves nothing but a log."""
     config, checkpoint = invocation.config, folder.path
     display = LineDisplay(Console(file=terminal), None)
-    async with open_run(config, folder, environment, tokenizer, display, verbose=invocation.verbose) as run:
+    async with open_run(config, folder, environment, tokenizer, display.setup, verbose=invocation.verbose) as run:
         version = await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
-        await run.sync()
+        await run.generator.pull_model_state_dict(await run.trainer.push_model_state_dict())
         accuracy = await run.accuracy()
     display.print(f"{checkpoint}: policy_version {version}, validation/accuracy {accuracy:.4f}")
     return 0

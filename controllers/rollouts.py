@@ -3,10 +3,10 @@
 G groups (problems), N completions of each.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,6 +14,9 @@ from controllers.advantages import ADVANTAGES
 from controllers.environments import Environment, Problem
 from controllers.tokenizer import encode
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SEEDS_PER_CALL = 1 << 20
 
@@ -25,13 +28,13 @@ class RolloutConfig:
     group_size: int = 16
     """Completions of each problem."""
     temperature: float = 1.0
-    """Of sampling; the trainer's logprobs are taken at the same temperature."""
+    """Sampling temperature; the trainer's logprobs are taken at the same one."""
     top_p: float = 1.0
     """Share of the probability mass that is sampled from; below 1 the trainer's logprobs cannot match the generator's."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
     """How rewards of a group become advantages."""
     max_refills: int = 1
-    """Times that groups whose rewards are all equal are replaced by new ones in a step."""
+    """Times in a step that groups with equal rewards are replaced by new ones."""
 
     def validate(self) -> None:
         limits = {"groups_per_step": 1, "group_size": 2, "max_refills": 0}
@@ -52,16 +55,24 @@ class Group:
     prompt: list[int]
     completions: list[Completion]
     texts: list[str]
-    rewards: list[float]
+    task_rewards: list[float]
+    rewards: list[float]  # the task's, less a penalty if there is one; advantages are computed from them
+    divergences: list[float] = field(
+        default_factory=list
+    )  # of the completions from a reference; empty without a penalty
 
     def has_signal(self) -> bool:
         """Equal rewards have zero advantages under every estimator."""
         return len(set(self.rewards)) > 1
 
 
+Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
+"""The groups with their rewards reduced."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """What one step trains on, and what was generated on the way."""
+    """The samples that one step trains on, and the groups that were generated on the way."""
 
     samples: list[Sample]  # of the groups with a signal
     groups: list[Group]  # all
@@ -73,39 +84,52 @@ class RolloutBatch:
         return min(min(c.policy_versions) for group in self.groups for c in group.completions)
 
     def metrics(self) -> dict[str, Any]:
-        rewards = [reward for group in self.groups for reward in group.rewards]
-        return {
+        rewards = [reward for group in self.groups for reward in group.task_rewards]
+        num_tokens = sum(len(c.tokens) for group in self.groups for c in group.completions)
+        values: dict[str, Any] = {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
             "groups/filtered": sum(not group.has_signal() for group in self.groups),
             "groups/refills": self.num_refills,
-            "tokens/generated": sum(len(c.tokens) for group in self.groups for c in group.completions),
+            "tokens/generated": num_tokens,
         }
+        divergences = [divergence for group in self.groups for divergence in group.divergences]
+        if divergences:
+            penalised = [reward for group in self.groups for reward in group.rewards]
+            values["kl/reference"] = sum(divergences) / num_tokens
+            values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised)
+        return values
 
     def shown(self) -> list[dict[str, Any]]:
         """The first completion of every group, for rollouts.jsonl."""
         return [
-            {"prompt": g.problem.prompt, "answer": g.problem.answer, "completion": g.texts[0], "reward": g.rewards[0]}
-            for g in self.groups
+            {
+                "prompt": group.problem.prompt,
+                "answer": group.problem.answer,
+                "completion": group.texts[0],
+                "reward": group.task_rewards[0],
+            }
+            for group in self.groups
         ]
 
 
 class Rollouts:
-    """Draws training problems in order; `cursor` is the next one, and all that a resumed run needs."""
+    """Training problems drawn in their order. `cursor` is the next one, and all that a resumed run needs."""
 
     def __init__(
         self,
         config: RolloutConfig,
         environment: Environment,
-        tokenizer: Any,
+        tokenizer: "PreTrainedTokenizerBase",
         generator: GeneratorClient,
         *,
         max_tokens: int,
         seed: int,
         cursor: int = 0,
+        penalty: Penalty | None = None,
     ) -> None:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
-        self.max_tokens, self.seed, self.cursor = max_tokens, seed, cursor
+        self.max_tokens, self.seed, self.cursor, self.penalty = max_tokens, seed, cursor, penalty
 
     async def next_batch(self) -> RolloutBatch:
         """groups_per_step groups with a signal, or fewer when max_refills did not find more; none leaves samples empty."""
@@ -117,7 +141,7 @@ class Rollouts:
                 break
             groups += await self._generate(missing)
             num_refills += 1
-        return RolloutBatch(samples=self._samples(groups), groups=groups, num_refills=num_refills)
+        return RolloutBatch(samples=to_samples(groups, self.config), groups=groups, num_refills=num_refills)
 
     async def _generate(self, num_groups: int) -> list[Group]:
         """The next problems, completed and scored."""
@@ -132,23 +156,34 @@ class Rollouts:
             seed=(self.seed * SEEDS_PER_CALL + self.cursor * self.config.group_size) % 2**62,
         )
         self.cursor += num_groups
+        answers = await self.generator.generate(prompts, params)
         groups = []
-        for problem, prompt, completions in zip(
-            problems, prompts, await self.generator.generate(prompts, params), strict=True
-        ):
+        for problem, prompt, completions in zip(problems, prompts, answers, strict=True):
             texts = [decode(self.tokenizer, completion.tokens) for completion in completions]
             rewards = [float(self.environment.reward(problem, text)) for text in texts]
-            groups.append(Group(problem=problem, prompt=prompt, completions=completions, texts=texts, rewards=rewards))
-        return groups
+            groups.append(
+                Group(
+                    problem=problem,
+                    prompt=prompt,
+                    completions=completions,
+                    texts=texts,
+                    task_rewards=rewards,
+                    rewards=rewards,
+                )
+            )
+        return groups if self.penalty is None else await self.penalty(groups)
 
-    def _samples(self, groups: Sequence[Group]) -> list[Sample]:
-        advantages_GN = ADVANTAGES[self.config.advantage](torch.tensor([group.rewards for group in groups]))
-        return [
-            to_sample(group.prompt, completion, advantage, self.config.temperature)
-            for group, row in zip(groups, advantages_GN.tolist(), strict=True)
-            if group.has_signal()
-            for completion, advantage in zip(group.completions, row, strict=True)
-        ]
+
+def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
+    """The completions of the groups with a signal, with advantages that compare each with its group."""
+    advantages_GN = ADVANTAGES[config.advantage](torch.tensor([group.rewards for group in groups]))
+    samples = []
+    for group, advantages in zip(groups, advantages_GN.tolist(), strict=True):
+        if not group.has_signal():
+            continue
+        for completion, advantage in zip(group.completions, advantages, strict=True):
+            samples.append(to_sample(group.prompt, completion, advantage, config.temperature))
+    return samples
 
 
 def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, temperature: float) -> Sample:
@@ -161,12 +196,16 @@ def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, t
     )
 
 
-def decode(tokenizer: Any, tokens: Sequence[int]) -> str:
+def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
     return tokenizer.decode(list(tokens), skip_special_tokens=True)
 
 
 async def greedy_accuracy(
-    generator: GeneratorClient, environment: Environment, tokenizer: Any, problems: Sequence[Problem], max_tokens: int
+    generator: GeneratorClient,
+    environment: Environment,
+    tokenizer: "PreTrainedTokenizerBase",
+    problems: Sequence[Problem],
+    max_tokens: int,
 ) -> float:
     """The mean reward of greedy completions."""
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))

@@ -2,43 +2,42 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import torch
 
+import rl_actors
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, EnvironmentConfig, Problem
-from controllers.metrics import Timer
+from controllers.metrics import MetricsLogger, Timer
 from controllers.rollouts import greedy_accuracy
 from controllers.run_folder import RunFolder
-from rl_actors import (
-    ForwardBackwardOutput,
-    GeneratorConfig,
-    OptimParams,
-    OptimResult,
-    Sample,
-    TrainerConfig,
-    num_loss_tokens,
-)
-from rl_actors.losses import Loss
+from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors.processes.spawn import LogRoute
+from rl_actors.transports.base import Transport
 from rl_actors.validation import validate_optim_params
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 CLOSE_TIMEOUT = 5.0
+DEFAULT_PARAMS = OptimParams(learning_rate=0.0)
 
 
 @dataclass(kw_only=True)
 class AdamConfig:
-    beta1: float = 0.9
+    beta1: float = DEFAULT_PARAMS.beta1
     """Decay of the first moment."""
-    beta2: float = 0.95
+    beta2: float = DEFAULT_PARAMS.beta2
     """Decay of the second moment."""
-    eps: float = 1e-8
+    eps: float = DEFAULT_PARAMS.eps
     """Added to the denominator."""
-    weight_decay: float = 0.0
+    weight_decay: float = DEFAULT_PARAMS.weight_decay
     """Decoupled weight decay."""
-    grad_clip_norm: float | None = 1.0
+    grad_clip_norm: float | None = DEFAULT_PARAMS.grad_clip_norm
     """Largest gradient norm; None does not clip."""
 
     def params(self, *, learning_rate: float, grad_divisor: float) -> OptimParams:
@@ -47,12 +46,12 @@ class AdamConfig:
 
 @dataclass(kw_only=True)
 class RunConfig:
-    """What all runs share."""
+    """Fields that all runs share."""
 
     steps: int = 100
     """Training steps of the main phase."""
     seed: int = 0
-    """Of weights, problems and sampling; the seeds of the parts are added to it."""
+    """Seed of weights, problems and sampling. The seeds of the parts are added to it."""
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
@@ -60,38 +59,32 @@ class RunConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Its model and adapters are the trainer's."""
+    """The generator's model and adapters are the trainer's."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """How weights get from the trainer to the generator."""
+    """Way of the weights from the trainer to the generator."""
     samples_per_forward_backward: int = 1024
     """Samples of one forward_backward call; a step makes as many calls as its batch needs."""
     validate_every: int = 10
     """Steps between two validations on the held-out problems."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints; the last step always writes one. 0: none is written, and the run cannot be resumed."""
+    """Steps between two checkpoints; the last step always writes one. 0: no checkpoint is written, and the run cannot be resumed."""
     keep_checkpoints: int = 2
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
-    """Steps between two checkpoints that are kept for good; 0: none is."""
+    """Steps between two checkpoints that are kept for good; 0: none is kept for good."""
     wandb_project: str | None = None
-    """Report to this wandb project, too."""
+    """wandb project that the run reports to as well; None: no report to wandb."""
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
         base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
-        # Copies: the generator's config is its own.
+        # Copies, so that the generator's config shares no object with the trainer's.
         self.generator = replace(self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base)
 
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
-        for name in (
-            "steps",
-            "max_tokens",
-            "samples_per_forward_backward",
-            "validate_every",
-            "keep_checkpoints",
-        ):
+        for name in ("steps", "max_tokens", "samples_per_forward_backward", "validate_every", "keep_checkpoints"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 1")
         for name in ("checkpoint_every", "keep_checkpoint_every"):
@@ -117,56 +110,42 @@ class RunConfig:
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
     def validate_resumed(self, folder: RunFolder) -> None:
-        """Raises ValueError naming the field for what the run in this folder cannot go on with."""
+        """Raises ValueError, naming the field, if the run in this folder cannot be resumed with this config."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """One optimizer step and the forward_backward calls that it took."""
-
-    outputs: list[ForwardBackwardOutput]
-    result: OptimResult
+Config = TypeVar("Config", bound=RunConfig)
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class Run(Generic[Config]):
     """The parts of a run while it is open."""
 
-    config: Any
+    config: Config
     folder: RunFolder
     environment: Environment
     held_out: list[Problem]
-    tokenizer: Any
-    trainer: Any
-    generator: Any
-    log: Any  # a MetricsLogger, or for an evaluation a display
+    tokenizer: "PreTrainedTokenizerBase"
+    trainer: TrainerClient
+    generator: GeneratorClient
     checkpoints: Checkpoints
+    spawn_reference: Callable[[], TrainerClient]
+    """Another trainer of the same config, without an optimizer. It is closed with the run."""
+    log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
     state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that is resumed; empty for a new run
-    spawn_reference: Any = None  # () -> a TrainerClient as the trainer was, without an optimizer; closed with the run
-
-    async def update(self, samples: Sequence[Sample], loss: Loss, learning_rate: float) -> Update:
-        """One optimizer step with the mean gradient over the samples' tokens."""
-        chunks = split(samples, self.config.samples_per_forward_backward)
-        outputs = [await self.trainer.forward_backward(chunk, loss=loss) for chunk in chunks]
-        params = self.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
-        return Update(outputs=outputs, result=await self.trainer.optim_step(params))
-
-    async def sync(self) -> int:
-        """Publish the weights and replace the generator's by them."""
-        with self.timer("sync"):
-            version = await self.trainer.push_model_state_dict()
-            return await self.generator.pull_model_state_dict(version)
 
     async def accuracy(self) -> float:
-        """Greedy accuracy on the held-out problems, with the weights the generator has."""
+        """Greedy accuracy on the held-out problems, with the generator's current weights."""
         with self.timer("validate"):
             return await greedy_accuracy(
                 self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
             )
 
     async def checkpoint(self, state: dict[str, Any], *, done: int, is_last: bool) -> None:
-        """When it is time after `done` steps, begin to write a checkpoint beside training; a failure of the one before ends the run here."""
+        """Begin to write a checkpoint beside training, if one is due after `done` steps.
+
+        Raises RuntimeError or OSError when the checkpoint before could not be written.
+        """
         every = self.config.checkpoint_every
         if every and (is_last or done % every == 0):
             with self.timer("checkpoint"):
@@ -174,45 +153,73 @@ class Run:
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """BuiltModel of `size` samples in their order; the last may be shorter."""
+    """Parts of `size` samples in their order; the last may be shorter."""
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 
 
+class Actors:
+    """The trainers and the generator of a run, which are closed together."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, *, verbose: bool) -> None:
+        self.transport = make_transport(config, folder)
+        self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
+        self.trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)
+        self.generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
+        tokenizer_folder = folder.path.absolute() / "tokenizer"
+        if config.alphabet and tokenizer_folder.is_dir():
+            self.trainer_config.tokenizer_path = str(tokenizer_folder)
+        self.clients: list[TrainerClient | GeneratorClient] = []
+
+    def spawn_trainer(self) -> TrainerClient:
+        return self._spawn_trainer(self.trainer_config, "trainer")
+
+    def spawn_reference(self) -> TrainerClient:
+        return self._spawn_trainer(replace(self.trainer_config, optimizer=None), "reference")
+
+    def spawn_generator(self) -> GeneratorClient:
+        generator = rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
+        self.clients.append(generator)
+        return generator
+
+    def _spawn_trainer(self, config: TrainerConfig, name: str) -> TrainerClient:
+        trainer = rl_actors.TrainerClient.spawn(config, transport=self.transport, name=name, logs=self.logs)
+        self.clients.append(trainer)
+        return trainer
+
+    async def close(self) -> None:
+        """End all processes, in at most CLOSE_TIMEOUT seconds."""
+        closing = [client.close() for client in self.clients]
+        done = asyncio.gather(*closing, self.transport.close(), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done, CLOSE_TIMEOUT)
+
+
 @contextlib.asynccontextmanager
 async def open_run(
-    config: Any, folder: RunFolder, environment: Environment, tokenizer: Any, log: Any, *, verbose: bool
-) -> AsyncIterator[Run]:
-    """Start transport, trainer and generator together; end them whatever happens, each with a timeout."""
-    from rl_actors import GeneratorClient, TrainerClient
-    from rl_actors.processes.spawn import LogRoute
+    config: Config,
+    folder: RunFolder,
+    environment: Environment,
+    tokenizer: "PreTrainedTokenizerBase",
+    setup: Callable[[str], AbstractContextManager[None]],
+    *,
+    verbose: bool,
+) -> AsyncIterator[Run[Config]]:
+    """Start transport, trainer and generator together; end them whatever happens, each with a timeout.
 
-    logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
-    transport = make_transport(config, folder)
-    clients: list[Any] = []
-    keep = {"keep": config.keep_checkpoints, "keep_every": config.keep_checkpoint_every}
-    checkpoints = Checkpoints(folder.checkpoints, **keep)
+    setup: shows a phase, as `with setup("starting trainer"): ...`.
+    """
+    actors = Actors(config, folder, verbose=verbose)
+    checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:
-        with log.setup("starting transport"):
-            await asyncio.wait_for(transport.open(), config.trainer.setup_timeout)
-        trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)
-        if config.alphabet and (tokenizer_folder := folder.path.absolute() / "tokenizer").is_dir():
-            trainer_config.tokenizer_path = str(tokenizer_folder)
-        generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
-        trainer = TrainerClient.spawn(trainer_config, transport=transport, logs=logs)
-        clients.append(trainer)
-
-        def spawn_reference() -> Any:
-            infers = replace(trainer_config, optimizer=None)
-            clients.append(TrainerClient.spawn(infers, transport=transport, name="reference", logs=logs))
-            return clients[-1]
-
+        with setup("starting transport"):
+            await asyncio.wait_for(actors.transport.open(), config.trainer.setup_timeout)
+        trainer = actors.spawn_trainer()
         if shares_gpu(config):
-            with log.setup("starting trainer"):
+            with setup("starting trainer"):
                 await trainer.ready()
-        generator = GeneratorClient.spawn(generator_config, transport=transport, logs=logs)
-        clients.append(generator)
-        with log.setup("starting trainer and generator"):
+        generator = actors.spawn_generator()
+        with setup("starting trainer and generator"):
             await asyncio.gather(trainer.ready(), generator.ready())
         yield Run(
             config=config,
@@ -222,29 +229,23 @@ async def open_run(
             tokenizer=tokenizer,
             trainer=trainer,
             generator=generator,
-            log=log,
             checkpoints=checkpoints,
-            spawn_reference=spawn_reference,
+            spawn_reference=actors.spawn_reference,
         )
         await checkpoints.finish()
     finally:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)
-        closing = [*(client.close() for client in clients), transport.close()]
-        done = asyncio.gather(*closing, return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done, CLOSE_TIMEOUT)
+        await actors.close()
 
 
-def shares_gpu(config: Any) -> bool:
-    """Whether the generator is beside a rank of the trainer, which must not take memory while vLLM measures what is left."""
+def shares_gpu(config: RunConfig) -> bool:
+    """Whether the generator shares a GPU with a rank of the trainer. That rank must not take memory while vLLM measures what is left."""
     return torch.cuda.is_available() and (config.generator.gpu or 0) < config.trainer.num_processes()
 
 
-def make_transport(config: Any, folder: RunFolder):
+def make_transport(config: RunConfig, folder: RunFolder) -> Transport:
     """The transport of the config."""
-    from rl_actors import FilesTransport, MemoryTransport, TorchStoreTransport
-
     if config.transport == "files":
-        return FilesTransport(folder.path.absolute() / "weights")
-    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[config.transport]()
+        return rl_actors.FilesTransport(folder.path.absolute() / "weights")
+    return rl_actors.MemoryTransport() if config.transport == "memory" else rl_actors.TorchStoreTransport()

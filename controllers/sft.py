@@ -4,23 +4,25 @@ python -m controllers.sft --config tiny
 """
 
 from collections import deque
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from controllers.environments import Problem
 from controllers.launch import main
-from controllers.run import Run, RunConfig
+from controllers.run import Run, RunConfig, split
 from controllers.schedules import ScheduleConfig
 from controllers.tokenizer import encode
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(kw_only=True)
-class SupervisedConfig:
+class SFTPhaseConfig:
     batch_size: int = 128
     """Problems of one step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -28,7 +30,7 @@ class SupervisedConfig:
     stop_at_answer_probability: float = 1.0
     """Stop once the probability that a sampled completion is the answer, averaged over the last steps, exceeds this; 1: never."""
     stop_window: int = 5
-    """Steps over which that probability is averaged; it is measured on problems before they are trained on."""
+    """Number of steps over which that probability is averaged. It is measured on problems before they are trained on."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -40,14 +42,59 @@ class SupervisedConfig:
 
 @dataclass(kw_only=True)
 class SFTConfig(RunConfig):
-    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
 
     def validate(self) -> None:
         super().validate()
-        self.supervised.validate()
+        self.sft.validate()
 
 
-def to_sample(tokenizer: Any, problem: Problem) -> Sample:
+class SFTPhase:
+    """Supervised steps on the training problems in their order. `state()` is all that a resumed run needs."""
+
+    def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
+        self.run, self.config = run, config
+        self.schedule = config.schedule.build(total_steps)
+        self.cursor: int = run.state.get("cursor", 0)  # the next problem
+        self.recent: deque[float] = deque(run.state.get("recent", ()), maxlen=config.stop_window)
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.cursor, "recent": list(self.recent)}
+
+    def should_stop(self) -> bool:
+        """Whether sampling is right often enough."""
+        return fmean(self.recent) > self.config.stop_at_answer_probability
+
+    async def train_step(self, step: int) -> dict[str, Any]:
+        """One optimizer step on the next problems; returns its metrics."""
+        run = self.run
+        samples = self._next_samples()
+        learning_rate = self.schedule(step)
+        outputs = []
+        with run.timer("train"):
+            for chunk in split(samples, run.config.samples_per_forward_backward):
+                outputs.append(await run.trainer.forward_backward(chunk, loss=CrossEntropy()))
+            params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
+            result = await run.trainer.optim_step(params)
+        logprobs = [row for output in outputs for row in output.logprobs]
+        self.recent.append(answer_probability(samples, logprobs))
+        return {
+            "policy_version": result.policy_version,
+            "loss": sum(output.metrics["loss:sum"] for output in outputs) / num_loss_tokens(samples),
+            "answer_probability": fmean(self.recent),
+            "grad_norm": result.grad_norm,
+            "updates_skipped": int(result.skipped),
+            "learning_rate": learning_rate,
+            "tokens/trained": sum(map(len, samples)),
+        }
+
+    def _next_samples(self) -> list[Sample]:
+        first, self.cursor = self.cursor, self.cursor + self.config.batch_size
+        problems = [self.run.environment.problem(index) for index in range(first, self.cursor)]
+        return [to_sample(self.run.tokenizer, problem) for problem in problems]
+
+
+def to_sample(tokenizer: "PreTrainedTokenizerBase", problem: Problem) -> Sample:
     """The answer and the end of the text, given the prompt."""
     completion = [*encode(tokenizer, problem.answer), tokenizer.eos_token_id]
     return Sample.from_tokens(encode(tokenizer, problem.prompt), completion)
@@ -59,68 +106,24 @@ def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> f
     return fmean(float((row * sample.columns["loss_weights"]).sum().exp()) for sample, row in pairs)
 
 
-async def train_supervised(
-    run: Run,
-    supervised: SupervisedConfig,
-    *,
-    first_step: int,
-    last_step: int,
-    cursor: int,
-    measure: Callable[[bool, int], Awaitable[dict[str, Any]]],
-    save: Callable[[bool, dict[str, Any]], Awaitable[None]],
-) -> tuple[int, int]:
-    """Steps first_step to last_step - 1, or until the probability rule stops them; returns (next step, next problem).
-
-    measure(is_last, step) validates when it is time and returns its metrics; save(is_last, state) writes a checkpoint
-    when it is time, after the step's line: a run that is killed in between writes that line again, and loses none.
-    """
-    schedule = supervised.schedule.build(last_step)
-    recent: deque[float] = deque(run.state.get("recent", ()), maxlen=supervised.stop_window)
-    for step in range(first_step, last_step):
-        problems = [run.environment.problem(cursor + i) for i in range(supervised.batch_size)]
-        cursor += supervised.batch_size
-        samples = [to_sample(run.tokenizer, problem) for problem in problems]
-        with run.timer("train"):
-            rate = schedule(step)
-            update = await run.update(samples, CrossEntropy(), rate)
-        outputs, result = update.outputs, update.result
-        logprobs = [row for output in outputs for row in output.logprobs]
-        recent.append(answer_probability(samples, logprobs))
-        probability = fmean(recent)
-        is_last = step + 1 == last_step or probability > supervised.stop_at_answer_probability
-        metrics = {
-            "policy_version": result.policy_version,
-            "loss": sum(output.metrics["loss:sum"] for output in outputs) / num_loss_tokens(samples),
-            "answer_probability": probability,
-            "grad_norm": result.grad_norm,
-            "updates_skipped": int(result.skipped),
-            "learning_rate": rate,
-            "tokens/trained": sum(map(len, samples)),
-        }
-        metrics |= await measure(is_last, step)
-        run.log.step(step, metrics | run.timer.reset(), phase="sft")
-        await save(is_last, {"step": step + 1, "cursor": cursor, "recent": list(recent)})
-        if is_last:
-            return step + 1, cursor
-    return last_step, cursor
-
-
-async def train(run: Run) -> None:
-    """The whole supervised run: validate and save every so often."""
-    config: SFTConfig = run.config
+async def train(run: Run[SFTConfig]) -> None:
+    """The whole supervised run. It validates and saves every so often."""
+    config = run.config
     run.log.display.total_steps = config.steps
-
-    async def measure(is_last: bool, step: int) -> dict[str, Any]:
-        if not is_last and (step + 1) % config.validate_every:
-            return {}
-        await run.sync()
-        return {"validation/accuracy": await run.accuracy()}
-
-    async def save(is_last: bool, state: dict[str, Any]) -> None:
-        await run.checkpoint(state, done=state["step"], is_last=is_last)
-
-    steps = {"first_step": run.state.get("step", 0), "last_step": config.steps, "cursor": run.state.get("cursor", 0)}
-    await train_supervised(run, config.supervised, **steps, measure=measure, save=save)
+    phase = SFTPhase(run, config.sft, total_steps=config.steps)
+    for step in range(run.state.get("step", 0), config.steps):
+        metrics = await phase.train_step(step)
+        is_last = step + 1 == config.steps or phase.should_stop()
+        if is_last or (step + 1) % config.validate_every == 0:
+            with run.timer("sync"):
+                version = await run.trainer.push_model_state_dict()
+                await run.generator.pull_model_state_dict(version)
+            metrics["validation/accuracy"] = await run.accuracy()
+        run.log.step(step, metrics | run.timer.reset(), phase="sft")
+        # After the step's line: a run that is killed in between writes that line again, and loses none.
+        await run.checkpoint({"step": step + 1, **phase.state()}, done=step + 1, is_last=is_last)
+        if is_last:
+            return
 
 
 if __name__ == "__main__":

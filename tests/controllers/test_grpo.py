@@ -17,7 +17,7 @@ from controllers.run_folder import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 SHORT = [
-    "--max-warmup-steps",
+    "--sft-steps",
     "3",
     "--validate-every",
     "2",

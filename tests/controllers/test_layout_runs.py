@@ -43,7 +43,7 @@ def config(**degrees: int) -> GRPOConfig:
         made,
         trainer=replace(made.trainer, parallelism=replace(made.trainer.parallelism, **degrees)),
         steps=NUM_STEPS,
-        max_warmup_steps=NUM_WARMUP_STEPS,
+        sft_steps=NUM_WARMUP_STEPS,
         validate_every=100,
         checkpoint_every=100,
         rollouts=replace(made.rollouts, groups_per_step=64, max_refills=0),

@@ -15,7 +15,7 @@ from rl_actors import MemoryTransport, TrainerClient
 ROOT = Path(__file__).parents[2]
 FLAGS = {
     "--steps": 4,
-    "--max-warmup-steps": 0,
+    "--sft-steps": 0,
     "--validate-every": 2,
     "--checkpoint-every": 4,
     "--rollouts.groups-per-step": 16,

@@ -18,8 +18,8 @@ from configs.tiny import tiny
 from controllers import cli, launch
 from controllers.environments import Problem
 from controllers.metrics import Timer
-from controllers.reference import apply_reference, penalise
-from controllers.rollouts import Group, RolloutBatch, RolloutConfig, to_sample
+from controllers.reference import Reference
+from controllers.rollouts import Group, RolloutBatch, RolloutConfig, to_samples
 from controllers.run_folder import RunFolder
 from rl_actors import KL, Completion, ModelConfig
 from rl_actors.validation import validate_samples
@@ -28,11 +28,6 @@ ESTIMATES = {
     "k1": lambda d: d,
     "k2": lambda d: d * d / 2,
     "k3": lambda d: math.exp(-d) - 1 + d,
-}
-ADVANTAGES = {
-    "rloo": lambda rewards: [r - (sum(rewards) - r) / (len(rewards) - 1) for r in rewards],
-    "dr_grpo": lambda rewards: [r - statistics.fmean(rewards) for r in rewards],
-    "grpo": lambda rewards: [(r - statistics.fmean(rewards)) / (statistics.stdev(rewards) + 1e-6) for r in rewards],
 }
 REWARDS = [[1.0, 0.0, 0.25], [0.0, 1.0, 0.0]]
 
@@ -51,24 +46,25 @@ def group(rewards: list[float], lengths: list[int], draw: torch.Generator) -> Gr
 
 def group_of(prompt: list[int], completions: list[Completion], rewards: list[float]) -> Group:
     problem = Problem(prompt="", answer="", key="")
-    return Group(problem=problem, prompt=prompt, completions=completions, texts=[""] * len(rewards), rewards=rewards)
+    texts = [""] * len(rewards)
+    return Group(
+        problem=problem, prompt=prompt, completions=completions, texts=texts, task_rewards=rewards, rewards=rewards
+    )
 
 
 @pytest.fixture
-def batch() -> RolloutBatch:
-    """Two groups with a signal and one without between them; completions of one to four tokens."""
+def groups() -> list[Group]:
+    """Two groups with different task rewards and one with equal ones between them; completions of one to four tokens."""
     draw = torch.Generator().manual_seed(0)
-    groups = [
+    return [
         group(REWARDS[0], [2, 1, 4], draw),
         group([1.0, 1.0, 1.0], [1, 1, 1], draw),
         group(REWARDS[1], [3, 2, 2], draw),
     ]
-    samples = [to_sample(g.prompt, c, 0.0, 1.3) for g in groups if g.has_signal() for c in g.completions]
-    return RolloutBatch(samples=samples, groups=groups, num_refills=0)
 
 
 class ReferenceClient:
-    """Answers forward with logprobs that it drew, on prompts, too, and keeps those of the completions."""
+    """A client that answers forward with logprobs that it draws, prompts included, and keeps those of the completions."""
 
     def __init__(self):
         self.completions: list[list[float]] = []
@@ -76,72 +72,97 @@ class ReferenceClient:
 
     async def forward(self, samples):
         rows = [-3 * torch.rand(len(sample), generator=self.draw) for sample in samples]
-        self.completions += [
-            row[sample.columns["loss_weights"] != 0].tolist() for row, sample in zip(rows, samples, strict=True)
-        ]
+        for row, sample in zip(rows, samples, strict=True):
+            self.completions.append(row[sample.columns["loss_weights"] != 0].tolist())
         return SimpleNamespace(logprobs=rows)
 
 
-def run_with(**options) -> SimpleNamespace:
-    config = replace(tiny(), reference_kl=0.3, samples_per_forward_backward=4, **options)
-    return SimpleNamespace(config=config, timer=Timer())
+class KnownReference:
+    """A client that answers forward with given logprobs of the completions."""
+
+    def __init__(self, completions: list[torch.Tensor]):
+        self.completions = completions
+
+    async def forward(self, samples):
+        rows = []
+        for sample, known in zip(samples, self.completions, strict=True):
+            row = torch.zeros(len(sample))
+            row[sample.columns["loss_weights"] != 0] = known.float()
+            rows.append(row)
+        return SimpleNamespace(logprobs=rows)
 
 
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+def reference_of(client, **kl) -> Reference:
+    return Reference(trainer=client, kl=KL(**kl), temperature=1.3, samples_per_forward=4, timer=Timer())
+
+
+def penalised(groups: list[Group], client, **kl) -> list[Group]:
+    return asyncio.run(reference_of(client, **kl).penalise(groups))
+
+
 @pytest.mark.parametrize("estimator", ESTIMATES)
-def test_kl_in_the_reward_is_the_closed_form_in_float64(batch, estimator, advantage):
-    rollouts = RolloutConfig(advantage=advantage)
-    run = run_with(reference_kl_in="reward", reference_kl_estimator=estimator, rollouts=rollouts)
+def test_kl_in_the_reward_is_the_closed_form_in_float64(groups, estimator):
     client = ReferenceClient()
-    samples, metrics = asyncio.run(apply_reference(run, client, batch))
+    found = penalised(groups, client, coefficient=0.3, estimator=estimator)
 
-    sampled = [c.logprobs for g in (batch.groups[0], batch.groups[2]) for c in g.completions]
-    divergences = [
-        sum(ESTIMATES[estimator](old - ref) for old, ref in zip(olds, refs, strict=True))
-        for olds, refs in zip(sampled, client.completions, strict=True)
-    ]
-    penalties = [0.3 * divergence for divergence in divergences]
-    expected = [
-        value
-        for rewards, own in zip(REWARDS, (penalties[:3], penalties[3:]), strict=True)
-        for value in ADVANTAGES[advantage]([r - p for r, p in zip(rewards, own, strict=True)])
-    ]
-    for sample, value in zip(samples, expected, strict=True):
-        weights = sample.columns["loss_weights"].double()
-        torch.testing.assert_close(sample.columns["advantages"].double(), weights * value, rtol=2e-6, atol=2e-6)
-    num_tokens = sum(map(len, sampled))
-    assert metrics == pytest.approx(
-        {"kl/reference": sum(divergences) / num_tokens, "reward/kl_penalty": statistics.fmean(penalties)}, rel=1e-5
+    sampled = [completion.logprobs for group in groups for completion in group.completions]
+    expected = []
+    for olds, refs in zip(sampled, client.completions, strict=True):
+        expected.append(sum(ESTIMATES[estimator](old - ref) for old, ref in zip(olds, refs, strict=True)))
+    rewards = [reward for group in groups for reward in group.task_rewards]
+    actual = [reward for group in found for reward in group.rewards]
+    assert [divergence for group in found for divergence in group.divergences] == pytest.approx(
+        expected, rel=2e-6, abs=2e-6
     )
-    validate_samples(samples, run.config.loss(), vocab_size=16, max_sequence_length=64, max_call_bytes=1 << 20)
+    assert actual == pytest.approx([r - 0.3 * d for r, d in zip(rewards, expected, strict=True)], rel=2e-6, abs=2e-6)
+    assert [group.task_rewards for group in found] == [group.task_rewards for group in groups]
+
+    metrics = RolloutBatch(samples=[], groups=found, num_refills=0).metrics()
+    num_tokens = sum(map(len, sampled))
+    assert metrics["kl/reference"] == pytest.approx(sum(expected) / num_tokens, rel=1e-5)
+    assert metrics["reward/kl_penalty"] == pytest.approx(0.3 * statistics.fmean(expected), rel=1e-5)
+    assert metrics["reward/mean"] == pytest.approx(statistics.fmean(rewards))
 
 
-def test_kl_in_the_loss_adds_the_column_and_leaves_the_advantages(batch):
-    run, client = run_with(), ReferenceClient()
-    samples, metrics = asyncio.run(apply_reference(run, client, batch))
-    assert metrics == {} and run.config.loss().kl == KL(coefficient=0.3, estimator="k3")
-    for sample, before, logprobs in zip(samples, batch.samples, client.completions, strict=True):
+def test_advantages_are_those_of_rewards_less_the_penalty_and_a_group_is_dropped_for_equal_ones_of_these(groups):
+    config = RolloutConfig(advantage="dr_grpo", group_size=3)
+    assert len(to_samples(groups, config)) == 6  # the middle group has equal task rewards
+    found = penalised(groups, ReferenceClient(), coefficient=0.3, estimator="k1")
+    assert [group.has_signal() for group in found] == [True, True, True]
+    samples = to_samples(found, config)
+    assert len(samples) == 9
+    expected = [reward - statistics.fmean(group.rewards) for group in found for reward in group.rewards]
+    for sample, value in zip(samples, expected, strict=True):
+        weights = sample.columns["loss_weights"]
+        torch.testing.assert_close(sample.columns["advantages"], weights * value, rtol=2e-6, atol=2e-6)
+    same = [replace(group, rewards=[0.5, 0.5, 0.5]) for group in found]
+    assert to_samples(same, config) == []
+    validate_samples(samples, tiny().loss(), vocab_size=16, max_sequence_length=64, max_call_bytes=1 << 20)
+
+
+def test_kl_in_the_loss_adds_the_column_and_leaves_the_advantages(groups):
+    client = ReferenceClient()
+    before = to_samples(groups, RolloutConfig(advantage="grpo", group_size=3))
+    samples = asyncio.run(reference_of(client, coefficient=0.3).with_logprobs(before))
+    assert len(samples) == len(client.completions) == 6
+    for sample, unchanged, logprobs in zip(samples, before, client.completions, strict=True):
         assert sample.columns["ref_logprobs"][sample.columns["loss_weights"] != 0].tolist() == logprobs
-        assert sample.columns["advantages"] is before.columns["advantages"]
+        assert sample.columns["advantages"] is unchanged.columns["advantages"]
 
 
 def test_kl_in_the_reward_is_not_in_the_loss_and_k1_unless_said_otherwise():
-    config = run_with(reference_kl_in="reward").config
+    config = replace(tiny(), reference_kl=0.3, reference_kl_in="reward")
     assert config.loss().kl is None and config.kl().estimator == "k1"
     assert replace(config, reference_kl_estimator="k2").kl().estimator == "k2"
-    assert replace(config, reference_kl_in="loss").loss().kl.estimator == "k3"
+    assert replace(config, reference_kl_in="loss").loss().kl == KL(coefficient=0.3, estimator="k3")
     assert replace(config, reference_kl=0.0, reference_kl_in="loss").loss().kl is None
 
 
 def test_the_example_of_the_docstring():
     completions = [Completion(tokens=[1, 2], logprobs=[-0.5, -0.5], policy_versions=[0, 0], finish_reason="length")] * 2
-    one = group_of([3], completions, [1.0, 0.0])
-    samples = [to_sample([3], completion, 0.0, 1.0) for completion in completions]
-    references = [torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])]
-    samples = [replace(s, columns={**s.columns, "ref_logprobs": r}) for s, r in zip(samples, references, strict=True)]
-    found, _ = penalise([one], samples, KL(coefficient=0.1, estimator="k1"), "dr_grpo")
-    advantages = [sample.columns["advantages"].tolist() for sample in found]
-    assert advantages == [pytest.approx([0.45, 0.45]), pytest.approx([-0.45, -0.45])]
+    client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
+    [found] = penalised([group_of([3], completions, [1.0, 0.0])], client, coefficient=0.1, estimator="k1")
+    assert found.rewards == pytest.approx([0.9, 0.0])
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
@@ -165,15 +186,14 @@ def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
         Completion(tokens=list(pair), logprobs=row, policy_versions=[0, 0], finish_reason="length")
         for pair, row in zip(pairs, policy_ST.tolist(), strict=True)
     ]
-    samples = [to_sample([0], completion, 0.0, 1.0) for completion in completions]
-    samples = [
-        replace(s, columns={**s.columns, "ref_logprobs": row.float()})
-        for s, row in zip(samples, reference_ST, strict=True)
-    ]
-    found, _ = penalise(
-        [group_of([0], completions, rewards.tolist())], samples, KL(coefficient=0.7, estimator="k1"), "dr_grpo"
+    found = penalised(
+        [group_of([0], completions, rewards.tolist())],
+        KnownReference(list(reference_ST)),
+        coefficient=0.7,
+        estimator="k1",
     )
-    advantages_ST = torch.stack([sample.columns["advantages"] for sample in found]).double()
+    samples = to_samples(found, RolloutConfig(advantage="dr_grpo", group_size=9, temperature=1.0))
+    advantages_ST = torch.stack([sample.columns["advantages"] for sample in samples]).double()
     surrogate = (log_S.detach().exp() * (advantages_ST * policy_ST).sum(1)).sum()
     [actual] = torch.autograd.grad(surrogate, logits)
     torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
@@ -200,11 +220,11 @@ def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | N
     return None, capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "max_warmup_steps"), [("loss", 600), ("reward", 600), ("reward", 0)])
-def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, capsys, kind, max_warmup_steps):
-    config = replace(tiny(), max_warmup_steps=max_warmup_steps)
-    warmup_steps = 5 if max_warmup_steps else 0
-    folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, warmup_steps=warmup_steps)
+@pytest.mark.parametrize(("kind", "sft_steps"), [("loss", 600), ("reward", 600), ("reward", 0)])
+def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, capsys, kind, sft_steps):
+    config = replace(tiny(), sft_steps=sft_steps)
+    warmup_steps = 5 if sft_steps else 0
+    folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=warmup_steps)
     status, error = resume(monkeypatch, capsys, folder, "--reference-kl", "0.05", "--reference-kl-in", kind)
     assert status == 2
     assert (
@@ -217,9 +237,9 @@ def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("step", "state", "has_reference"),
     [
-        (9, {"warmup_steps": 5}, True),  # it had one
-        (5, {"warmup_steps": 5}, False),  # the warm-up is just over
-        (3, {"recent": []}, False),  # in the warm-up
+        (9, {"sft_steps": 5}, True),  # it had one
+        (5, {"sft_steps": 5}, False),  # the supervised phase is just over
+        (3, {"recent": []}, False),  # in the supervised phase
     ],
 )
 def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
@@ -232,10 +252,10 @@ def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
 def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys, untied_qwen3):
     made = tiny()
     trainer = replace(made.trainer, model=ModelConfig.from_hf(untied_qwen3), hf_path=untied_qwen3)
-    config = replace(made, trainer=trainer, max_warmup_steps=0)
-    folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, warmup_steps=0)
+    config = replace(made, trainer=trainer, sft_steps=0)
+    folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=0)
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")
-    folder = past_run(tmp_path / "warm", step=9, has_reference=False, config=config, warmup_steps=5)
+    folder = past_run(tmp_path / "warm", step=9, has_reference=False, config=config, sft_steps=5)
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05")[0] == 2
 
 

@@ -17,7 +17,7 @@ from controllers.rollouts import RolloutConfig
 from controllers.run import AdamConfig, Run
 from controllers.run_folder import RunFolder, read_jsonl
 from controllers.schedules import ScheduleConfig
-from controllers.sft import SupervisedConfig
+from controllers.sft import SFTPhaseConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
@@ -101,10 +101,8 @@ def grpo_config() -> GRPOConfig:
         checkpoint_every=2,
         rollouts=RolloutConfig(groups_per_step=4, group_size=4),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.2),
-        warmup=SupervisedConfig(
-            batch_size=8, schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=3), stop_window=3
-        ),
-        max_warmup_steps=5,
+        sft=SFTPhaseConfig(batch_size=8, schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=3), stop_window=3),
+        sft_steps=5,
     )
 
 
@@ -118,9 +116,9 @@ def run(make_engine, monkeypatch):
 
     def run(folder: RunFolder, *, last: int | None = None, written: bool = True, resume: bool = False):
         @contextlib.asynccontextmanager
-        async def open_run(config, folder, environment, tokenizer, log, *, verbose):
+        async def open_run(config, folder, environment, tokenizer, setup, *, verbose):
             saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
-            parts = {"config": config, "folder": folder, "environment": environment, "log": log}
+            parts = {"config": config, "folder": folder, "environment": environment, "spawn_reference": None}
             parts |= {"held_out": environment.held_out(), "tokenizer": tokenizer, "checkpoints": saver}
             trainer = EngineTrainer(make_engine(), last)
             try:
@@ -164,7 +162,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["sft"] * 5 + ["grpo"] * 6
     resumed_at = []
-    # In the warm-up, within a step of two updates, and at the first update of a later one.
+    # In the supervised phase, within a step of two updates, and at the first update of a later one.
     for last in (3, 6, 9):
         folder = RunFolder(tmp_path / f"killed-{last}")
         with pytest.raises(Killed):
@@ -179,6 +177,6 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
 
 def test_a_checkpoint_holds_all_of_the_controllers_state(whole):
     state = checkpoints.read(checkpoints.newest(whole.checkpoints))
-    assert state["step"] == 11 and state["warmup_steps"] == 5 and state["cursor"] >= 5 * 8 + 6 * 4
+    assert state["step"] == 11 and state["sft_steps"] == 5 and state["cursor"] >= 5 * 8 + 6 * 4
     assert state["config"] == json.loads(cli.config_to_json(grpo_config()))
     assert set(state["random"]) == {"python", "numpy", "torch"}

@@ -1,12 +1,47 @@
-"""How a step's batch is divided among optimizer steps."""
+"""The division of a step's batch among optimizer steps."""
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from configs.tiny import tiny
 from controllers.grpo import train_step
+from controllers.run import Run
+from rl_actors import OptimParams, Sample
+
+
+class RecordingTrainer:
+    """A trainer that computes nothing: it writes down the calls that it gets."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.params: list[OptimParams] = []
+
+    async def forward_backward(self, samples, loss):
+        self.calls.append("forward_backward " + "".join(name_of(sample) for sample in samples))
+        return SimpleNamespace(loss=loss)
+
+    async def optim_step(self, params):
+        self.calls.append("optim_step")
+        self.params.append(params)
+        return SimpleNamespace()
+
+
+def named_sample(name: str) -> Sample:
+    """A sample whose first token is its name, with as many loss tokens as its place in the alphabet."""
+    number = ord(name) - ord("a") + 1
+    return Sample.from_tokens([ord(name)], [1] * number)
+
+
+def name_of(sample: Sample) -> str:
+    return chr(int(sample.tokens[0]))
+
+
+def run_with(trainer: RecordingTrainer, **options) -> Run:
+    config = replace(tiny(), **options)
+    return SimpleNamespace(config=config, trainer=trainer)
 
 
 @pytest.mark.parametrize(
@@ -19,14 +54,23 @@ from controllers.grpo import train_step
     ],
 )
 def test_all_samples_are_taken_in_up_to_so_many_parts_in_every_epoch(updates, epochs, expected):
-    config = tiny()
-    config.updates_per_step, config.epochs_per_step = updates, epochs
-    calls = []
+    trainer = RecordingTrainer()
+    run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
+    made = asyncio.run(train_step(run, [named_sample(name) for name in "abcde"], 0.5))
+    assert trainer.calls == [call for part in expected for call in (f"forward_backward {part}", "optim_step")]
+    assert [output.loss for update in made for output in update.outputs] == [run.config.loss()] * len(expected)
+    assert [params.learning_rate for params in trainer.params] == [0.5] * len(expected)
 
-    async def update(part, loss, learning_rate):
-        calls.append((part, loss, learning_rate))
-        return len(calls)
 
-    run = SimpleNamespace(config=config, update=update)
-    assert asyncio.run(train_step(run, "abcde", 0.5)) == list(range(1, len(expected) + 1))
-    assert calls == [(part, config.loss(), 0.5) for part in expected]
+def test_a_part_is_accumulated_in_calls_and_divided_once_by_its_number_of_loss_tokens():
+    trainer = RecordingTrainer()
+    run = run_with(trainer, updates_per_step=2, epochs_per_step=1, samples_per_forward_backward=2)
+    asyncio.run(train_step(run, [named_sample(name) for name in "abcde"], 0.5))
+    assert trainer.calls == [
+        "forward_backward ab",
+        "forward_backward c",
+        "optim_step",
+        "forward_backward de",
+        "optim_step",
+    ]
+    assert [params.grad_divisor for params in trainer.params] == [1 + 2 + 3, 4 + 5]
