@@ -1,10 +1,14 @@
 """Fixtures for all tests; being here also puts this folder, with references.py, on the import path."""
 
+import os
 import signal
 
 import pytest
+import torch
+import torch.distributed as dist
 from references import save_qwen3
 
+from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
 threads.choose_kernels()  # the references compute here
@@ -22,3 +26,35 @@ def tied_qwen3(tmp_path_factory) -> str:
 def untied_qwen3(tmp_path_factory) -> str:
     """The same without tied heads."""
     return save_qwen3(tmp_path_factory.mktemp("untied"), tied=False)
+
+
+@pytest.fixture(scope="session")
+def process_group():
+    """A group of one rank, for engines in this process; all engines of the session are built over it."""
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    former = {name: os.environ.get(name) for name in rank}
+    os.environ.update(rank)
+    num_threads = torch.get_num_threads()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch.set_num_threads(num_threads)
+    for name, value in former.items():
+        if value is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = value
+
+
+@pytest.fixture
+def make_engine(process_group, tied_qwen3):
+    """make_engine(hf_path=..., any other field of TrainerConfig) -> TrainEngine with those weights; packs rows of 64."""
+
+    from rl_actors.engine.train_engine import TrainEngine
+
+    def make(hf_path: str = tied_qwen3, **fields):
+        model = fields.pop("model", None) or ModelConfig.from_hf(hf_path)
+        limits = {"max_sequence_length": 64, "tokens_per_row": 64, "rows_per_microbatch": 2}
+        return TrainEngine(TrainerConfig(model=model, hf_path=hf_path, **{**limits, **fields}))
+
+    return make

@@ -81,13 +81,13 @@ class KnownReference:
     """A client that answers forward with given logprobs of the completions."""
 
     def __init__(self, completions: list[torch.Tensor]):
-        self.completions = completions
+        self.completions = iter(completions)
 
     async def forward(self, samples):
         rows = []
-        for sample, known in zip(samples, self.completions, strict=True):
+        for sample in samples:
             row = torch.zeros(len(sample))
-            row[sample.columns["loss_weights"] != 0] = known.float()
+            row[sample.columns["loss_weights"] != 0] = next(self.completions).float()
             rows.append(row)
         return SimpleNamespace(logprobs=rows)
 
