@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from benchmarks.harness import results
 from benchmarks.harness.ranks import Job, Ranks
@@ -109,7 +110,7 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
     built = time.perf_counter()
     output = engine.forward_backward(shape.samples(), "cross_entropy")
     gradients = {
-        name: (p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad).detach().clone()
+        name: (p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad).detach().clone()
         for name, p in engine.built.model.named_parameters()
     }  # copies: optim_step divides in place
     grad_norm = engine.optim_step(STEP).grad_norm

@@ -182,6 +182,7 @@ def build(config: TrainerConfig) -> BuiltModel:
     model_config.update_from_config(config=run)
     with torch.device("meta"):
         model = model_config.build()
+    lora.require_found(model, config.lora)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     options = {

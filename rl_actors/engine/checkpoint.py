@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import by_rank, on_all_ranks
@@ -31,7 +32,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
-    there = {name: tuple(entry.size) for name, entry in saved.items() if hasattr(entry, "size")}
+    there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
     differing = [
         f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape

@@ -92,4 +92,4 @@ def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """What this rank holds of it, without autograd. `to_local` makes a tensor anew of each parameter."""
-    return getattr(tensor, "_local_tensor", tensor)
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

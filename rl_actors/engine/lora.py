@@ -31,6 +31,19 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
     return converter.build().convert(model_config)
 
 
+def require_found(model: nn.Module, config: LoRAConfig) -> None:
+    """Raises RuntimeError unless the trained parameters of a model with adapters are the adapters that this module finds.
+
+    It finds them by torchtitan's names: after a rename it would publish and save the frozen weights without them.
+    """
+    if not config.rank:
+        return
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
+    if trained != found:
+        raise RuntimeError(f"torchtitan trains {sorted(trained ^ found)}, which are not lora_a and lora_b of one layer")
+
+
 def initialise(model: nn.Module, seed: int) -> None:
     """A uniform as peft draws it (kaiming, a = sqrt(5)), B zero; the same values in every layout."""
     for name, layer in _layers(model):

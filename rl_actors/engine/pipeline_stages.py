@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torchtitan.config import ParallelismConfig, TrainingConfig
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.qwen3 import parallelize_qwen3
@@ -27,7 +28,7 @@ def split_into_stages(
         loss_fn=lambda *_: None,
         **options,
     )
-    return getattr(schedule, "_stages", None) or [schedule._stage]
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
 
 
 class LocalModel(nn.Module):

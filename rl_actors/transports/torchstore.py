@@ -13,6 +13,7 @@ from typing import Any
 import torchstore
 import torchstore.api
 import torchstore.controller
+from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import endpoint
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def _asynchronous(method):
 _SYNCHRONOUS = {
     name: _asynchronous(attribute._method)
     for name, attribute in vars(torchstore.controller.Controller).items()
-    if hasattr(attribute, "_method") and not inspect.iscoroutinefunction(attribute._method)
+    if isinstance(attribute, EndpointProperty) and not inspect.iscoroutinefunction(attribute._method)
 }
 AsyncController = type("AsyncController", (torchstore.controller.Controller,), {"__module__": __name__, **_SYNCHRONOUS})
 torchstore.api.Controller = AsyncController

@@ -13,6 +13,9 @@ KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
 """Prompt tokens of one step; what runs beside them waits for it."""
 
+SPARSE_MODEL_TYPE = "qwen3_moe"
+"""model_type in the config.json of a mixture of experts."""
+
 
 def require_possible(config: GeneratorConfig) -> None:
     """Raises ValueError naming the value and the reason for what vLLM 0.32 cannot do on a CPU."""
@@ -55,8 +58,13 @@ def _forget_packed_experts(model: Any) -> None:
 
     With one it puts the weights unpacked where the kernel reads packed ones, or fails where packing had padded them.
     """
-    for experts in getattr(model, "moe_layers", ()):
-        experts.routed_experts.quant_method.moe_kernel = None
+    if model.config.model_type != SPARSE_MODEL_TYPE:
+        return
+    for experts in model.moe_layers:
+        method = experts.routed_experts.quant_method
+        if not hasattr(method, "moe_kernel"):
+            raise AttributeError(f"{type(method).__name__} of vLLM has no moe_kernel that a reload could drop")
+        method.moe_kernel = None
 
 
 def _repack_tied_head(model: Any) -> None:
