@@ -48,12 +48,21 @@ class Call(Generic[T]):
         """Whether the call has ended without an answer."""
         return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
 
-    def unasked_failure(self) -> BaseException | None:
-        """The error of a call that failed while nobody asked for its answer. The caller of this method reports it, once."""
-        if self._asked or not self._future.done() or self._future.cancelled():
+    def may_fail_unasked(self) -> bool:
+        """False once somebody asked for the answer, or the call has ended well."""
+        return not (self._asked or (self._future.done() and not self.failed()))
+
+    async def unasked_failure(self) -> BaseException | None:
+        """Wait for the end of the call. Returns its error when nobody has asked for the answer; the caller then reports it, once."""
+        if self._asked:
+            return None
+        ended = asyncio.wrap_future(self._future)
+        await asyncio.wait([ended])
+        error = None if ended.cancelled() else ended.exception()
+        if error is None or self._asked:
             return None
         self._asked = True
-        return self._future.exception()
+        return error
 
     def __await__(self) -> Generator[Any, None, T]:
         self._asked = True

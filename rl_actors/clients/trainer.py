@@ -91,6 +91,7 @@ class TrainerClient(Client):
         self._writing: Call[None] | None = None  # of the last save_checkpoint
         # The same until its wait() is called: a failure has no other way to the caller.
         self._unwaited: Call[None] | None = None
+        self._gradient_calls: list[Call[ForwardBackwardOutput]] = []  # since the last optim_step or discard_gradients
         self._opened: Call[Transport | None] = in_background(self._open_transport(), f"{name}: opening the transport")
         self._start()
 
@@ -181,7 +182,7 @@ class TrainerClient(Client):
         """
         resolved = resolve(loss)
         copies = as_tensors(samples)
-        return self._in_turn(
+        return self._with_gradients(
             "forward_backward",
             self._run,
             "forward_backward",
@@ -203,7 +204,7 @@ class TrainerClient(Client):
             raise TypeError(f"loss is {loss!r}; it must be a function of (samples, logprobs)")
         given = list(samples) if isinstance(samples, Sequence) else samples
         copies = as_tensors(samples)
-        return self._in_turn(
+        return self._with_gradients(
             "forward_backward_custom",
             self._run_custom,
             given,
@@ -211,6 +212,15 @@ class TrainerClient(Client):
             loss,
             check=lambda limits: limits.check_training("forward_backward_custom", copies, None),
         )
+
+    def _with_gradients(
+        self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: Any, check: Check
+    ) -> Call[ForwardBackwardOutput]:
+        """The same as _in_turn for a call whose failure the next optim_step must know."""
+        call = self._in_turn(what, send, *arguments, check=check)
+        self._gradient_calls = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
+        self._gradient_calls.append(call)
+        return call
 
     async def _run(
         self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool
@@ -232,18 +242,36 @@ class TrainerClient(Client):
         return replace(output, metrics=metrics.finish(partials), partials=partials)
 
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
-        """Divide by params.grad_divisor, clip, step, clear."""
-        return self._in_turn(
-            "optim_step", self._optim_step, params, check=lambda limits: limits.check_optim_params(params)
-        )
+        """Divide by params.grad_divisor, clip, step, clear.
 
-    async def _optim_step(self, params: OptimParams) -> OptimResult:
+        A forward_backward or save_checkpoint that failed while nobody asked for its answer is raised here, and nothing is stepped.
+        """
+        call = self._in_turn(
+            "optim_step",
+            self._optim_step,
+            params,
+            self._gradient_calls,
+            check=lambda limits: limits.check_optim_params(params),
+        )
+        self._gradient_calls = []
+        return call
+
+    async def _optim_step(self, params: OptimParams, gradient_calls: list[Call[ForwardBackwardOutput]]) -> OptimResult:
+        for call in gradient_calls:
+            failure = await call.unasked_failure()
+            if failure is not None:
+                failure.add_note(
+                    f"{call!r}: nobody asked for its answer, so optim_step raises it and has stepped nothing"
+                )
+                raise failure
         self._raise_failed_save()
         return await self._first("optim_step", params)
 
     def discard_gradients(self) -> Call[None]:
         """Drop the accumulated gradients; mends a client that a timeout broke, once the ranks answer again."""
-        return self._in_turn("discard_gradients", self._discard_gradients, mends=True)
+        call = self._in_turn("discard_gradients", self._discard_gradients, mends=True)
+        self._gradient_calls = []
+        return call
 
     async def _discard_gradients(self) -> None:
         await self._first("discard_gradients")

@@ -1,8 +1,10 @@
 import asyncio
+import gc
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import support
@@ -134,6 +136,70 @@ def test_a_raw_call_is_refused_as_the_client_refuses_it_and_changes_nothing(trai
     after = trainer.forward(random_samples()).result()
     assert all(map(torch.equal, before.logprobs, after.logprobs))
     assert trainer.info().result()[0].state == "idle"
+
+
+def test_a_refused_call_raises_where_it_is_made(trainer):
+    trainer.ready().result()
+    with pytest.raises(ValueError, match="sample 0: tokens") as raised:
+        trainer.forward_backward([Sample.from_tokens([support.VOCAB_SIZE], [1])], loss="cross_entropy")
+    assert raised.traceback[0].path == Path(__file__)  # the caller's line is in the traceback
+    with pytest.raises(ValueError, match="learning_rate=-1"):
+        trainer.optim_step(OptimParams(learning_rate=-1.0))
+    with pytest.raises(TypeError, match="loss is 3"):
+        trainer.forward_backward_custom(random_samples(), 3)
+
+
+def test_optim_step_raises_a_failure_that_nobody_asked_for_and_steps_nothing(trainer):
+    version = support.step(trainer)
+    trainer.forward_backward(random_samples(), loss="cross_entropy")
+    trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0))
+    with pytest.raises(ArithmeticError, match="the loss is broken") as raised:
+        trainer.optim_step(STEP).result()
+    assert "nobody asked for its answer, so optim_step raises it and has stepped nothing" in raised.value.__notes__[-1]
+    trainer.discard_gradients().result()
+    assert trainer.info().result()[0].policy_version == version
+    failed = trainer.forward_backward(random_samples(), loss=FailingLoss(rank=0))
+    with pytest.raises(ArithmeticError):
+        failed.result()
+    trainer.discard_gradients()
+    trainer.forward_backward(random_samples(), loss="cross_entropy")
+    assert trainer.optim_step(STEP).result().policy_version == version + 1  # an asked failure is not raised twice
+
+
+def test_a_call_refused_before_the_limits_were_known_stops_the_next_optim_step(trainer_mesh):
+    trainer = TrainerClient(trainer_mesh)
+    bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
+    trainer.forward_backward(random_samples(), loss="cross_entropy")
+    trainer.forward_backward(bad, loss="cross_entropy")
+    with pytest.raises(ValueError, match=f"sample 0: targets.*{support.VOCAB_SIZE}"):
+        trainer.optim_step(STEP).result()
+    # It was said once; the gradients of the good call are still there.
+    assert trainer.optim_step(STEP).result().grad_norm > 0
+
+
+def test_a_failed_call_that_nobody_asked_for_warns_when_it_is_collected(trainer):
+    with pytest.warns(
+        RuntimeWarning, match="trainer: load_checkpoint failed and nobody asked for its answer: .*nowhere"
+    ):
+        trainer.load_checkpoint("nowhere")
+        trainer.ready().result()
+        trainer.info().result()  # it came after the failed call, whose Call is gone
+        gc.collect()
+
+
+def test_clients_and_calls_say_their_name_state_and_version(trainer_mesh, tmp_path):
+    trainer = TrainerClient(trainer_mesh)
+    version = support.step(trainer)
+    assert repr(trainer) == f"<TrainerClient trainer: ready, policy_version {version}>"
+    gate = Gate(folder=tmp_path)
+    call = trainer.forward(random_samples(), loss=gate)
+    gate.wait_begun()
+    assert repr(call) == "<Call trainer: forward: running>"
+    gate.open()
+    call.result()
+    assert repr(call) == "<Call trainer: forward: done>"
+    trainer.close().result()
+    assert repr(trainer) == f"<TrainerClient trainer: closed, policy_version {version}>"
 
 
 @pytest.fixture
