@@ -1,4 +1,4 @@
-# DEVICE=cpu or DEVICE=cuda overrides what the machine has, ARGS="..." is passed on. Give every target the same DEVICE.
+# DEVICE=cpu or DEVICE=cuda overrides the detected device; use the same one for every target. ARGS="..." is passed to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help setup doctor check test test-all grpo sft bench clean
@@ -9,10 +9,10 @@ endif
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-setup: ## make .venv from the lock of this machine (does nothing the second time)
+setup: ## make .venv from this machine's lock (does nothing when it is done)
 	@scripts/setup.sh
 
-doctor: ## print versions, devices and what is missing, each with the command that mends it
+doctor: ## print versions, devices and problems, each problem with the command that fixes it
 	@python3 scripts/doctor.py
 
 check: setup ## lint, formatting, types, direction of imports
@@ -20,7 +20,7 @@ check: setup ## lint, formatting, types, direction of imports
 	.venv/bin/mypy
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
 
-test: setup ## the tests that take minutes
+test: setup ## the quick tests: minutes
 	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## every test that needs no GPU
@@ -32,7 +32,7 @@ grpo: setup ## the main job: GRPO on a tiny model
 sft: setup ## supervised training of the same model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
-bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing those without a result from such a machine
+bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from such a machine
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays

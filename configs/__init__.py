@@ -1,10 +1,10 @@
-"""Configs by name: functions that return one; a variant edits another's result."""
+"""Configs by name. Each is a function that returns a config; a variant edits the result of another function."""
 
 from configs import qwen3
 from configs.small import small
 from configs.tiny import tiny, tiny_sft
 
-_SHAPES = (
+_QWEN3 = (
     qwen3.qwen3_0_6b,
     qwen3.qwen3_0_6b_one_gpu,
     qwen3.qwen3_1_7b,
@@ -14,6 +14,6 @@ _SHAPES = (
     qwen3.qwen3_8b,
 )
 CONFIGS = {
-    "controllers.grpo": {"tiny": tiny, "small": small} | {make.__name__: make for make in _SHAPES},
+    "controllers.grpo": {"tiny": tiny, "small": small} | {make.__name__: make for make in _QWEN3},
     "controllers.sft": {"tiny": tiny_sft},
 }

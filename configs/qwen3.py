@@ -1,7 +1,7 @@
-"""GRPO at the shapes of Qwen3, for Hopper GPUs of 140 GB: trainer and generator apart, or sharing GPUs.
+"""GRPO with models of Qwen3's shapes, for Hopper GPUs of 140 GB. Trainer and generator have GPUs of their own, or they share them.
 
-The weights are random and the task is the tiny run's, so that a run needs no download. With `--trainer.hf-path DIR` they are read from
-a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes one of the right shape. For a real run give
+The weights are random and the task is that of the tiny run, so a run needs no download. With `--trainer.hf-path DIR` the weights are read
+from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
 `--trainer.hf-path DIR --alphabet ""` and an environment of your own.
 """
 
@@ -28,7 +28,7 @@ MODELS = {
 
 
 def qwen3_0_6b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, where nothing is computed twice (68 GiB by arithmetic), the generator on the second."""
+    """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations (68 GiB by arithmetic)."""
     config = _apart("0_6b", tokens_per_row=32_768)
     config.trainer.activation_checkpointing = "none"
     return config
@@ -55,14 +55,14 @@ def qwen3_4b() -> GRPOConfig:
 
 
 def qwen3_4b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.3 of it; weights, gradients and Adam's moments in float32 take 60 GiB."""
+    """One GPU: vLLM takes 0.3 of it. Weights, gradients and Adam's moments take 60 GiB in float32."""
     return _shared("4b", tokens_per_row=8192, share=0.3)
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first. One does not hold 122 GiB of weights, gradients and moments.
+    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first. The 122 GiB of weights, gradients and moments do not fit on one.
 
-    With a third one for the generator: `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
+    With a third GPU for the generator: `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
     config.trainer.parallelism.data_parallel_shard_degree = 2
@@ -70,7 +70,7 @@ def qwen3_8b() -> GRPOConfig:
 
 
 def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
-    """bfloat16 with float32 masters, blocks compiled, logits in chunks, FlashAttention 4: what a Hopper GPU is fast with."""
+    """The fastest settings on a Hopper GPU: bfloat16 with float32 masters, compiled blocks, logits in chunks, FlashAttention 4."""
     config = TrainerConfig(
         model=replace(MODELS[model]),
         attention="flash4",
@@ -78,7 +78,7 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
         activation_checkpointing="selective",
         max_sequence_length=4096,
         tokens_per_row=tokens_per_row,
-        logprob_chunk_tokens=8192,  # 2.5 GB of logits in bfloat16, as much again for their gradient
+        logprob_chunk_tokens=8192,  # 2.5 GB of logits in bfloat16, and 2.5 GB for their gradient
         setup_timeout=600.0,
     )
     config.compile.enable = True

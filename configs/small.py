@@ -1,6 +1,6 @@
-"""Three-digit addition on one GPU, in minutes: a Qwen3 of 13 million parameters, from random weights.
+"""Three-digit addition on one GPU, in minutes: a Qwen3 of 13 million parameters learns it from random weights.
 
-Trainer and generator share the GPU. On a CPU the same command line runs, and takes hours.
+Trainer and generator share the GPU. The same command line runs on a CPU, but takes hours.
 """
 
 from configs.tiny import addition, sft_phase
@@ -11,7 +11,7 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 def small() -> GRPOConfig:
-    """Supervised steps until sampling is right one time in three, then GRPO."""
+    """Supervised steps until one sampled answer in three is right, then GRPO."""
     trainer = TrainerConfig(
         model=ModelConfig(
             vocab_size=16,
@@ -22,12 +22,12 @@ def small() -> GRPOConfig:
             num_key_value_heads=8,
             head_dim=64,
             max_position_embeddings=128,
-            rope_theta=10.0,  # for texts of twelve tokens at most, as in tiny
+            rope_theta=10.0,  # as in tiny: a text has at most twelve tokens
             tie_word_embeddings=False,
         ),
         compute_dtype="bfloat16",
         max_sequence_length=64,
-        # One row a microbatch, whose length alone varies: what is compiled is compiled twice, for one length and for any.
+        # A microbatch is one row, so only its length varies. torch then compiles twice: for the first length and for any length.
         tokens_per_row=4096,
         logprob_chunk_tokens=1 << 13,
         setup_timeout=600.0,
@@ -42,7 +42,7 @@ def small() -> GRPOConfig:
         generator=generator,
         steps=100,
         updates_per_step=2,
-        # Hotter than in tiny: this model is surer of its wrong answers, too.
+        # A higher temperature than in tiny: this model gives its wrong answers a higher probability, too.
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),

@@ -1,4 +1,4 @@
-"""The default run: a Qwen3 of a million parameters learns two-digit addition on two cores, from random weights."""
+"""The default run: a Qwen3 of a million parameters learns two-digit addition from random weights, on two cores."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 def tiny() -> GRPOConfig:
-    """Supervised steps until sampling is right nearly one time in five, then GRPO."""
+    """Supervised steps until nearly one sampled answer in five is right, then GRPO."""
     return GRPOConfig(
         **_parts(),
         steps=72,
         updates_per_step=3,
         epochs_per_step=2,
-        # Hotter than 1, so that problems whose likeliest answer is wrong get a right one now and then.
+        # Above 1, so that a problem whose likeliest answer is wrong gets a right answer now and then.
         rollouts=RolloutConfig(groups_per_step=192, group_size=4, max_refills=1, temperature=1.3),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.2),
@@ -26,7 +26,7 @@ def tiny() -> GRPOConfig:
 
 
 def tiny_sft() -> SFTConfig:
-    """The supervised phase alone, to its end."""
+    """Supervised training only, for all of its steps."""
     return SFTConfig(**_parts(), steps=400, sft=sft_phase(stop_at=1.0))
 
 
@@ -36,7 +36,7 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 
 def _parts() -> dict[str, Any]:
-    """What all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
+    """Fields that all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
     model = ModelConfig(
         vocab_size=16,
         hidden_size=192,
@@ -46,8 +46,8 @@ def _parts() -> dict[str, Any]:
         num_key_value_heads=8,
         head_dim=32,
         max_position_embeddings=128,
-        rope_theta=10.0,  # a text has nine tokens: with a base of 10,000 most frequencies hardly turn
-        tie_word_embeddings=False,  # a tied head learns the digits at the ends, 0 and 9, long after the rest
+        rope_theta=10.0,  # a text has nine tokens: with a base of 10,000 most frequencies hardly rotate over it
+        tie_word_embeddings=False,  # with a tied head the outermost digits, 0 and 9, are learned long after the others
     )
     return {
         **addition(digits=2),
@@ -69,18 +69,18 @@ def _parts() -> dict[str, Any]:
 
 
 def addition(digits: int) -> dict[str, Any]:
-    """The task: two terms of so many digits, in an alphabet of its own."""
+    """The task: addition of two terms of `digits` digits, with its own alphabet."""
     options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}
     term = r"\d" * digits
     return {
         "alphabet": "0123456789+-=.",
-        "max_tokens": digits + 1,  # of an answer; only a shorter one needs the end of the text
+        "max_tokens": digits + 1,  # the longest answer; a shorter answer also needs the token that ends the text
         "environment": EnvironmentConfig(
             task="basic_arithmetic",
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            prompt_pattern=rf"{term}\+{term}=",  # the task draws its terms from 0 to a power of ten
+            prompt_pattern=rf"{term}\+{term}=",  # the task itself draws terms from 0 to a power of ten
         ),
     }

@@ -1,4 +1,4 @@
-"""Advantages: pure functions of rewards [G, N] to advantages [G, N]. Know nothing of tokens, losses or which groups are kept.
+"""Advantages: pure functions from rewards [G, N] to advantages [G, N]. They know nothing of tokens, losses or which groups are kept.
 
 G groups (prompts), N completions of each.
 """
@@ -18,7 +18,7 @@ def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
-    """reward - group mean, without the division that favours easy and hard prompts: Dr. GRPO, arXiv 2503.20783.
+    """reward - group mean: Dr. GRPO, arXiv 2503.20783. It leaves out GRPO's division, which favours very easy and very hard prompts.
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """
@@ -32,14 +32,14 @@ def rloo(rewards_GN: Tensor) -> Tensor:
     rloo([[1, 0, 0]]) -> [[1, -0.5, -0.5]]
     """
     num_completions = rewards_GN.shape[-1]
-    # r - (sum - r) / (N - 1) is N / (N - 1) times r - sum / N
+    # r - (sum - r) / (N - 1) equals N / (N - 1) * (r - sum / N).
     return dr_grpo(rewards_GN) * num_completions / (num_completions - 1)
 
 
 def reinforce_plus_plus(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
     """reward - group mean, then normalised over the whole batch: REINFORCE++ with baseline, arXiv 2501.03262.
 
-    A group far from its mean keeps its weight, where grpo gives every group the same.
+    A group with widely spread rewards keeps its larger weight; grpo gives every group the same weight.
     """
     centered_GN = dr_grpo(rewards_GN)
     return (centered_GN - centered_GN.mean()) / (centered_GN.std() + eps)

@@ -1,6 +1,7 @@
-"""Checkpoints of a run: the trainer's weights and the controller's own state. A folder is complete when state.json is there.
+"""Checkpoints of a run: the trainer's weights and the controller's own state.
 
-checkpoints/step-N/trainer is what PolicyTrainer.save_checkpoint wrote; state.json is written last and is the commit.
+checkpoints/step-N/trainer is written by PolicyTrainer.save_checkpoint. checkpoints/step-N/state.json is written last: a checkpoint is
+complete when its state.json exists.
 """
 
 import asyncio
@@ -10,27 +11,31 @@ import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from rl_actors import TrainerClient
+if TYPE_CHECKING:
+    from rl_actors.clients.trainer import SavedCheckpoint, TrainerClient
 
 STATE = "state.json"
 
+State = dict[str, Any]
+"""The controller's state as JSON: "step" (steps done), "cursor", "random", "config" and what the controller adds."""
+
 
 class Checkpoints:
-    """Writes one checkpoint at a time while training goes on, and removes those that are not to be kept."""
+    """Writer of one checkpoint at a time while training continues. It also removes the checkpoints that are not kept."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
         self._writing: asyncio.Task[None] | None = None
 
-    async def save(self, trainer: TrainerClient, state: dict[str, Any]) -> None:
-        """Begin to write step-N with N = state["step"], the number of steps done; returns when all state is copied.
+    async def save(self, trainer: "TrainerClient", state: State) -> None:
+        """Begin to write step-N with N = state["step"], the number of steps done. Returns when all state is copied.
 
-        Waits for the one before, and raises RuntimeError or OSError when that one could not be written.
+        First waits for the previous checkpoint. Raises RuntimeError or OSError when the previous one could not be written.
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
@@ -40,35 +45,36 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
-        """Wait for the one that is being written. Raises what kept it from the disk, as often as it is asked."""
+        """Wait until the last checkpoint is on disk. When it could not be written, every call raises the error."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # who gives up waiting does not take the commit from it
+            await asyncio.shield(self._writing)  # a caller that stops waiting does not cancel the writing
 
-    async def _commit(self, saved: Any, path: Path, text: str) -> None:
+    async def _commit(self, saved: "SavedCheckpoint", path: Path, text: str) -> None:
         await saved.wait()
         temporary = path / f"{STATE}.tmp"
         with temporary.open("w") as file:
             file.write(text)
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # as the trainer's part is: a commit must not outlive a crash that its content does not
+            # The trainer's part is synced, too. Otherwise a crash of the machine could leave state.json without its content.
+            os.fsync(file.fileno())
         os.replace(temporary, path / STATE)
-        there = {int(found.name.removeprefix("step-")): found for found in complete(self.folder)}
-        for step in removable(list(there), keep=self.keep, keep_every=self.keep_every):
-            (there[step] / STATE).unlink()  # first: half removed is not complete
-            shutil.rmtree(there[step])
+        found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
+        for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
+            (found[step] / STATE).unlink()  # first, so that a half removed checkpoint is not complete
+            shutil.rmtree(found[step])
 
 
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
-    """The steps, of these in order, that are neither the newest `keep` nor `keep_every` steps after the last one kept for good.
+    """The checkpoints to remove, of `steps` in ascending order.
 
+    The newest `keep` stay. With `keep_every`, a checkpoint also stays for good when it is at least `keep_every` steps after the last
+    one that stays for good.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
-    removed, last = [], 0
+    removed, last_for_good = [], 0
     for step in steps:
-        if keep_every and step - last >= keep_every:
-            last = step
+        if keep_every and step - last_for_good >= keep_every:
+            last_for_good = step
         elif step not in steps[-keep:]:
             removed.append(step)
     return removed
@@ -76,52 +82,63 @@ def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[i
 
 def complete(folder: Path) -> list[Path]:
     """The complete checkpoints, oldest first."""
-    found = [path.parent for path in folder.glob(f"step-*/{STATE}")]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    return sorted((path.parent for path in folder.glob(f"step-*/{STATE}")), key=_step)
+
+
+def _step(checkpoint: Path) -> int:
+    """_step(Path("checkpoints/step-25")) -> 25"""
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def remove_incomplete(folder: Path) -> None:
-    """What a killed run left of the checkpoint that it was writing or removing."""
+    """Remove the incomplete checkpoints that a killed run left: it was writing or removing them."""
     for path in folder.glob("step-*"):
         if not (path / STATE).is_file():
             shutil.rmtree(path)
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The controller's state. Raises ValueError when `path` is not a complete checkpoint of a run."""
+def read(path: Path) -> State:
+    """The controller's state in a checkpoint. Raises ValueError when `path` is not a complete checkpoint of a run."""
     if not (path / STATE).is_file():
         raise ValueError(f"{path} is not a complete checkpoint of a run: it holds no {STATE}")
     return json.loads((path / STATE).read_text())
 
 
 def newest(folder: Path) -> Path | None:
-    """None when no checkpoint is complete."""
-    return paths[-1] if (paths := complete(folder)) else None
+    """The newest complete checkpoint; None when no checkpoint is complete."""
+    paths = complete(folder)
+    return paths[-1] if paths else None
 
 
 def seed_random(seed: int) -> None:
-    """Of Python, NumPy and torch in this process: a user's environment may draw from them."""
+    """Seed the global random states of Python, NumPy and torch in this process. A user's environment may draw from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
-def random_states() -> dict[str, Any]:
-    """Of the same three, as JSON."""
+def random_states() -> State:
+    """The global random states of Python, NumPy and torch, as JSON."""
     version, words, python_gauss = random.getstate()
-    numpy: Any = np.random.get_state(legacy=False)
-    numpy["state"]["key"] = numpy["state"]["key"].tobytes().hex()
+    numpy = dict(np.random.get_state(legacy=False))
+    key = numpy["state"]["key"].tobytes().hex()
     return {
         "python": [version, np.array(words, np.uint32).tobytes().hex(), python_gauss],
-        "numpy": numpy,
+        "numpy": numpy | {"state": numpy["state"] | {"key": key}},
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
 
 
-def restore_random_states(states: dict[str, Any]) -> None:
-    """Go on where `random_states` was asked."""
+def restore_random_states(states: State) -> None:
+    """Set the global random states to what `random_states` returned."""
     version, words, python_gauss = states["python"]
-    random.setstate((version, tuple(np.frombuffer(bytes.fromhex(words), np.uint32).tolist()), python_gauss))
-    numpy, key = states["numpy"], np.frombuffer(bytes.fromhex(states["numpy"]["state"]["key"]), np.uint32)
+    random.setstate((version, tuple(_words(words)), python_gauss))
+    numpy = states["numpy"]
+    key = _words(numpy["state"]["key"])
     np.random.set_state(numpy | {"state": numpy["state"] | {"key": key}})
     torch.set_rng_state(torch.frombuffer(bytearray.fromhex(states["torch"]), dtype=torch.uint8))
+
+
+def _words(text: str) -> list[int]:
+    """The 32-bit words of a hexadecimal text, in this machine's byte order."""
+    return np.frombuffer(bytes.fromhex(text), np.uint32).tolist()

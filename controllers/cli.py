@@ -1,6 +1,6 @@
-"""The command line of a run: flags -> a checked config and where the run goes. Starts nothing and writes nothing.
+"""Command line of a run: it turns flags into a checked config and the run's folder. Starts nothing and writes nothing.
 
-Works on any dataclass with `steps: int`, `seed: int` and a `validate()` that raises ValueError.
+It works on any dataclass with `steps: int`, `seed: int` and a `validate()` that raises ValueError.
 """
 
 import contextlib
@@ -9,31 +9,58 @@ import json
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, is_dataclass, make_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field, is_dataclass, make_dataclass
 from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    Literal,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import tyro
 from rich.console import Console
 
 from controllers.run_folder import RunFolder
 
-FIXED_ON_RESUME = ("seed", "environment", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""A change of these makes no sense in a resumed run: its weights would not fit, or held-out problems were trained on."""
+if TYPE_CHECKING:
+    from controllers.run import RunConfig
 
-Configs = Mapping[str, Callable[[], Any]]
+FIXED_ON_RESUME = ("seed", "environment", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
+"""Fields that a resumed run cannot change: its weights would not fit, or it would be validated on problems that it was trained on."""
+
+Configs = Mapping[str, "Callable[[], RunConfig]"]
+Config = TypeVar("Config")
+Annotation = Any  # a class, `int | None`, `list[int]`: annotations have no common type
 
 
 @dataclass(frozen=True, kw_only=True)
 class Invocation:
-    config: Any
+    config: "RunConfig"
     config_name: str
-    output_dir: Path  # the folder of `resume` when there is one
+    output_dir: Path  # with `resume`, that folder
     resume: Path | None
     eval_only: Path | None
+    dry_run: bool
+    plan: bool
+    verbose: bool
+
+
+class _Flags(Protocol):
+    """Fields that the class of `_flags` has beside `config_name`, `resume` and `eval_only`, which are read before it exists."""
+
+    config: "RunConfig"
+    output_dir: Path | None
     dry_run: bool
     plan: bool
     verbose: bool
@@ -42,10 +69,10 @@ class Invocation:
 def parse(
     prog: str, configs: Configs, argv: Sequence[str] | None = None, fixed_on_resume: Sequence[str] = FIXED_ON_RESUME
 ) -> Invocation:
-    """Parse `argv` (None: sys.argv); `prog` is what the user types before it, such as "python -m controllers.grpo".
+    """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
-    `--config` names one of `configs`, the first by default, or a config.json; every dotted flag edits what it gives.
-    Exits with status 2 and a message on stderr for anything that cannot run, and with 0 after `--help`.
+    `--config` names one of `configs` (default: the first) or a config.json. Every other dotted flag edits a field of this config.
+    Exits with status 2 and a message on stderr when the run is not possible, and with status 0 after `--help`.
     """
     try:
         return _parse(prog, configs, sys.argv[1:] if argv is None else list(argv), fixed_on_resume)
@@ -55,36 +82,34 @@ def parse(
 
 
 def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequence[str]) -> Invocation:
-    # These flags say whose fields the others edit, so they are read first and checked with the others below.
+    # These three flags choose the config whose fields the other flags edit. So they are read first, and again with the others below.
     source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     source.add_argument("--config")
     source.add_argument("--resume", type=Path)
     source.add_argument("--eval-only", "--eval_only", type=Path)
     chosen, _ = source.parse_known_args(argv)
     if chosen.resume and (chosen.config or chosen.eval_only):
-        raise ValueError("--resume takes the config of its run, so neither --config nor --eval-only goes with it")
+        raise ValueError("--resume takes the config of its run, so it cannot be combined with --config or --eval-only")
     if chosen.eval_only and not chosen.eval_only.is_dir():
         raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
 
     name, base = _base(configs, chosen.config, chosen.resume, chosen.eval_only)
-    before = dict(_leaves(json.loads(config_to_json(base))))
-    about = "Any field of the config can be set by its dotted name, with - or _. Defaults are those of --config."
-    flags: Any = tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv)
+    before = _leaves_of(base)
+    about = (
+        "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
+    )
+    flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
     config = flags.config
     if chosen.resume:
         if flags.output_dir and flags.output_dir.resolve() != chosen.resume.resolve():
-            raise ValueError(f"--output-dir {flags.output_dir}: --resume {chosen.resume} goes on in its own folder")
-        after = dict(_leaves(json.loads(config_to_json(config))))
-        for changed in sorted(key for key in before.keys() | after.keys() if before.get(key) != after.get(key)):
-            if any(f"{changed}.".startswith(f"{prefix}.") for prefix in fixed_on_resume):
-                change = f"{before.get(changed)!r} to {after.get(changed)!r}"
-                raise ValueError(f"{changed} cannot go from {change} in a resumed run; start a new one")
+            raise ValueError(f"--output-dir {flags.output_dir}: --resume {chosen.resume} continues in its own folder")
+        _require_same(before, _leaves_of(config), fixed_on_resume)
     config.validate()
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if not chosen.resume and RunFolder(output_dir).holds_run:
         command = f"{prog} --resume {shlex.quote(str(output_dir))}"
-        raise ValueError(f"{output_dir} holds a run; to go on with it: {command}")
+        raise ValueError(f"{output_dir} holds a run; to continue it: {command}")
     return Invocation(
         config=config,
         config_name=name,
@@ -97,8 +122,8 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     )
 
 
-def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, Any]:
-    """The name and value of the config that the flags edit."""
+def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:
+    """Name and value of the config that the flags edit."""
     default = next(iter(configs))
     file = Path(config) if config and config.endswith(".json") else None
     if resume:
@@ -108,7 +133,8 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
         run = eval_only.resolve().parents[1] if eval_only.resolve().parent.name == "checkpoints" else eval_only
         file = run / "config.json"
     if file is None:
-        if (name := config or default) in configs:
+        name = config or default
+        if name in configs:
             return name, configs[name]()
         near = difflib.get_close_matches(name, configs) or list(configs)
         raise ValueError(f"--config {name} is neither a .json file nor a config; did you mean {' or '.join(near)}?")
@@ -122,46 +148,68 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
     return (file.resolve().parent.name if file.name == "config.json" else file.stem), loaded
 
 
-def _flags(configs: Configs, name: str, base: Any) -> type:
-    """A dataclass of the run's own flags beside the fields of the config, which keep their own dotted names."""
-
-    def flag(kind: Any, meaning: str, shown: str | None = None) -> Any:
-        return Annotated[kind, tyro.conf.arg(help=meaning, name=shown), tyro.conf.FlagCreatePairsOff]
-
+def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
+    """A dataclass with the run's own flags and the config. The config's fields keep their dotted names."""
+    names = ", ".join(configs)
     fields = [
-        ("config_name", flag(str, f"One of {', '.join(configs)}, or a config.json of a former run.", "config"), name),
-        ("output_dir", flag(Path | None, "Folder of the run; None: runs/<config>-<time>."), None),
-        ("resume", flag(Path | None, "Go on with the run of this folder, from its newest complete checkpoint."), None),
-        ("eval_only", flag(Path | None, "Score this checkpoint and stop; its run's config, unless --config."), None),
-        ("dry_run", flag(bool, "Check everything, print the config and stop."), False),
-        ("plan", flag(bool, "Print the layout, the memory of a rank and what would run where, and stop."), False),
-        ("verbose", flag(bool, "Show the logs of libraries and actors instead of only filing them."), False),
+        _flag("config_name", str, name, f"One of {names}, or a config.json of an earlier run.", shown="config"),
+        _flag("output_dir", Path | None, None, "Folder of the run; None: runs/<config>-<time>."),
+        _flag("resume", Path | None, None, "Continue the run of this folder from its newest complete checkpoint."),
+        _flag(
+            "eval_only",
+            Path | None,
+            None,
+            "Score this checkpoint and stop. Without --config, its run's config is used.",
+        ),
+        _flag("dry_run", bool, False, "Check everything, print the config and stop."),
+        _flag("plan", bool, False, "Print the layout, the memory of a rank and which process runs where, and stop."),
+        _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, too, not only in files."),
+        ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)),
     ]
-    config = ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base))
-    return make_dataclass("Flags", [*((key, kind, field(default=value)) for key, kind, value in fields), config])
+    return make_dataclass("Flags", fields)
 
 
-def print_config(config: Any) -> None:
-    """Show the resolved config on stdout, as the JSON that `--config FILE.json` takes."""
+def _flag(name: str, kind: Annotation, default: Any, meaning: str, shown: str | None = None) -> tuple[str, Any, Field]:
+    """A field for make_dataclass. `shown` replaces the name on the command line."""
+    shape = tyro.conf.arg(help=meaning, name=shown)
+    return name, Annotated[kind, shape, tyro.conf.FlagCreatePairsOff], field(default=default)
+
+
+def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:
+    """Raise ValueError when a leaf under one of the `fixed` prefixes has changed."""
+    for name in sorted(before.keys() | after.keys()):
+        is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in fixed)
+        if is_fixed and before.get(name) != after.get(name):
+            change = f"from {before.get(name)!r} to {after.get(name)!r}"
+            raise ValueError(f"{name} cannot change {change} in a resumed run; start a new one")
+
+
+def print_config(config: "RunConfig") -> None:
+    """Print the resolved config to stdout, as the JSON that `--config FILE.json` takes."""
     Console().print_json(config_to_json(config))
 
 
-def config_to_json(config: Any) -> str:
+def config_to_json(config: "RunConfig") -> str:
     return json.dumps(asdict(config), indent=2, default=_path_to_str) + "\n"
 
 
-def config_from_json(cls: type, text: str) -> Any:
-    """The inverse of `config_to_json`; a missing field takes its default. Raises ValueError for an unknown or ill-typed one."""
-    return _from_plain(cls, json.loads(text), "")
+def config_from_json(cls: type[Config], text: str) -> Config:
+    """The inverse of `config_to_json`. A missing field takes its default; an unknown or ill-typed one raises ValueError."""
+    return cast(Config, _read(cls, json.loads(text), ""))
 
 
-def _path_to_str(value: Any) -> str:
+def _path_to_str(value: object) -> str:
     if isinstance(value, Path):
         return str(value)
     raise ValueError(f"{value!r} of the config has no JSON form")
 
 
-def _leaves(value: Any, name: str = ""):
+def _leaves_of(config: "RunConfig") -> dict[str, object]:
+    """Every value of the config that is not an object of JSON, by its dotted name."""
+    return dict(_leaves(json.loads(config_to_json(config))))
+
+
+def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     if isinstance(value, dict) and value:
         for key, item in value.items():
             yield from _leaves(item, f"{name}.{key}" if name else key)
@@ -169,43 +217,112 @@ def _leaves(value: Any, name: str = ""):
         yield name, value
 
 
-def _from_plain(kind: Any, value: Any, name: str) -> Any:
-    origin, args = get_origin(kind) or kind, get_args(kind)
-    if kind is Any or (origin is Literal and value in args) or (kind is NoneType and value is None):
-        return value
-    if origin in (Union, UnionType):
-        for option in args:
-            if is_dataclass(option) and isinstance(value, dict):
-                return _dataclass_from_plain(option, value, name)  # whose error names the field
-            with contextlib.suppress(ValueError):
-                return _from_plain(option, value, name)
-    if is_dataclass(origin) and isinstance(value, dict):
-        return _dataclass_from_plain(origin, value, name)
-    if origin in (list, tuple) and isinstance(value, list):
-        fixed = origin is tuple and args and args[-1] is not ...
-        kinds = args if fixed else (args[:1] or (Any,)) * len(value)
-        if len(kinds) == len(value):
-            return origin(
-                _from_plain(kind, item, f"{name}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True))
-            )
-    if origin is dict and isinstance(value, dict):
-        key_kind, item_kind = args or (str, Any)
-        return {key_kind(key): _from_plain(item_kind, item, f"{name}.{key}") for key, item in value.items()}
-    if origin is Path and isinstance(value, str):
-        return Path(value)
-    if origin is float and type(value) in (int, float):
-        return float(value)
-    if origin in (int, str, bool) and type(value) is origin:
-        return value
-    raise ValueError(f"{name or 'the config'}={value!r} is not {getattr(kind, '__name__', kind) if not args else kind}")
+# The readers below turn JSON into a value of an annotated type. `name` is the dotted name of the field, for errors.
+def _read(kind: Annotation, value: object, name: str) -> object:
+    origin = get_origin(kind) or kind
+    if is_dataclass(origin):
+        return _read_dataclass(kind, value, name)
+    if origin not in _READERS:
+        raise _mismatch(kind, value, name)
+    return _READERS[origin](kind, value, name)
 
 
-def _dataclass_from_plain(cls: Any, values: dict, name: str) -> Any:
-    kinds, prefix = get_type_hints(cls), f"{name}." if name else ""
-    if unknown := [key for key in values if key not in cls.__dataclass_fields__]:
-        near = difflib.get_close_matches(unknown[0], cls.__dataclass_fields__) or list(cls.__dataclass_fields__)
-        raise ValueError(f"{prefix}{unknown[0]} is not a field; did you mean {' or '.join(near)}?")
+def _mismatch(kind: Annotation, value: object, name: str) -> ValueError:
+    shown = kind if get_args(kind) else getattr(kind, "__name__", kind)
+    return ValueError(f"{name or 'the config'}={value!r} is not {shown}")
+
+
+def _read_dataclass(cls: Annotation, values: object, name: str) -> object:
+    if not isinstance(values, dict):
+        raise _mismatch(cls, values, name)
+    fields, kinds = cls.__dataclass_fields__, get_type_hints(cls)
+    prefix = f"{name}." if name else ""
+    for key in values:
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields) or list(fields)
+            raise ValueError(f"{prefix}{key} is not a field; did you mean {' or '.join(near)}?")
     try:
-        return cls(**{key: _from_plain(kinds[key], value, f"{prefix}{key}") for key, value in values.items()})
+        return cls(**{key: _read(kinds[key], value, f"{prefix}{key}") for key, value in values.items()})
     except TypeError as error:
         raise ValueError(f"{name or 'the config'}: {error}") from error
+
+
+def _read_union(kind: Annotation, value: object, name: str) -> object:
+    for option in get_args(kind):
+        if is_dataclass(option) and isinstance(value, dict):
+            return _read(option, value, name)  # not suppressed: the error names the wrong field
+        with contextlib.suppress(ValueError):
+            return _read(option, value, name)
+    raise _mismatch(kind, value, name)
+
+
+def _read_list(kind: Annotation, value: object, name: str) -> list[object]:
+    if not isinstance(value, list):
+        raise _mismatch(kind, value, name)
+    item_kind = get_args(kind)[0] if get_args(kind) else Any
+    return [_read(item_kind, item, f"{name}[{index}]") for index, item in enumerate(value)]
+
+
+def _read_tuple(kind: Annotation, value: object, name: str) -> tuple[object, ...]:
+    item_kinds = get_args(kind)
+    if not item_kinds or item_kinds[-1] is ...:  # any length
+        return tuple(_read_list(kind, value, name))
+    if not isinstance(value, list) or len(value) != len(item_kinds):
+        raise _mismatch(kind, value, name)
+    items = []
+    for index, (item_kind, item) in enumerate(zip(item_kinds, value, strict=True)):
+        items.append(_read(item_kind, item, f"{name}[{index}]"))
+    return tuple(items)
+
+
+def _read_dict(kind: Annotation, value: object, name: str) -> object:
+    if not isinstance(value, dict):
+        raise _mismatch(kind, value, name)
+    key_kind, item_kind = get_args(kind) or (str, Any)
+    return {key_kind(key): _read(item_kind, item, f"{name}.{key}") for key, item in value.items()}
+
+
+def _read_any(kind: Annotation, value: object, name: str) -> object:
+    return value
+
+
+def _read_literal(kind: Annotation, value: object, name: str) -> object:
+    if value not in get_args(kind):
+        raise _mismatch(kind, value, name)
+    return value
+
+
+def _read_path(kind: Annotation, value: object, name: str) -> Path:
+    if not isinstance(value, str):
+        raise _mismatch(kind, value, name)
+    return Path(value)
+
+
+def _read_float(kind: Annotation, value: object, name: str) -> float:
+    # type(), not isinstance(): True is an int.
+    if type(value) is int or type(value) is float:
+        return float(value)
+    raise _mismatch(kind, value, name)
+
+
+def _read_exactly(kind: Annotation, value: object, name: str) -> object:
+    if type(value) is not kind:
+        raise _mismatch(kind, value, name)
+    return value
+
+
+_READERS: dict[object, Callable[[Annotation, object, str], object]] = {
+    Any: _read_any,
+    Union: _read_union,
+    UnionType: _read_union,
+    Literal: _read_literal,
+    list: _read_list,
+    tuple: _read_tuple,
+    dict: _read_dict,
+    Path: _read_path,
+    float: _read_float,
+    int: _read_exactly,
+    str: _read_exactly,
+    bool: _read_exactly,
+    NoneType: _read_exactly,
+}

@@ -1,11 +1,10 @@
-"""What the terminal shows of a run: a live panel, or one line a step where stdout is a file or a pipe. Measures nothing."""
+"""Terminal output of a run: a live panel, or one line a step when stdout is a file or a pipe. Measures nothing."""
 
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -13,6 +12,8 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from controllers.run_folder import Record
 
 COLUMNS = (  # title, width, key of the record, format
     ("reward", 6, "reward/mean", ".3f"),
@@ -24,18 +25,24 @@ COLUMNS = (  # title, width, key of the record, format
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
-    ("lag", 3, "policy_lag", ".2g"),  # policy versions from the weights sampled with to the weights trained
+    (
+        "lag",
+        3,
+        "policy_lag",
+        ".2g",
+    ),  # policy versions between the weights that sampled and the weights that were trained
 )
 
 
 class LineDisplay:
-    """One aligned line a step, under a header now and then."""
+    """One aligned line a step, with a header line every 20 steps and at the start of a phase."""
 
     def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
         self.console, self.total_steps = console, total_steps
-        self.setups: dict[str, float] = {}  # those under way -> when they started
-        self.record: dict[str, Any] = {"step": first_step - 1, "phase": ""}  # the last step's
-        self._start, self._recent = time.perf_counter(), deque[float](maxlen=20)  # the latter: seconds of steps
+        self.setups: dict[str, float] = {}  # label of an unfinished setup -> time of its start
+        self.record: Record = {"step": first_step - 1, "phase": ""}  # of the last step
+        self._start = time.perf_counter()
+        self._recent = deque[float](maxlen=20)  # seconds of the last steps
         self._num_rows, self._phase = 0, ""
 
     @contextmanager
@@ -51,10 +58,11 @@ class LineDisplay:
     def setup_started(self, label: str) -> None:
         self.print(f"{label} ...")
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         seconds, trained = record.get("time/step"), record.get("tokens/trained")
         self.record = {**record, "tokens/s": trained / seconds if trained and seconds else None}
-        self._recent.extend([seconds] if seconds else [])
+        if seconds:
+            self._recent.append(seconds)
         self.row()
 
     def row(self) -> None:
@@ -88,21 +96,21 @@ class LineDisplay:
 
 
 class LiveDisplay(LineDisplay):
-    """A panel at the bottom of a terminal. A step with a validation leaves its line above it."""
+    """A panel at the bottom of a terminal. Every step with a validation leaves a line above the panel."""
 
     def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
         super().__init__(console, total_steps, first_step)
         self._known = self.record  # the last value of each key
-        redirect = console.file is sys.stdout  # stray prints then appear above the panel and do not tear it
+        redirect = console.file is sys.stdout  # other prints then appear above the panel instead of inside it
         self._live = Live(
             console=console, get_renderable=self._panel, redirect_stdout=redirect, redirect_stderr=redirect
         )
         self._live.start()
 
     def setup_started(self, label: str) -> None:
-        pass  # the panel counts its seconds
+        pass  # the panel shows the seconds since the start
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         super().step(record)
         self._known = self._known | {key: value for key, value in self.record.items() if value is not None}
 
@@ -119,22 +127,23 @@ class LiveDisplay(LineDisplay):
     def _panel(self) -> Group:
         now = time.perf_counter()
         spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(now * 8) % 10]
-        setups = [Text(f"{spinner} {label}: {now - start:.0f} s") for label, start in list(self.setups.items())]
+        setups = list(self.setups.items())  # a copy: the panel is drawn by a thread of its own
         if setups or not self._known["phase"]:
-            return Group(*setups)
+            return Group(*(Text(f"{spinner} {label}: {now - start:.0f} s") for label, start in setups))
         bar = Table.grid(padding=(0, 2))
         progress = ProgressBar(total=self.total_steps, completed=self._known["step"] + 1, width=32)
         times = Text(f"{self.elapsed} elapsed, {self.left} left", style="dim")
         bar.add_row(Text(self._known["phase"], style="bold"), progress, self.done, times)
-        cells = [
-            Text.assemble((f"{title} ", "dim"), (f"{_text(self._known, key, spec):<{width}}", "bold"))
-            for title, width, key, spec in COLUMNS
-        ]
+        cells = []
+        for title, width, key, spec in COLUMNS:
+            value = f"{_text(self._known, key, spec):<{width}}"
+            cells.append(Text.assemble((f"{title} ", "dim"), (value, "bold")))
         return Group(bar, Columns(cells, padding=(0, 2)))
 
 
-def _text(record: Mapping[str, Any], key: str, spec: str) -> str:
-    return "-" if record.get(key) is None else format(record[key], spec)
+def _text(record: Record, key: str, spec: str) -> str:
+    value = record.get(key)
+    return "-" if value is None else format(value, spec)
 
 
 def _clock(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Tasks: where problems come from and what a completion earns. Knows nothing of tokens, groups or actors."""
+"""Tasks: sources of problems, and the reward of a completion. Knows nothing of tokens, groups or actors."""
 
 import difflib
 import functools
@@ -6,36 +6,46 @@ import importlib
 import json
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
 
 from tyro.constructors import PrimitiveConstructorSpec
 
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
 HELD_OUT_SHARE = 1 / 8
-"""Share of the keys that is kept from training, unless `num_held_out` needs more of a small space."""
+"""Share of the keys that training does not use. A small space loses more when `num_held_out` needs more."""
+
+DRAWS_PER_PROBLEM = 1000
+"""Entries tried for one training problem before the task is given up."""
+
+Entry = dict[str, Any]
+"""An entry of a dataset: {"question": str, "answer": str, "metadata": dict}."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     prompt: str
     answer: str
-    key: str  # problems of one key are one problem to the split between training and held-out
+    key: str  # training uses no problem that has the key of a held-out one
     metadata: dict[str, Any] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Environment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`: the same for the same (seed, index), and never a held-out one."""
+        """Training problem number `index`. It depends on (seed, index) only, and it is never a held-out problem."""
 
     def held_out(self) -> list[Problem]:
         """`num_held_out` problems with distinct keys."""
 
-    def reward(self, problem: Problem, completion: str) -> float: ...
+    def reward(self, problem: Problem, completion: str) -> float:
+        """The reward of a completion of this problem's prompt."""
 
 
 _JSON = PrimitiveConstructorSpec(
@@ -52,22 +62,22 @@ class EnvironmentConfig:
     task: str = "basic_arithmetic"
     """A reasoning-gym task, a .jsonl file with "prompt" and "answer" on each line, or a function as module:function."""
     options: Annotated[dict[str, Any], _JSON] = field(default_factory=dict)
-    """Arguments of the reasoning-gym task or of the user's function: one JSON object, which replaces the default."""
+    """Arguments of the reasoning-gym task or of the user's function: one JSON object, which replaces the default as a whole."""
     prompt: str = "{question}"
-    """Template of a prompt over `question` and the problem's metadata, e.g. "{expression}="."""
+    """Template of the prompt. It may use `question` and the keys of the problem's metadata, e.g. "{expression}="."""
     remove_whitespace: bool = False
-    """Take all whitespace out of the prompt, which spares a character tokenizer tokens: "12 + 34=" to "12+34="."""
+    """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
-    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d="; problems whose prompt does not are left out."""
+    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: Literal["exact_match", "math_verify", "task"] = "exact_match"
-    """exact_match compares stripped text, math_verify compares as mathematics, task asks the reasoning-gym task."""
+    """exact_match compares stripped text, math_verify compares mathematical values, task asks the reasoning-gym task."""
     num_held_out: int = 512
-    """Distinct problems kept from training for validation."""
+    """Distinct problems that are used for validation and never for training."""
     seed: int = 0
-    """Of the problems, their order and the split."""
+    """Seed of the problems, of their order and of the split between training and held-out."""
 
     def validate(self) -> None:
-        """Raises ValueError for values that no environment can be built from; `build_environment` finds the rest."""
+        """Raise ValueError for a wrong value that can be found without the dataset. `build_environment` finds the others."""
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):
@@ -83,11 +93,13 @@ class EnvironmentConfig:
 
 
 def build_environment(config: EnvironmentConfig) -> Environment:
-    """Raises ValueError for an unknown task or option, a bad line of a file, or too few problems for `num_held_out`."""
+    """The environment of a task. Raises ValueError for an unknown task or option, a bad line of a file, or too few problems."""
     config.validate()
     if config.task.endswith(".jsonl"):
         return JsonlEnvironment(config, _read_jsonl(config.task))
-    return _user_environment(config) if ":" in config.task else GeneratedEnvironment(config, _reasoning_gym(config))
+    if ":" in config.task:
+        return _user_environment(config)
+    return GeneratedEnvironment(config, _reasoning_gym(config))
 
 
 def exact_match(answer: str, completion: str) -> float:
@@ -95,43 +107,51 @@ def exact_match(answer: str, completion: str) -> float:
 
 
 def math_verify(answer: str, completion: str) -> float:
-    """1.0 when the two are equal as mathematics: "0.5" and "$\\frac{1}{2}$"."""
+    """1.0 when both texts have the same mathematical value, such as "0.5" and "$\\frac{1}{2}$"; else 0.0."""
     from math_verify import parse, verify
 
-    # The package times out by SIGALRM, which only the main thread may set.
+    # The package implements its timeout with SIGALRM, which only the main thread may set.
     timeout = 5 if threading.current_thread() is threading.main_thread() else None
     gold, target = (parse(text, parsing_timeout=timeout) for text in (answer, completion))
     return float(verify(gold, target, timeout_seconds=timeout))
 
 
-def operands_or_text(entry: dict[str, Any]) -> str:
-    """The sorted operands of plain arithmetic, else the question: "12 + 34" and "34 + 12" both give "12 34"."""
+SCORES: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "math_verify": math_verify}
+
+
+def operands_or_text(entry: Entry) -> str:
+    """Key of an entry: the sorted operands of plain arithmetic ("12 + 34" and "34 + 12" give "12 34"), else the question."""
     expression = str(entry["metadata"].get("expression", ""))
-    plain = re.fullmatch(r"[\d\s.+\-*/()]+", expression)
-    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression))) if plain else entry["question"]
+    if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
+        return entry["question"]
+    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
 
 
 def _fraction(key: str, seed: int) -> float:
-    """A stable hash in [0, 1)."""
+    """A hash of key and seed in [0, 1). It is the same on every machine and in every process."""
     return int.from_bytes(blake2b(f"{seed}/{key}".encode(), digest_size=6).digest(), "big") / 2**48
 
 
 def _hold_out(problems: Iterable[Problem], config: EnvironmentConfig, share: float) -> tuple[list[Problem], float]:
-    """The first problem of each of the `num_held_out` keys with the lowest hashes, and the highest of these hashes.
+    """Held-out problems, and the highest hash of their keys.
 
-    Stops reading as soon as hashes below `share` are enough. Raises ValueError when half of all keys is not enough.
+    The `num_held_out` keys with the lowest hashes are held out, each with its first problem. Reading stops when `num_held_out` keys
+    with hashes below `share` are found. Raises ValueError when `num_held_out` is more than half of all keys.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0
     for problem in problems:
-        if problem.key not in found:
-            found[problem.key] = (_fraction(problem.key, config.seed), problem)
-            num_low += found[problem.key][0] < share
-            if num_low == config.num_held_out:
-                break
+        if problem.key in found:
+            continue
+        fraction = _fraction(problem.key, config.seed)
+        found[problem.key] = (fraction, problem)
+        num_low += fraction < share
+        if num_low == config.num_held_out:
+            break
     if 2 * config.num_held_out > len(found):
         source = f"task={config.task!r} with options={config.options}"
-        source += f" and prompt_pattern={config.prompt_pattern!r}" if config.prompt_pattern else ""
+        if config.prompt_pattern:
+            source += f" and prompt_pattern={config.prompt_pattern!r}"
         limit = f"half of the {len(found)} distinct problems found in {source}"
         raise ValueError(f"num_held_out={config.num_held_out} is more than {limit}")
     lowest = sorted(found.values(), key=lambda item: item[0])[: config.num_held_out]
@@ -139,9 +159,9 @@ def _hold_out(problems: Iterable[Problem], config: EnvironmentConfig, share: flo
 
 
 class GeneratedEnvironment:
-    """Random draws from a sequence of {"question", "answer", "metadata"}, such as a reasoning-gym task."""
+    """Random draws from a reasoning-gym task."""
 
-    def __init__(self, config: EnvironmentConfig, dataset: Any):
+    def __init__(self, config: EnvironmentConfig, dataset: "ProceduralDataset"):
         self.config, self.dataset = config, dataset
         probes = map(self._read, range(min(len(dataset), 32 * config.num_held_out)))
         self._held_out, self._highest_held_out = _hold_out(filter(self._fits, probes), config, HELD_OUT_SHARE)
@@ -161,34 +181,31 @@ class GeneratedEnvironment:
         return not pattern or re.fullmatch(pattern, problem.prompt) is not None
 
     def problem(self, index: int) -> Problem:
-        # Drawn, not counted: item i of reasoning-gym's seed s is item i + 1 of seed s - 1.
+        # Entries are drawn at random, not taken in order: entry i of reasoning-gym's seed s is entry i + 1 of seed s - 1.
         draws = Random(f"{self.config.seed}/{index}")
-        for _ in range(1000):
+        for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))
             if self._fits(problem) and _fraction(problem.key, self.config.seed) > self._highest_held_out:
                 return problem
-        pattern = (
-            f" or did not match prompt_pattern={self.config.prompt_pattern!r}" if self.config.prompt_pattern else ""
-        )
-        raise ValueError(
-            f"training problem {index}: 1000 draws of task={self.config.task!r} were all held out{pattern}"
-        )
+        draw = f"training problem {index}: each of {DRAWS_PER_PROBLEM} draws of task={self.config.task!r} was held out"
+        if self.config.prompt_pattern:
+            draw += f" or did not match prompt_pattern={self.config.prompt_pattern!r}"
+        raise ValueError(draw)
 
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
 
     def reward(self, problem: Problem, completion: str) -> float:
         if self.config.reward != "task":
-            score = {"exact_match": exact_match, "math_verify": math_verify}[self.config.reward]
-            return score(problem.answer, completion)
+            return SCORES[self.config.reward](problem.answer, completion)
         entry = {"question": problem.metadata["question"], "answer": problem.answer, "metadata": problem.metadata}
         return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
 
 
 class JsonlEnvironment(GeneratedEnvironment):
-    """All of a file but the held-out problems, in a new order each time round."""
+    """All problems of a file except the held-out ones, in another order in every epoch."""
 
-    def __init__(self, config: EnvironmentConfig, dataset: list[dict[str, Any]]):
+    def __init__(self, config: EnvironmentConfig, dataset: list[Entry]):
         self.config, self.dataset = config, dataset
         problems = list(filter(self._fits, map(self._read, range(len(dataset)))))
         self._held_out, highest = _hold_out(problems, config, 0.0)
@@ -204,9 +221,9 @@ def _shuffled(length: int, seed: str) -> list[int]:
     return Random(seed).sample(range(length), length)
 
 
-def _read_jsonl(path: str) -> list[dict[str, Any]]:
+def _read_jsonl(path: str) -> list[Entry]:
     entries = []
-    # split, not splitlines: a JSON string may hold U+2028 and its like.
+    # split, not splitlines: a JSON string may hold U+2028, at which splitlines splits, too.
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").rstrip().split("\n"), 1):
         try:
             metadata = json.loads(line)
@@ -216,7 +233,7 @@ def _read_jsonl(path: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _reasoning_gym(config: EnvironmentConfig):
+def _reasoning_gym(config: EnvironmentConfig) -> "ProceduralDataset":
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if config.task not in DATASETS:

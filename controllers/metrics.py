@@ -1,28 +1,32 @@
-"""What a run shows and leaves as it goes: a display, metrics.jsonl, rollouts.jsonl, TensorBoard, wandb. Decides nothing.
+"""Metrics of a run: they go to a display, metrics.jsonl, rollouts.jsonl, TensorBoard and wandb. Decides nothing.
 
-A step is one training step; supervised and GRPO steps share one count from 0. A record is a step's line in metrics.jsonl.
+A step is one training step; supervised and GRPO steps share one count from 0. A record is the line of one step in metrics.jsonl.
 """
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
 
 from controllers.display import LineDisplay, LiveDisplay
-from controllers.run_folder import RunFolder, to_json, to_plain
+from controllers.run_folder import Record, RunFolder, to_json, to_plain
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+    from wandb import Run as WandbRun
 
 KEYS = (
     *("policy_version", "reward/mean", "reward/std", "loss", "grad_norm", "learning_rate"),
     *("logprob_diff/mean", "logprob_diff/max", "kl/policy_generator", "groups/filtered"),
     *("tokens/trained", "tokens/generated", "time/generate", "time/train", "time/sync", "time/step"),
 )
-"""In every record, null where a step has no such value. `validation/accuracy` is there when it was measured."""
+"""Keys of every record; null when a step has no such value. `validation/accuracy` is in a record only when it was measured."""
 
 
 class Timer:
-    """Seconds by name since the last reset: `with timer("generate"): …` adds to `timer.seconds["generate"]`."""
+    """Seconds since the last reset, by name: `with timer("generate"): …` adds to `timer.seconds["generate"]`."""
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
@@ -37,15 +41,16 @@ class Timer:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
     def reset(self) -> dict[str, float]:
-        """{"time/generate": …, "time/step": wall time since the last reset}; then start again."""
+        """Return {"time/generate": …, "time/step": wall time since the last reset} and start again from zero."""
         now = time.perf_counter()
-        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()} | {"time/step": now - self._start}
+        times = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
+        times["time/step"] = now - self._start
         self.seconds, self._start = {}, now
         return times
 
 
 class MetricsLogger(AbstractContextManager):
-    """Takes each step's numbers wherever they go. Leaving `with` closes everything and writes down how the run ended.
+    """Writer of each step's numbers. Leaving `with` closes all files and writes the outcome of the run to outcome.json.
 
     with MetricsLogger(RunFolder("runs/tiny"), total_steps=200) as log:
         with log.setup("starting trainer"): ...
@@ -56,13 +61,13 @@ class MetricsLogger(AbstractContextManager):
         self,
         folder: RunFolder,
         *,
-        total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` when it is
-        first_step: int = 0,  # lines of this step and later ones are dropped: a resumed run writes them again
+        total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` later
+        first_step: int = 0,  # lines of this step and of later ones are removed: a resumed run writes them again
         tensorboard: bool = True,
         wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are supported
-        config: Mapping[str, Any] | None = None,  # shown by wandb
+        config: Mapping[str, object] | None = None,  # shown by wandb
         rollouts_per_step: int = 4,
-        lines: bool = False,  # one line a step on a terminal too, as --verbose needs
+        lines: bool = False,  # one line a step on a terminal, too; --verbose needs it
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -77,21 +82,22 @@ class MetricsLogger(AbstractContextManager):
         self._write_outcome("running")
 
     def setup(self, label: str) -> AbstractContextManager[None]:
-        """Show a phase before the first step: "starting generator: 7 s"."""
+        """Show a part of the start, such as "starting generator: 7 s", while `with` runs."""
         return self.display.setup(label)
 
     def note(self, line: str) -> None:
         self.display.print(line)
 
-    def step(self, step: int, metrics: Mapping[str, Any], *, phase: str, skipped: bool = False) -> None:
-        """Record one step of phase "sft" or "grpo". In the record, `nonfinite` names what was NaN or infinite."""
+    def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
+        """Record one step of phase "sft" or "grpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
         if step <= self._last_step:
             raise ValueError(f"step {step} comes after step {self._last_step}: a step is recorded once, in order")
         self._last_step = step
-        record = {"step": step, "phase": phase} | dict.fromkeys(KEYS) | to_plain(metrics)
+        record: Record = {"step": step, "phase": phase} | dict.fromkeys(KEYS) | to_plain(metrics)
         if skipped:
             record["skipped"] = True
-        if nonfinite := [key for key, value in metrics.items() if value is not None and record[key] is None]:
+        nonfinite = [key for key, value in metrics.items() if value is not None and record[key] is None]
+        if nonfinite:
             record["nonfinite"] = nonfinite
         self._append(self._metrics, [record])
         scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
@@ -102,13 +108,13 @@ class MetricsLogger(AbstractContextManager):
             self._wandb.log(scalars, step=step)
         self.display.step(record)
 
-    def rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
-        """Keep a few, evenly spaced, of {"prompt": str, "completion": str, "reward": float, …}."""
+    def rollouts(self, step: int, rollouts: Sequence[Record]) -> None:
+        """Write some of the step's rollouts, evenly spaced. A rollout is {"prompt": str, "completion": str, "reward": float, …}."""
         stride = max(1, len(rollouts) // self._rollouts_per_step)
         kept = rollouts[::stride][: self._rollouts_per_step]
         self._append(self._rollouts, [{"step": step, **rollout} for rollout in kept])
 
-    def _append(self, file: TextIO, records: Sequence[Mapping[str, Any]]) -> None:
+    def _append(self, file: TextIO, records: Sequence[Record]) -> None:
         file.write("".join(to_json(record) + "\n" for record in records))
         file.flush()
 
@@ -133,7 +139,7 @@ class MetricsLogger(AbstractContextManager):
             self._wandb.finish(exit_code=0 if error is None else 1)
 
 
-def _tensorboard(folder: RunFolder, first_step: int):
+def _tensorboard(folder: RunFolder, first_step: int) -> "SummaryWriter":
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -141,7 +147,7 @@ def _tensorboard(folder: RunFolder, first_step: int):
     return SummaryWriter(str(folder.tensorboard), purge_step=first_step or None, flush_secs=10)
 
 
-def _wandb(folder: RunFolder, project: str, config: Mapping[str, Any] | None):
+def _wandb(folder: RunFolder, project: str, config: Mapping[str, object] | None) -> "WandbRun":
     try:
         import wandb
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""Turn a run folder into report.html, one file that needs nothing else, and reward.png. Knows only what the folder holds.
+"""Report of a run: report.html, which needs no other file, and reward.png. It is made from the files of the run folder only.
 
 python -m controllers.report RUN_FOLDER
 
-Charts are drawn in the light colours; in the HTML each colour is a CSS variable, which dark mode sets anew.
+Charts are drawn in the light colours. In the HTML every colour is a CSS variable, which dark mode sets to another value.
 """
 
 import io
@@ -21,7 +21,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, NullFormatter
 
-from controllers.run_folder import RunFolder, read_jsonl
+from controllers.run_folder import Record, RunFolder, read_jsonl
 
 LIGHT = {"page": "#f7f7f5", "card": "#fefefe", "ink": "#1c1f26", "muted": "#667085", "line": "#e4e7ec"}
 LIGHT |= {"blue": "#2563c9", "orange": "#d9660c", "green": "#15803c", "gray": "#a3abb9"}
@@ -30,31 +30,57 @@ DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the font of the page
     "svg.hashsalt": "report",
-    **{"font.size": 9.5, "lines.linewidth": 1.7, "legend.handlelength": 1.4},
-    **{"axes.titlesize": 10.5, "axes.titlelocation": "left", "axes.titleweight": "bold", "axes.titlepad": 10},
-    **{"axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False, "axes.axisbelow": True},
-    **{"axes.grid": True, "axes.grid.axis": "y", "xtick.major.size": 0, "ytick.major.size": 0, "ytick.minor.size": 0},
-    **{"axes.edgecolor": LIGHT["line"], "grid.color": LIGHT["line"], "axes.facecolor": "none"},
-    **{"text.color": LIGHT["ink"], "axes.titlecolor": LIGHT["ink"], "axes.labelcolor": LIGHT["muted"]},
-    **{"xtick.color": LIGHT["muted"], "ytick.color": LIGHT["muted"], "figure.facecolor": LIGHT["card"]},
-    **{"legend.frameon": False, "legend.fontsize": 9, "legend.labelcolor": LIGHT["muted"]},
+    "font.size": 9.5,
+    "lines.linewidth": 1.7,
+    "legend.handlelength": 1.4,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.labelcolor": LIGHT["muted"],
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlepad": 10,
+    "axes.titlecolor": LIGHT["ink"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.facecolor": "none",
+    "axes.edgecolor": LIGHT["line"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": LIGHT["line"],
+    "figure.facecolor": LIGHT["card"],
+    "text.color": LIGHT["ink"],
+    "xtick.color": LIGHT["muted"],
+    "ytick.color": LIGHT["muted"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
 }
-Records = Sequence[dict[str, Any]]
+Records = Sequence[Record]
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """The steps that have a finite number at the key, and the numbers."""
-    points = [(r["step"], r[key]) for r in records if isinstance(r.get(key), int | float) and math.isfinite(r[key])]
-    return [step for step, _ in points], [value for _, value in points]
+    """Steps and values of the records that have a finite number at this key."""
+    steps, values = [], []
+    for record in records:
+        value = record.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            steps.append(record["step"])
+            values.append(value)
+    return steps, values
 
 
 def draw_lines(axes: Axes, records: Records, lines: dict[str, tuple[str, str]], markers: bool = False) -> None:
-    """lines: {key: (label, color)}"""
+    """Plot one line for each entry of `lines`, {key: (label, color)}. Several lines share a logarithmic axis if all values are positive."""
+    shown: list[float] = []
     for key, (label, color) in lines.items():
         steps, values = series(records, key)
-        style: dict[str, Any] = {"marker": "o", "markersize": 3.8} if markers or len(steps) == 1 else {}
-        axes.plot(steps, values, color=LIGHT[color], label=label, **style)
-    shown = [value for key in lines for value in series(records, key)[1]]
+        marker = "o" if markers or len(steps) == 1 else None
+        axes.plot(steps, values, color=LIGHT[color], label=label, marker=marker, markersize=3.8)
+        shown += values
     if len(lines) > 1 and min(shown) > 0:
         axes.set_yscale("log")
         axes.set_ylim(10 ** math.floor(math.log10(min(shown))), 10 ** math.ceil(math.log10(max(shown))))
@@ -62,46 +88,68 @@ def draw_lines(axes: Axes, records: Records, lines: dict[str, tuple[str, str]], 
 
 
 def draw_reward(axes: Axes, records: Records) -> None:
-    both = [r for r in records if r.get("reward/mean") is not None and r.get("reward/std") is not None]
-    low, high = ([r["reward/mean"] + sign * r["reward/std"] for r in both] for sign in (-1, 1))
-    axes.fill_between([r["step"] for r in both], low, high, color=LIGHT["blue"], alpha=0.13, linewidth=0)
+    steps, low, high = [], [], []
+    for record in records:
+        mean, std = record.get("reward/mean"), record.get("reward/std")
+        if mean is not None and std is not None:
+            steps.append(record["step"])
+            low.append(mean - std)
+            high.append(mean + std)
+    axes.fill_between(steps, low, high, color=LIGHT["blue"], alpha=0.13, linewidth=0)
     draw_lines(axes, records, {"reward/mean": ("reward of the batch, mean ± std", "blue")})
     draw_lines(axes, records, {"validation/accuracy": ("validation accuracy", "orange")}, markers=True)
     shown = series(records, "reward/mean")[1] + series(records, "validation/accuracy")[1]
     if shown and min(shown) >= 0 and max(shown) <= 1:
-        axes.set_ylim(-0.03, 1.05)  # a std reaches past the rewards there are
+        axes.set_ylim(-0.03, 1.05)  # rewards are in [0, 1] here, but mean ± std goes beyond that
 
 
 def around_rewards(records: Records) -> Records:
-    """Of the supervised steps at most as many as there are others: they have no reward, and would leave its curve no room."""
-    num_others = sum(r.get("phase") != "sft" for r in records)
+    """The records of the reward chart: at most as many supervised steps as others.
+
+    Supervised steps come first and have no reward; many of them would leave no room for the curve.
+    """
+    num_others = len(grpo_steps(records))
     return records[-2 * num_others :] if num_others else records
 
 
 def draw_times(axes: Axes, records: Records) -> None:
-    timed = [r for r in records if r.get("time/step") is not None]
-    edges = [r["step"] - 0.5 for r in timed] + [timed[-1]["step"] + 0.5]
+    """Stacked seconds of each step. `other` fills the rest up to the step's wall time."""
+    timed = [record for record in records if record.get("time/step") is not None]
+    edges = [record["step"] - 0.5 for record in timed] + [timed[-1]["step"] + 0.5]
     below = [0.0] * len(timed)
     for name, color in {"generate": "blue", "train": "orange", "sync": "green", "other": "gray"}.items():
-        known = [bottom + (r.get(f"time/{name}") or 0.0) for bottom, r in zip(below, timed, strict=True)]
-        above = [max(k, r["time/step"]) for k, r in zip(known, timed, strict=True)] if name == "other" else known
+        above = []
+        for bottom, record in zip(below, timed, strict=True):
+            top = bottom + (record.get(f"time/{name}") or 0.0)
+            above.append(max(top, record["time/step"]) if name == "other" else top)
         axes.stairs(above, edges, baseline=below, fill=True, color=LIGHT[color], linewidth=0, label=name)
         below = above
     axes.set_ylim(bottom=0)
 
 
+def supervised_steps(records: Records) -> Records:
+    return [record for record in records if record.get("phase") == "sft"]
+
+
+def grpo_steps(records: Records) -> Records:
+    return [record for record in records if record.get("phase") != "sft"]
+
+
 def chart(title: str, draw: Callable[[Axes, Records], None], records: Records, size: tuple[float, float]) -> Figure:
-    """One figure against the step, inches wide and high, with the supervised phase shaded where other steps follow it."""
+    """One figure over the steps. `size` is its width and height in inches.
+
+    The supervised phase is shaded when steps of another phase follow it.
+    """
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step")
     if not records:
         axes.text(0.5, 0.5, "no steps recorded", ha="center", transform=axes.transAxes)
         return figure
     draw(axes, records)
-    phases = {r.get("phase"): r["step"] for r in records}
-    if len(phases) > 1 and "sft" in phases:
-        start = records[0]["step"]
-        axes.axvspan(start - 0.5, phases["sft"] + 0.5, color=LIGHT["gray"], alpha=0.15, linewidth=0, zorder=0)
+    supervised = supervised_steps(records)
+    if 0 < len(supervised) < len(records):
+        start, end = records[0]["step"], supervised[-1]["step"]
+        axes.axvspan(start - 0.5, end + 0.5, color=LIGHT["gray"], alpha=0.15, linewidth=0, zorder=0)
         if draw is draw_reward:
             axes.text(start, 0.97, " supervised", va="top", transform=axes.get_xaxis_transform())
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -122,9 +170,8 @@ def inline_svg(figure: Figure) -> str:
 
 
 def charts(records: Records) -> list[str]:
-    """The cards of the page; a chart without a number is left out."""
-    sft = [r for r in records if r.get("phase") == "sft"]
-    rest = [r for r in records if r.get("phase") != "sft"]
+    """The charts of the page as SVG. A chart without a number is left out."""
+    sft, rest = supervised_steps(records), grpo_steps(records)
     difference = {"logprob_diff/max": ("max", "orange"), "logprob_diff/mean": ("mean", "blue")}
     plans = [
         ("loss, supervised", sft, {"loss": ("loss", "blue")}),
@@ -143,63 +190,93 @@ def charts(records: Records) -> list[str]:
 
 
 def tiles(records: Records, outcome: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The summary: (name, value, remark)."""
-    steps, scores = series(records, "validation/accuracy")
-    warm_up = [r for r in records if r.get("phase") == "sft"]
-    sums = {key: sum(series(records, key)[1]) for key in ("tokens/trained", "tokens/generated", "time/step")}
-    remarks = [f"first {score:.3f}" for score in scores[:1]]
-    remarks += [f"{score:.3f} after warm-up" for score in series(warm_up, "validation/accuracy")[1][-1:]]
-    remarks += [f"best {max(scores):.3f} at step {steps[scores.index(max(scores))]}"] if scores else ["not measured"]
-    skipped = sum(bool(r.get("skipped")) for r in records)
-    minutes, seconds = divmod(round(sums["time/step"]), 60)
+    """The summary: (name, value, remark) of each tile."""
+    num_supervised = len(supervised_steps(records))
+    num_skipped = sum(bool(record.get("skipped")) for record in records)
+    trained, generated = total(records, "tokens/trained"), total(records, "tokens/generated")
+    seconds = total(records, "time/step")
     status = str(outcome.get("status", "not recorded")).replace("running", "running or killed")
-    remark = f"{outcome['total_steps']:,} steps planned" if outcome.get("total_steps") else ""
+    planned = f"{outcome['total_steps']:,} steps planned" if outcome.get("total_steps") else ""
     return [
-        ("validation accuracy", f"{scores[-1]:.3f}" if scores else "–", ", ".join(remarks)),
-        ("steps", f"{len(records):,}", f"{len(warm_up):,} supervised, {skipped:,} skipped"),
-        ("tokens trained", f"{sums['tokens/trained']:,.0f}", f"{sums['tokens/generated']:,.0f} generated"),
-        ("time in steps", f"{minutes} min {seconds} s", f"{sums['time/step'] / max(1, len(records)):.2f} s a step"),
-        ("outcome", status, str(outcome.get("error") or remark)),
+        accuracy_tile(records),
+        ("steps", f"{len(records):,}", f"{num_supervised:,} supervised, {num_skipped:,} skipped"),
+        ("tokens trained", f"{trained:,.0f}", f"{generated:,.0f} generated"),
+        ("time in steps", minutes_text(seconds), f"{seconds / max(1, len(records)):.2f} s a step"),
+        ("outcome", status, str(outcome.get("error") or planned)),
     ]
 
 
+def accuracy_tile(records: Records) -> tuple[str, str, str]:
+    name = "validation accuracy"
+    steps, scores = series(records, "validation/accuracy")
+    if not scores:
+        return name, "–", "not measured"
+    remarks = [f"first {scores[0]:.3f}"]
+    _, supervised_scores = series(supervised_steps(records), "validation/accuracy")
+    if supervised_scores:
+        remarks.append(f"{supervised_scores[-1]:.3f} after the supervised steps")
+    best = max(scores)
+    remarks.append(f"best {best:.3f} at step {steps[scores.index(best)]}")
+    return name, f"{scores[-1]:.3f}", ", ".join(remarks)
+
+
+def total(records: Records, key: str) -> float:
+    return sum(series(records, key)[1])
+
+
+def minutes_text(seconds: float) -> str:
+    """minutes_text(61.7) -> "1 min 2 s" """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s"
+
+
 def rollouts_table(rollouts: Records) -> str:
-    """Those of the first, the middle and the last step that has any."""
-    steps = sorted({r["step"] for r in rollouts})
-    steps = [*steps[:1], *steps[len(steps) // 2 :][:1], *steps[-1:]]
-    chosen = [r for step in dict.fromkeys(steps) for r in rollouts if r["step"] == step]
-    keys = [key for key in ("step", "prompt", "completion", "answer", "reward") if any(key in r for r in chosen)]
-    rows = ["".join(f"<td><pre>{escape(str(r.get(key, '')))}</pre></td>" for key in keys) for r in chosen]
-    table = "</tr>\n<tr>".join(["".join(f"<th>{key}</th>" for key in keys), *rows])
-    return f"<div class=scroll><table><tr>{table}</tr></table></div>" if rows else "<p class=muted>none recorded</p>"
+    """HTML table of the rollouts of the first, the middle and the last step that has rollouts."""
+    steps = sorted({rollout["step"] for rollout in rollouts})
+    if not steps:
+        return "<p class=muted>none recorded</p>"
+    shown = {steps[0], steps[len(steps) // 2], steps[-1]}
+    chosen = sorted((rollout for rollout in rollouts if rollout["step"] in shown), key=lambda rollout: rollout["step"])
+    keys = []
+    for key in ("step", "prompt", "completion", "answer", "reward"):
+        if any(key in rollout for rollout in chosen):
+            keys.append(key)
+    rows = ["".join(f"<th>{key}</th>" for key in keys)]
+    for rollout in chosen:
+        rows.append("".join(f"<td><pre>{escape(str(rollout.get(key, '')))}</pre></td>" for key in keys))
+    table = "</tr>\n<tr>".join(rows)
+    return f"<div class=scroll><table><tr>{table}</tr></table></div>"
 
 
 @matplotlib.rc_context(STYLE)
 def write_report(run_folder: str | Path) -> Path:
-    """Write report.html and reward.png of a run: finished, interrupted or not begun. Returns the path of report.html.
+    """Write report.html and reward.png of a run. The run may be finished, interrupted or not begun. Returns the path of report.html.
 
     Raises ValueError when the folder holds no run.
     """
     folder = RunFolder(run_folder)
     if not folder.holds_run:
-        raise ValueError(f"{folder.path} holds no run: neither {folder.config.name} nor {folder.metrics.name} is there")
+        raise ValueError(f"{folder.path} holds no run: it has neither {folder.config.name} nor {folder.metrics.name}")
     records = read_jsonl(folder.metrics)
-    config = json.loads(folder.config.read_text()) if folder.config.exists() else {}
-    outcome = json.loads(folder.outcome.read_text()) if folder.outcome.exists() else {}
     figure = chart("reward and validation accuracy", draw_reward, around_rewards(records), (9, 3.8))
     figure.savefig(folder.reward_png, dpi=150, metadata={"Software": None})
-    light, dark = (";".join(f"--{name}:{color}" for name, color in colors.items()) for colors in (LIGHT, DARK))
-    summary = "".join(
-        f"<div class=tile><h3>{escape(name)}</h3><b>{escape(value)}</b><p>{escape(remark)}</p></div>"
-        for name, value, remark in tiles(records, outcome)
-    )
+    folder.report.write_text(page(folder, records), encoding="utf-8")
+    return folder.report
+
+
+def page(folder: RunFolder, records: Records) -> str:
+    """The HTML of the report."""
+    config, outcome = read_json(folder.config), read_json(folder.outcome)
+    summary = ""
+    for name, value, remark in tiles(records, outcome):
+        summary += f"<div class=tile><h3>{escape(name)}</h3><b>{escape(value)}</b><p>{escape(remark)}</p></div>"
     cards = "".join(f"<figure>{card}</figure>\n" for card in charts(records))
-    folder.report.write_text(
-        f"""<!doctype html>
+    title = escape(folder.path.resolve().name)
+    return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{escape(folder.path.resolve().name)}</title><style>:root{{color-scheme:light dark;{light}}}
-@media(prefers-color-scheme:dark){{:root{{{dark}}}}}{CSS}</style></head><body>
-<h1>{escape(folder.path.resolve().name)}</h1>
+<title>{title}</title><style>:root{{color-scheme:light dark;{css_variables(LIGHT)}}}
+@media(prefers-color-scheme:dark){{:root{{{css_variables(DARK)}}}}}{CSS}</style></head><body>
+<h1>{title}</h1>
 <section class=tiles>{summary}</section>
 <section class=charts>{cards}</section>
 <h2>Sampled rollouts</h2>
@@ -207,10 +284,17 @@ def write_report(run_folder: str | Path) -> Path:
 <h2>Config</h2>
 <details><summary>config.json</summary><pre>{escape(json.dumps(config, indent=2, ensure_ascii=False))}</pre></details>
 </body></html>
-""",
-        encoding="utf-8",
-    )
-    return folder.report
+"""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty when there is no file."""
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def css_variables(colors: dict[str, str]) -> str:
+    """css_variables({"page": "#fff"}) -> "--page:#fff" """
+    return ";".join(f"--{name}:{color}" for name, color in colors.items())
 
 
 CSS = """

@@ -1,4 +1,4 @@
-"""Files of a run: their paths, and lines of JSON. Decides nothing."""
+"""Files of a run: their paths, and their lines of JSON. Decides nothing."""
 
 import json
 import math
@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+Record = dict[str, Any]
+"""One line of metrics.jsonl or rollouts.jsonl: numbers, texts, booleans, null, or lists of them, by name."""
+
 
 class RunFolder:
-    """The paths of one run, and its JSON-lines files."""
+    """Paths of one run, and its files of JSON lines."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -28,19 +31,25 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def drop_from(self, step: int) -> None:
-        """Forget the lines of steps >= step, and a line that a killed run left half written, each file in one rename."""
-        for file in filter(Path.exists, (self.metrics, self.rollouts)):
+        """Remove the lines of steps >= step, and a line that a killed run left half written. Each file is replaced in one rename."""
+        for file in (self.metrics, self.rollouts):
+            if not file.exists():
+                continue
             with file.with_suffix(".tmp").open("w") as temporary:
-                temporary.writelines(to_json(line) + "\n" for line in read_jsonl(file) if line["step"] < step)
+                for record in read_jsonl(file):
+                    if record["step"] < step:
+                        temporary.write(to_json(record) + "\n")
                 temporary.flush()
                 os.fsync(temporary.fileno())
             os.replace(temporary.name, file)
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file; none when there is no file."""
+def read_jsonl(path: Path) -> list[Record]:
+    """The complete lines of a file of JSON lines; an empty list when there is no file."""
+    if not path.exists():
+        return []
     records = []
-    for line in path.read_text().splitlines() if path.exists() else ():
+    for line in path.read_text().splitlines():
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError:
@@ -48,12 +57,13 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def to_json(value: Any) -> str:
-    """Strict JSON on one line: NaN and infinity become null, a tensor or an array its numbers."""
+def to_json(value: object) -> str:
+    """Strict JSON on one line. NaN and infinity become null; a tensor or an array becomes its numbers."""
     return json.dumps(to_plain(value), allow_nan=False)
 
 
-def to_plain(value: Any) -> Any:
+def to_plain(value: object) -> Any:
+    """The value made of dict, list, float, int, str, bool and None only, as `to_json` writes it."""
     match value:
         case Mapping():
             return {str(key): to_plain(item) for key, item in value.items()}

@@ -1,66 +1,59 @@
-"""Learning rates as functions of the step. Hold no state: a resumed run asks for step n and gets what it would have got.
+"""Learning rates as functions of the step. They hold no state, so a resumed run gets the rates of an uninterrupted one.
 
-Steps count from 0. A warm-up of W steps ends on the full rate at step W - 1, and no step has a rate of 0 for it.
+Steps count from 0. A linear warm-up of W steps reaches the full rate at step W - 1, and its first step has a rate above 0.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Schedule = Callable[[int], float]
+Kind = Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"]
 
 
-def constant(learning_rate: float, *, warmup_steps: int = 0) -> Schedule:
-    """constant(1.0, warmup_steps=2) -> 0.5, 1.0, 1.0, …"""
-    return lambda step: learning_rate * _warmup(step, warmup_steps)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Learning rate of a step: `schedule(step)`.
 
+    A decay goes from the full rate at step W to min_ratio of it at total_steps, and stays there.
+    Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
+    Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
+    """
 
-def linear_warmup_cosine(
-    learning_rate: float, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.0
-) -> Schedule:
-    """Half a cosine from the full rate at step W to min_ratio of it at total_steps, and there from then on."""
+    kind: Kind
+    learning_rate: float
+    warmup_steps: int = 0
+    total_steps: int
+    min_ratio: float = 0.0
 
-    def rate(step: int) -> float:
-        decay = (1 + math.cos(math.pi * _progress(step, warmup_steps, total_steps))) / 2
-        return learning_rate * _warmup(step, warmup_steps) * (min_ratio + (1 - min_ratio) * decay)
+    def __call__(self, step: int) -> float:
+        rate = self.learning_rate * self._warmup(step)
+        if self.kind == "constant":
+            return rate
+        return rate * (self.min_ratio + (1 - self.min_ratio) * self._decay(step))
 
-    return rate
+    def _warmup(self, step: int) -> float:
+        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
 
-
-def linear_warmup_linear(
-    learning_rate: float, *, warmup_steps: int, total_steps: int, min_ratio: float = 0.0
-) -> Schedule:
-    """linear_warmup_linear(1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …"""
-
-    def rate(step: int) -> float:
-        decay = 1 - _progress(step, warmup_steps, total_steps)
-        return learning_rate * _warmup(step, warmup_steps) * (min_ratio + (1 - min_ratio) * decay)
-
-    return rate
-
-
-def _warmup(step: int, warmup_steps: int) -> float:
-    return min(1.0, (step + 1) / warmup_steps) if warmup_steps else 1.0
-
-
-def _progress(step: int, warmup_steps: int, total_steps: int) -> float:
-    """0 up to the end of the warm-up, 1 from total_steps on."""
-    return min(1.0, max(0, step - warmup_steps) / max(1, total_steps - warmup_steps))
+    def _decay(self, step: int) -> float:
+        """1 until the end of the warm-up, 0 from total_steps on."""
+        progress = min(1.0, max(0, step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        if self.kind == "linear_warmup_cosine":
+            return (1 + math.cos(math.pi * progress)) / 2
+        return 1 - progress
 
 
 @dataclass(kw_only=True)
 class ScheduleConfig:
-    kind: Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"] = "constant"
-    """What follows the linear warm-up: the same rate, half a cosine, or a straight line."""
+    kind: Kind = "constant"
+    """Rate after the linear warm-up: constant, or decaying along half a cosine or along a straight line."""
     learning_rate: float = 1e-6
     """The highest rate."""
     warmup_steps: int = 0
-    """Steps of linear warm-up."""
+    """Steps of the linear warm-up."""
     total_steps: int | None = None
-    """Step at which the decay ends; None: the run's last."""
+    """Step at which the decay ends; None: after the run's last step."""
     min_ratio: float = 0.0
-    """The lowest rate as a share of the highest."""
+    """The lowest rate, as a share of the highest."""
 
     def validate(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate >= 0):
@@ -73,10 +66,12 @@ class ScheduleConfig:
             raise ValueError(f"total_steps={self.total_steps} must exceed warmup_steps={self.warmup_steps}")
 
     def build(self, total_steps: int) -> Schedule:
-        """The rate of each step of a run of `total_steps`. Raises ValueError for a field out of range."""
+        """The schedule of a run of `total_steps` steps. Raises ValueError when a field is out of range."""
         self.validate()
-        if self.kind == "constant":
-            return constant(self.learning_rate, warmup_steps=self.warmup_steps)
-        decay = {"linear_warmup_cosine": linear_warmup_cosine, "linear_warmup_linear": linear_warmup_linear}[self.kind]
-        last = total_steps if self.total_steps is None else self.total_steps
-        return decay(self.learning_rate, warmup_steps=self.warmup_steps, total_steps=last, min_ratio=self.min_ratio)
+        return Schedule(
+            kind=self.kind,
+            learning_rate=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            total_steps=total_steps if self.total_steps is None else self.total_steps,
+            min_ratio=self.min_ratio,
+        )

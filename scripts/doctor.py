@@ -1,7 +1,7 @@
-"""Say what this machine and .venv have, and what is missing or does not fit the lock, each with the command that mends it.
+"""Check this machine and .venv: print what is there, and each problem with the command that fixes it.
 
-Standard library only and run by any Python 3.8+, so that it also answers when .venv is missing or torch does not import.
-Exit status 1 when there is a problem; a warning alone leaves 0.
+It uses the standard library only and runs with any Python 3.8+, so it also works when .venv is missing or torch does not import.
+The exit status is 1 when there is a problem. Warnings leave it at 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
 STACK = ("torch", "transformers", "vllm", "monarch.actor", "torchtitan", "torchstore", "reasoning_gym")
 SHARED_MEMORY_BYTES = 1 << 30
 
-# Runs inside .venv, one line of JSON; each import on its own, so that one broken package does not hide the others.
+# This program runs inside .venv and prints one line of JSON. It imports one module at a time, so that a broken one does not hide the others.
 PROBE = """
 import importlib, json, platform, sys
 report = {"python": platform.python_version(), "errors": {}}
@@ -34,7 +34,7 @@ for name in sys.argv[1:]:
         report["errors"][name] = (f"{type(error).__name__}: {error}".splitlines() or ["?"])[0][:300]
 torch = sys.modules.get("torch")
 if not hasattr(torch, "version"):
-    report["errors"].setdefault("torch", "its folder is there but incomplete")
+    report["errors"].setdefault("torch", "its folder exists but is incomplete")
 else:
     report["cuda_build"] = torch.version.cuda
     report["cuda_devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -49,16 +49,16 @@ class Report:
     def ok(self, text: str) -> None:
         print(f"ok       {text}")
 
-    def warning(self, text: str, mend: str) -> None:
-        print(f"warning  {text}\n           mend: {mend}")
+    def warning(self, text: str, fix: str) -> None:
+        print(f"warning  {text}\n           fix: {fix}")
 
-    def problem(self, text: str, mend: str) -> None:
+    def problem(self, text: str, fix: str) -> None:
         self.problems += 1
-        print(f"PROBLEM  {text}\n           mend: {mend}")
+        print(f"PROBLEM  {text}\n           fix: {fix}")
 
 
 def output_of(*command: str, timeout: float = 60) -> str | None:
-    """Its standard output, or None when it cannot run, fails or takes too long."""
+    """Standard output of a command; None when the command cannot run, fails or takes too long."""
     try:
         done = subprocess.run(
             command, cwd=str(ROOT), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout
@@ -74,20 +74,28 @@ def normalized(name: str) -> str:
 
 
 def locked(lock: Path) -> dict[str, str]:
-    """{"torch": "2.13.0+cpu", ...}"""
-    lines = (line.split("#")[0].strip() for line in lock.read_text().splitlines())
-    return {normalized(name): version for name, _, version in (line.partition("==") for line in lines if line)}
+    """Versions by package in a lock: {"torch": "2.13.0+cpu", ...}"""
+    versions = {}
+    for line in lock.read_text().splitlines():
+        requirement = line.split("#")[0].strip()
+        if requirement:
+            name, _, version = requirement.partition("==")
+            versions[normalized(name)] = version
+    return versions
 
 
 def installed(venv: Path) -> dict[str, str]:
-    """The same, read from the folders of `venv` without starting its Python."""
+    """Versions by package in `venv`, read from its folders without starting its Python."""
     folders = [str(folder) for folder in venv.glob("lib/python3*/site-packages")]
-    found = distributions(path=folders)
-    return {normalized(item.metadata["Name"]): item.version for item in found if item.metadata["Name"]}
+    versions = {}
+    for item in distributions(path=folders):
+        if item.metadata["Name"]:
+            versions[normalized(item.metadata["Name"])] = item.version
+    return versions
 
 
 def is_reaper(process_id: int) -> bool:
-    """Whether this is what adopts processes whose parent ended: the first process, or a user's systemd."""
+    """True for a process that adopts processes whose parent ended: the first process, or a user's systemd."""
     try:
         return process_id == 1 or Path(f"/proc/{process_id}/comm").read_text().startswith("systemd")
     except OSError:
@@ -97,9 +105,8 @@ def is_reaper(process_id: int) -> bool:
 def check_machine(report: Report, device: str) -> None:
     memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     gpus = re.findall(r"^GPU \d+: (.*?)(?: \(UUID.*)?$", output_of("nvidia-smi", "-L") or "", re.MULTILINE)
-    report.ok(
-        f"{os.cpu_count()} cores, {memory_bytes / 2**30:.0f} GiB of memory, {', '.join(gpus) or 'no GPU'}: device {device}"
-    )
+    memory = f"{memory_bytes / 2**30:.0f} GiB of memory"
+    report.ok(f"{os.cpu_count()} cores, {memory}, {', '.join(gpus) or 'no GPU'}: device {device}")
     if device == "cuda" and not gpus:
         report.problem("DEVICE=cuda, but nvidia-smi lists no GPU", "make setup DEVICE=cpu")
 
@@ -108,7 +115,7 @@ def check_machine(report: Report, device: str) -> None:
     elif device == "cuda":
         report.problem("no g++: torch.compile and Triton need it", "apt-get install g++")
     else:
-        report.warning("no g++: a config with compile enabled fails, the default ones do not", "apt-get install g++")
+        report.warning("no g++: configs with compile enabled fail, the default ones work", "apt-get install g++")
 
     try:
         shared = shutil.disk_usage("/dev/shm")
@@ -123,44 +130,45 @@ def check_machine(report: Report, device: str) -> None:
 
 
 def check_leftovers(report: Report) -> None:
-    """Monarch workers of this .venv whose creator is gone, and shared memory that no process has open."""
+    """Report Monarch workers of this .venv whose creator has ended, and shared memory that no process has open."""
     open_files, orphans = "", []
     for process in Path("/proc").glob("[0-9]*"):
         try:
             open_files += (process / "maps").read_text()
             command = (process / "cmdline").read_bytes().decode(errors="replace")
             parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):  # ended meanwhile, or another user's
+        except (OSError, ValueError):  # the process has ended meanwhile, or belongs to another user
             continue
         if str(VENV) in command and "monarch" in command and is_reaper(parent):
             orphans.append(process.name)
     if orphans:
-        text = (
-            f"Monarch workers without the program that spawned them (unless detached on purpose): {', '.join(orphans)}"
-        )
+        text = f"Monarch workers whose program has ended (unless detached on purpose): {', '.join(orphans)}"
         report.problem(text, f"kill {' '.join(orphans)}")
-    segments = [
-        path
-        for pattern in ("-tp:*", "psm_*", "torch_*", "rl_actors*")
-        for path in Path("/dev/shm").glob(pattern)
-        if path.exists() and path.stat().st_uid == os.getuid() and str(path) not in open_files
-    ]
-    # A minute's grace: a segment is created before it is mapped.
-    stale = [str(path) for path in segments if time.time() - path.stat().st_mtime > 60]
+    stale = stale_segments(open_files)
     if stale:
-        report.warning(
-            f"{len(stale)} shared-memory segments that no process maps",
-            "rm -r -- " + " ".join(f"'{path}'" for path in stale),
-        )
+        names = " ".join(f"'{path}'" for path in stale)
+        report.warning(f"{len(stale)} shared-memory segments that no process maps", f"rm -r -- {names}")
+
+
+def stale_segments(open_files: str) -> list[Path]:
+    """This user's shared-memory segments that no process has open, after a grace of a minute: a segment is created before it is mapped."""
+    stale = []
+    for pattern in ("-tp:*", "psm_*", "torch_*", "rl_actors*"):
+        for path in Path("/dev/shm").glob(pattern):
+            if not path.exists() or path.stat().st_uid != os.getuid() or str(path) in open_files:
+                continue
+            if time.time() - path.stat().st_mtime > 60:
+                stale.append(path)
+    return stale
 
 
 def check_stamp(report: Report, stamp: str, device: str) -> bool:
-    """Whether .venv is the finished work of `make setup` for this lock, device and folder."""
+    """True when `make setup` finished .venv for this lock, device and folder. Otherwise the reason is reported."""
     stamp_file = VENV / "stamp"
     if not VENV.exists():
         found = "no .venv"
     elif not stamp_file.exists() or not PYTHON.exists():
-        found = ".venv is unfinished or its Python is gone"
+        found = ".venv is unfinished, or its Python does not exist any more"
     elif stamp_file.read_text() != stamp:
         found = f".venv was made for `{stamp_file.read_text().strip()}`, but this is `{stamp.strip()}` (device, lock, folder)"
     else:
@@ -170,7 +178,7 @@ def check_stamp(report: Report, stamp: str, device: str) -> bool:
 
 
 def check_packages(report: Report, device: str) -> bool:
-    """Whether what is installed is what the lock names."""
+    """True when the installed packages are those of the lock. Otherwise every difference is reported."""
     before = report.problems
     lock = ROOT / "requirements" / f"{device}.txt"
     wanted, found = locked(lock), installed(VENV)
@@ -178,20 +186,17 @@ def check_packages(report: Report, device: str) -> bool:
     missing = sorted(wanted.keys() - found.keys())
     other = sorted(name for name in wanted.keys() & found.keys() if wanted[name] != found[name])
     for name in missing + other:
-        text = (
-            f"{name} {found[name]}, but the lock has {wanted[name]}"
-            if name in found
-            else f"{name} {wanted[name]} is missing"
-        )
-        # Only set-up knows where the CPU build of torch comes from.
-        again = f"make clean && make setup DEVICE={device}"
-        report.problem(text, again if name == "torch" else f"{pip} install --no-deps {name}=={wanted[name]}")
+        text = f"{name} {wanted[name]} is missing"
+        if name in found:
+            text = f"{name} {found[name]} is installed, but the lock has {wanted[name]}"
+        fix = f"{pip} install --no-deps {name}=={wanted[name]}"
+        if name == "torch":  # only set-up knows where to find the CPU build of torch
+            fix = f"make clean && make setup DEVICE={device}"
+        report.problem(text, fix)
     if device == "cpu":
         for name in CUDA_ONLY_ON_PYPI:
             if name in found:
-                text = (
-                    f"{name} {found[name]} is a CUDA build: beside the CPU build of torch `import transformers` fails"
-                )
+                text = f"{name} {found[name]} is a CUDA build: with the CPU build of torch `import transformers` fails"
                 report.problem(text, f"{pip} uninstall -y {name}")
     fits = report.problems == before
     if fits:
@@ -202,15 +207,15 @@ def check_packages(report: Report, device: str) -> bool:
 
 
 def check_imports(report: Report, device: str) -> None:
+    """Report whether the stack imports in .venv and which device torch is built for."""
     text = output_of(str(PYTHON), "-c", PROBE, *STACK, timeout=300)
     if text is None:
         report.problem(f"{PYTHON.relative_to(ROOT)} does not run", "make clean && make setup")
         return
     probe = json.loads(text.splitlines()[-1])
     if not re.match(r"3\.1[12]\.", probe["python"]):
-        report.problem(
-            f"Python {probe['python']}, but 3.11 or 3.12 is needed", "make clean && make setup PYTHON=python3.11"
-        )
+        text = f"Python {probe['python']}, but 3.11 or 3.12 is needed"
+        report.problem(text, "make clean && make setup PYTHON=python3.11")
     for name, error in probe["errors"].items():
         report.problem(f"import {name}: {error}", f"make clean && make setup DEVICE={device}")
     if not probe["errors"]:
@@ -222,10 +227,9 @@ def check_imports(report: Report, device: str) -> None:
         text = f"torch is a {'CUDA' if is_cuda_build else 'CPU'} build, but the device is {device}"
         report.problem(text, f"make clean && make setup DEVICE={device}")
     elif device == "cuda" and not probe["cuda_devices"]:
-        text = (
-            f"torch (CUDA {probe['cuda_build']}) sees no GPU: the driver is too old, or CUDA_VISIBLE_DEVICES hides it"
-        )
-        report.problem(text, f"compare `nvidia-smi` with CUDA {probe['cuda_build']}; unset CUDA_VISIBLE_DEVICES")
+        cuda = f"CUDA {probe['cuda_build']}"
+        text = f"torch ({cuda}) sees no GPU: the driver is too old, or CUDA_VISIBLE_DEVICES hides the GPUs"
+        report.problem(text, f"compare `nvidia-smi` with {cuda}; unset CUDA_VISIBLE_DEVICES")
     elif device == "cuda":
         report.ok(f"torch sees {', '.join(probe['cuda_devices'])} (CUDA {probe['cuda_build']})")
 
@@ -234,7 +238,7 @@ def main() -> int:
     report = Report()
     stamp = output_of("scripts/setup.sh", "--stamp")
     if stamp is None:
-        report.problem("scripts/setup.sh does not run here", "scripts/setup.sh --stamp (says why)")
+        report.problem("scripts/setup.sh does not run here", "scripts/setup.sh --stamp prints the reason")
         return 1
     device = stamp.split()[0]
     check_machine(report, device)

@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
-# Rewrites requirements/{cpu,cuda}.txt from pyproject.toml with uv; pins already there are kept, `--upgrade` moves them.
+# Rewrite requirements/{cpu,cuda}.txt from pyproject.toml with uv. Existing pins are kept; `--upgrade` moves them.
 #
 #   scripts/lock.sh --torch-backend cpu       # or: --find-links DIR_WITH_THE_CPU_WHEEL_OF_TORCH
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
 torch=$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -1)
-# torchstore's pins of torch and Monarch are older than what it runs with.
+# torchstore pins older versions of torch and Monarch than the ones that it runs with here.
 grep -oE 'torchmonarch==[0-9.]+' pyproject.toml | tee "$work/cuda" > "$work/cpu"
 echo "$torch" >> "$work/cuda"
 echo "$torch+cpu" >> "$work/cpu"
-# On PyPI these three are CUDA builds only; beside the CPU build of torch they break `import transformers`.
+# PyPI has only CUDA builds of these three. With the CPU build of torch they break `import transformers`.
 printf '%s\n' torchvision torchaudio torchcodec > "$work/exclude"
-# cuda-python before 13 does not belong to the CUDA 13 that torch brings.
+# torch brings CUDA 13; cuda-python before 13 is for older versions of CUDA.
 echo 'cuda-python>=13' > "$work/constraints"
 
 lock() {                                                     # lock DEVICE PYTHON UV_OPTION...

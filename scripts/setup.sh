@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv from the lock of this machine's device, and does nothing when .venv is that already.
+# Make .venv from the lock of this machine's device. Do nothing when .venv is finished and belongs to this lock and folder.
 #
-#   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override what it chooses
-#   scripts/setup.sh --stamp    only print what a finished .venv/stamp must hold: device, lock, folder
+#   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override the detected device and Python
+#   scripts/setup.sh --stamp    only print the content that a finished .venv/stamp must have: device, lock, folder
 set -euo pipefail
 cd "$(dirname "$0")/.."
 started=$SECONDS
-# pip turns an interrupt into an ordinary failure, after which the script would go on.
+# pip turns an interrupt into an ordinary failure. Without this trap the script would continue after it.
 trap 'exit 130' INT TERM
 
 say() { echo "[setup] $*"; }
@@ -15,10 +15,11 @@ die() { echo "[setup] error: $*" >&2; exit 1; }
 device=${DEVICE:-$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo cuda || echo cpu)}
 [[ $device == cpu || $device == cuda ]] || die "DEVICE=$device, but it must be cpu or cuda"
 lock=requirements/$device.txt
-stamp="$device $(sha256sum < "$lock" | cut -c1-16) $PWD"     # the folder: a copied .venv would import the original's code
+# The folder is part of the stamp, because a copied .venv would import the code of the original folder.
+stamp="$device $(sha256sum < "$lock" | cut -c1-16) $PWD"
 if [[ ${1:-} == --stamp ]]; then echo "$stamp"; exit; fi
 
-# Two makes at once (`make test` beside `make grpo`) take turns instead of writing into one folder.
+# Two makes at the same time (`make test` and `make grpo`) take turns instead of writing into one folder.
 exec 9< "$0"
 flock 9
 if [[ -x .venv/bin/python && $(cat .venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
@@ -32,19 +33,19 @@ choose_python() {
             echo "$candidate"; return
         fi
     done
-    die "none of $* is Python 3.11 or 3.12 with venv; install one (Debian, Ubuntu: apt install python3.11-venv) or give PYTHON=PATH"
+    die "none of $* is Python 3.11 or 3.12 with venv; install one (Debian, Ubuntu: apt install python3.11-venv) or set PYTHON=PATH"
 }
 if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON")
 elif [[ $device == cuda ]]; then candidates=(python3.12 python3.11 python3)
 else candidates=(python3.11 python3.12 python3); fi
 python=$(choose_python "${candidates[@]}")
 
-[[ -e .venv ]] && say "replacing .venv: it is unfinished or of another lock"
+[[ -e .venv ]] && say "replacing .venv: it is unfinished or belongs to another lock"
 rm -rf .venv
 "$python" -m venv .venv
 log=.venv/setup.log
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input install --no-deps --no-compile "$@" >> "$log" 2>&1; }
-failed() { tail -n 15 "$log" >&2; die "$1 (whole output: $log); mend the cause and run make setup again"; }
+failed() { tail -n 15 "$log" >&2; die "$1 (whole output: $log); remove the cause and run make setup again"; }
 
 say "$("$python" -V), $device, $(grep -c == "$lock") packages of $lock into .venv (some minutes; pip's output: $log)"
 if [[ $device == cpu ]]; then
@@ -58,8 +59,9 @@ fi
 pip -r "$lock" || failed "cannot install $lock"
 pip --no-build-isolation --editable . || failed "cannot install the project into .venv"
 say "packages installed after $((SECONDS - started)) s, compiling and importing them"
-# On all cores, where pip would use one. Without it, PYTHONDONTWRITEBYTECODE makes every process compile the stack again: +30 s a run.
-.venv/bin/python -m compileall -q -j 0 .venv/lib >> "$log" 2>&1 || true     # some packages ship templates that are no Python
+# Compile on all cores; pip would use one. Without compiled files and with PYTHONDONTWRITEBYTECODE set, every process would compile the
+# stack again: +30 s a run.
+.venv/bin/python -m compileall -q -j 0 .venv/lib >> "$log" 2>&1 || true     # some packages ship templates that are not Python
 .venv/bin/python -c 'import torch, transformers, vllm, monarch.actor, torchtitan, torchstore, reasoning_gym' >> "$log" 2>&1 ||
     failed "the installed packages do not import"
 echo "$stamp" > .venv/stamp

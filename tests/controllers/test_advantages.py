@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand or by loops over plain floats."""
+"""Advantages, compared with numbers worked out by hand or by loops over plain floats."""
 
 import math
 import statistics
@@ -45,7 +45,7 @@ def test_a_group_without_signal_gets_zero_advantages(name):
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_integer_rewards_are_taken_and_bad_shapes_refused(name):
+def test_integer_rewards_are_accepted_and_bad_shapes_refused(name):
     assert ADVANTAGES[name](torch.tensor([[1, 0]])).dtype == torch.float32
     with pytest.raises(ValueError, match=r"shape \(3,\); expected \[G, N\]"):
         ADVANTAGES[name](torch.zeros(3))

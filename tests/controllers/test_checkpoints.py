@@ -1,4 +1,4 @@
-"""A run's checkpoints: written beside training, committed last, and which of them stay."""
+"""Checkpoints of a run: they are written while training continues, committed last, and removed when they are not kept."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from controllers.run import Run
 
 @dataclass
 class FakeTrainer:
-    """Copies at once; what it writes is on disk when `durable` is set, or fails with `error`."""
+    """A trainer's save_checkpoint. It copies at once; the files are on disk when `durable` is set, or writing fails with `error`."""
 
     durable: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -39,12 +39,12 @@ def names(folder: Path) -> list[str]:
     return [path.name for path in checkpoints.complete(folder)]
 
 
-def test_the_commit_comes_when_the_trainers_part_is_on_disk_and_holds_the_state_of_its_step(tmp_path):
+def test_a_checkpoint_is_complete_when_the_trainers_part_is_on_disk_and_has_the_state_of_its_step(tmp_path):
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
         state = {"step": 3, "cursor": 12, "config": {"path": Path("x")}}
         await saver.save(trainer, state)
-        state["cursor"] = 16  # training goes on
+        state["cursor"] = 16  # training continues
         await asyncio.sleep(0.05)
         assert names(tmp_path) == []
         trainer.durable.set()
@@ -85,7 +85,7 @@ def test_a_failed_write_is_raised_by_the_next_call_and_is_no_checkpoint(tmp_path
     assert names(tmp_path) == []
 
 
-def test_who_gives_up_waiting_does_not_take_the_commit(tmp_path):
+def test_a_caller_that_stops_waiting_does_not_cancel_the_checkpoint(tmp_path):
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
         await saver.save(trainer, {"step": 1})
@@ -108,7 +108,7 @@ def test_who_gives_up_waiting_does_not_take_the_commit(tmp_path):
         (2, 5, [5, 6, 7]),
     ],
 )
-def test_the_newest_and_one_in_every_so_many_steps_are_kept(tmp_path, keep, keep_every, left):
+def test_the_newest_checkpoints_and_those_kept_for_good_stay(tmp_path, keep, keep_every, left):
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=keep, keep_every=keep_every)
         trainer.durable.set()
@@ -121,7 +121,7 @@ def test_the_newest_and_one_in_every_so_many_steps_are_kept(tmp_path, keep, keep
     assert sorted(path.name for path in tmp_path.iterdir()) == names(tmp_path)
 
 
-def test_what_is_kept_for_good_does_not_depend_on_when_the_others_were_removed():
+def test_the_checkpoints_kept_for_good_do_not_depend_on_when_the_others_were_removed():
     steps, there = range(7, 300, 25), []
     for step in steps:
         there.append(step)
@@ -140,7 +140,7 @@ def test_a_negative_distance_between_checkpoints_is_refused(name):
 
 
 @pytest.mark.parametrize(("every", "written"), [(3, [3, 6, 7]), (100, [7]), (0, [])])
-def test_checkpoints_are_written_every_so_many_steps_and_behind_the_last_or_never(tmp_path, every, written):
+def test_checkpoints_are_written_every_so_many_steps_and_after_the_last_or_never(tmp_path, every, written):
     config = tiny()
     config.checkpoint_every = every
     config.validate()
@@ -158,7 +158,7 @@ def test_checkpoints_are_written_every_so_many_steps_and_behind_the_last_or_neve
     assert names(tmp_path) == [f"step-{step}" for step in written]
 
 
-def test_what_a_killed_run_left_half_is_removed_and_the_rest_is_not(tmp_path):
+def test_incomplete_checkpoints_are_removed_and_complete_ones_stay(tmp_path):
     for name in ("step-1", "step-2", "step-3"):
         (tmp_path / name / "trainer.partial").mkdir(parents=True)
     (tmp_path / "step-2/state.json").write_text(json.dumps({"step": 2}))
@@ -172,7 +172,7 @@ def test_random_states_survive_their_json():
         return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), torch.rand(()).item()]
 
     checkpoints.seed_random(3)
-    first = draw()  # leaves half a Gaussian pair in two of the three
+    first = draw()  # Python and NumPy draw Gaussian numbers in pairs: each now holds the second of a pair
     text = json.dumps(checkpoints.random_states())
     after = draw()
     checkpoints.restore_random_states(json.loads(text))

@@ -1,4 +1,4 @@
-"""The command line: what it resolves to, what it refuses, and that a config survives its JSON."""
+"""The command line: the config that it resolves to, its refusals, and configs that survive their JSON."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class RunConfig:
     steps: int = 10
     """Optimizer steps of the run."""
     seed: int = 0
-    """Of everything."""
+    """Seed of the run."""
     group: tuple[int, ...] = (4, 8)
     """A tuple."""
     pair: tuple[str, float] = ("a", 0.5)
@@ -65,7 +65,7 @@ def parse(*argv: str) -> cli.Invocation:
 
 
 def refusal(capsys, *argv: str) -> str:
-    """What a refused command line says on stderr, with the frame of tyro's boxes and line breaks taken out."""
+    """The message of a refused command line on stderr, without the frames and line breaks of tyro's boxes."""
     with pytest.raises(SystemExit) as exit:
         parse(*argv)
     out, err = capsys.readouterr()
@@ -148,7 +148,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         (["--resume", "a", "--config", "tiny"], "--resume takes the config of its run"),
     ],
 )
-def test_what_cannot_run_is_refused_with_status_2(capsys, argv, message):
+def test_a_command_line_that_cannot_run_is_refused_with_status_2(capsys, argv, message):
     assert message in refusal(capsys, *argv)
 
 
@@ -156,9 +156,8 @@ def test_what_cannot_run_is_refused_with_status_2(capsys, argv, message):
 def test_a_folder_that_holds_a_run_is_refused_with_the_command_that_resumes_it(capsys, file):
     Path("my run").mkdir()
     (Path("my run") / file).write_text("{}")
-    assert f"my run holds a run; to go on with it: {PROG} --resume 'my run'" in refusal(
-        capsys, "--output-dir", "my run"
-    )
+    message = refusal(capsys, "--output-dir", "my run")
+    assert f"my run holds a run; to continue it: {PROG} --resume 'my run'" in message
 
 
 def test_resume_takes_the_config_of_its_run_and_edits_it():
@@ -169,16 +168,14 @@ def test_resume_takes_the_config_of_its_run_and_edits_it():
     assert parse("--resume", folder, "--output-dir", "./runs/old").output_dir == Path(folder)
 
 
-def test_resume_refuses_what_would_make_it_another_run(capsys):
+def test_resume_refuses_changes_that_would_make_it_another_run(capsys):
     folder = past_run(tiny())
-    assert "trainer.model.head_dim cannot go from 128 to 64" in refusal(
-        capsys, "--resume", folder, "--trainer.model.head-dim", "64"
-    )
-    assert "seed cannot go from 0 to 1" in refusal(capsys, "--resume", folder, "--seed", "1")
-    assert "environment.options.max_digits cannot go from 2 to 3" in refusal(
-        capsys, "--resume", folder, "--environment.options", '{"max_digits": 3}'
-    )
-    assert "goes on in its own folder" in refusal(capsys, "--resume", folder, "--output-dir", "other")
+    message = refusal(capsys, "--resume", folder, "--trainer.model.head-dim", "64")
+    assert "trainer.model.head_dim cannot change from 128 to 64 in a resumed run" in message
+    assert "seed cannot change from 0 to 1" in refusal(capsys, "--resume", folder, "--seed", "1")
+    message = refusal(capsys, "--resume", folder, "--environment.options", '{"max_digits": 3}')
+    assert "environment.options.max_digits cannot change from 2 to 3" in message
+    assert "continues in its own folder" in refusal(capsys, "--resume", folder, "--output-dir", "other")
     assert parse("--resume", folder, "--trainer.seed", "1", "--seed", "0").config.trainer.seed == 1
 
 
@@ -240,7 +237,7 @@ def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_by_name(capsys, te
 
 
 def dataclasses_in(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Where a config holds dataclasses, itself included: (), ("trainer",), ("trainer", "optimizer"), …"""
+    """Paths of the dataclasses in a config, its own first: (), ("trainer",), ("trainer", "optimizer"), …"""
     if is_dataclass(value):
         yield path
         for name in value.__dataclass_fields__:
@@ -271,7 +268,7 @@ def test_a_typo_in_the_optional_optimizer_names_the_field_that_was_meant():
     assert cli.config_from_json(RunConfig, '{"trainer": {"optimizer": null}}').trainer.optimizer is None
 
 
-def test_print_config_shows_what_config_takes(capsys, monkeypatch):
+def test_print_config_prints_json_that_config_takes(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     config = replace(tiny(), cache=Path("x" * 100))
     cli.print_config(config)

@@ -1,4 +1,4 @@
-"""What --plan prints, and that it starts and writes nothing."""
+"""The text of --plan. It starts and writes nothing."""
 
 import os
 import re
@@ -36,7 +36,7 @@ def test_the_plan_shows_layout_memory_and_every_process():
     assert "  generator-0  " in text and "  controller   " in text
 
 
-def test_a_reference_is_beside_the_trainer():
+def test_a_reference_has_as_many_processes_as_the_trainer():
     assert "reference" not in describe_plan.describe(tiny())
     text = describe_plan.describe(replace(tiny(), reference_kl=0.1))
     assert re.search(
@@ -79,7 +79,7 @@ def test_the_plan_shows_the_place_of_a_rank_in_every_layout(degrees, fields, lay
     assert f"  {'total':<12} {describe_plan.size_text(memory(config.trainer).total)} of" in text
 
 
-def test_a_long_list_of_ranks_is_cut():
+def test_a_long_list_of_ranks_is_shortened():
     config = tiny()
     config.trainer.parallelism.data_parallel_shard_degree = 40
     assert "trainer-15" in (text := describe_plan.describe(config)) and "trainer-16" not in text
@@ -88,13 +88,13 @@ def test_a_long_list_of_ranks_is_cut():
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Of 140 GiB."""
+    """Two GPUs of 140 GiB, as torch would report them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=140 << 30))
 
 
-def test_of_each_gpu_it_says_what_is_taken_and_whether_that_is_too_much(two_gpus):
+def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus):
     config = qwen3_8b()
     first, second = describe_plan.describe(config).split("GPUs, without what libraries take:\n")[1].splitlines()
     held = describe_plan.size_text(memory(config.trainer).total)
@@ -113,7 +113,7 @@ def test_a_reference_is_on_the_trainers_gpus(two_gpus):
     assert f" + reference-0 {held} of 140.0 GiB" in describe_plan.describe(config)
 
 
-def test_it_says_what_checkpoints_take_on_disk_whatever_the_layout():
+def test_the_plan_says_how_large_checkpoints_are_whatever_the_layout():
     config = tiny()
     held = memory(config.trainer)
     line = f"checkpoints: {describe_plan.size_text(held.parameters + held.optimizer)} each on disk, every 25 steps; the newest 2 are kept"
@@ -123,7 +123,7 @@ def test_it_says_what_checkpoints_take_on_disk_whatever_the_layout():
     assert "checkpoints:" not in describe_plan.describe(replace(config, checkpoint_every=0))
 
 
-def test_the_command_line_prints_it_and_writes_nothing(tmp_path):
+def test_the_command_line_prints_the_plan_and_writes_nothing(tmp_path):
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--plan"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""Environments: determinism, the split by operands, rewards, and what is refused."""
+"""Environments: determinism, the split by operands, rewards and refusals."""
 
 import json
 import re
@@ -43,11 +43,11 @@ def test_training_never_shows_the_operands_of_a_held_out_problem(seed):
     training = {operands(environment.problem(index)) for index in range(8000)}
     assert len(held_out) == len(environment.held_out()) == 512
     assert not held_out & training
-    # Only the share that validation needs is missing from the 5151 unordered pairs of 0 to 100.
+    # There are 5151 unordered pairs of 0 to 100. Training lacks only the share that is held out.
     assert len(training) > 3000
 
 
-def test_a_problem_depends_on_seed_and_index_alone():
+def test_a_problem_depends_on_seed_and_index_only():
     first, again, other = (build_environment(addition(seed=seed)) for seed in (3, 3, 4))
     backwards = [again.problem(index) for index in reversed(range(50))]
     assert [first.problem(index) for index in range(50)] == backwards[::-1]
@@ -93,7 +93,7 @@ def jsonl(tmp_path):
     return str(path)
 
 
-def test_every_epoch_of_a_file_is_another_order_of_all_that_is_not_held_out(jsonl):
+def test_every_epoch_of_a_file_is_another_order_of_all_problems_that_are_not_held_out(jsonl):
     environment = build_environment(EnvironmentConfig(task=jsonl, num_held_out=10, prompt="[{level}] {question}"))
     held_out = {problem.key for problem in environment.held_out()}
     epochs = [[environment.problem(index).key for index in range(start, start + 30)] for start in (0, 30)]
@@ -160,7 +160,7 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"task": "a:b", "reward": "task"}, "reward='task' needs a reasoning-gym task"),
     ],
 )
-def test_what_cannot_be_built_is_refused_by_name(fields, message):
+def test_a_wrong_value_is_refused_by_name(fields, message):
     with pytest.raises(ValueError, match=message):
         build_environment(EnvironmentConfig(**fields))
 

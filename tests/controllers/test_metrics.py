@@ -1,3 +1,5 @@
+"""Records of a run: on disk, in TensorBoard and on the terminal."""
+
 import io
 import json
 import sys
@@ -45,7 +47,7 @@ def test_nan_and_infinity_become_null_and_are_named(tmp_path):
     assert to_json({"a": [float("-inf"), {"b": torch.tensor([1, 2])}]}) == '{"a": [null, {"b": [1, 2]}]}'
 
 
-def test_resuming_leaves_one_line_a_step_though_the_last_was_torn(tmp_path):
+def test_resuming_leaves_one_line_a_step_though_the_last_line_was_half_written(tmp_path):
     folder = RunFolder(tmp_path)
     record_steps(folder, range(5))
     with folder.metrics.open("a") as file:

@@ -1,3 +1,5 @@
+"""report.html and reward.png of runs in every state."""
+
 import json
 import re
 import subprocess
@@ -59,11 +61,17 @@ def whole_run(path: Path) -> RunFolder:
     return write_run(path, sft + grpo, rollouts, {"status": "finished", "error": None, "total_steps": 6})
 
 
-def test_the_report_sums_the_run_up_and_draws_every_chart(tmp_path):
+def test_the_report_summarizes_the_run_and_draws_every_chart(tmp_path):
     folder = whole_run(tmp_path)
     assert write_report(folder.path) == folder.report
     page = Tags(folder.report.read_text())
-    for text in ("0.750", "0.250 after warm-up", "best 0.875 at step 4", "2 supervised, 1 skipped", "5,000"):
+    for text in (
+        "0.750",
+        "0.250 after the supervised steps",
+        "best 0.875 at step 4",
+        "2 supervised, 1 skipped",
+        "5,000",
+    ):
         assert text in page.text
     for text in ("finished", "8,000 generated", "0 min 9 s", "loss, supervised", "loss, GRPO", "logprob difference"):
         assert text in page.text
@@ -82,7 +90,7 @@ def test_the_report_needs_no_other_file_and_no_network(tmp_path):
     assert "@import" not in html and all(target.startswith("#") for target in re.findall(r"url\(([^)]*)", html))
 
 
-def test_what_a_model_or_a_config_says_is_escaped(tmp_path):
+def test_the_text_of_a_model_or_a_config_is_escaped(tmp_path):
     rollout = {"step": 0, "prompt": "<script>alert(1)</script>", "completion": "a & b <img src=x>", "reward": None}
     outcome = {"status": "failed", "error": "ValueError: <b>boom</b>"}
     folder = write_run(tmp_path / "<i>run", [grpo_record(0)], [rollout], outcome)

@@ -1,4 +1,4 @@
-"""The character tokenizer, through transformers as a user and vLLM load it."""
+"""The character tokenizer, loaded through transformers as a user and vLLM load it."""
 
 import pytest
 import tokenizers
@@ -13,7 +13,7 @@ ALPHABET = "0123456789+-*= \n"
 def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     build_character_tokenizer(directory, ALPHABET)
-    # transformers picks the tokenizer's class by the model's type when the two share a folder
+    # transformers chooses the class of the tokenizer by the type of a model in the same folder
     ModelConfig(vocab_size=32).save(directory)
     return directory
 
@@ -36,7 +36,7 @@ def test_decoding_gives_the_text_back_exactly(tokenizer, text):
 
 
 def test_streamed_decoding_gives_the_text_back_exactly(directory):
-    """vLLM decodes token by token, on tokenizer.json alone."""
+    """vLLM decodes token by token and reads only tokenizer.json."""
     fast = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     stream = tokenizers.decoders.DecodeStream(skip_special_tokens=True)
     assert [stream.step(fast, token) for token in [3, 16, 16, 4, 1]] == ["1", " ", " ", "2", None]
