@@ -8,10 +8,11 @@ import atexit
 import contextvars
 import gc
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, endpoint
@@ -19,29 +20,49 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss
 from rl_actors.processes.errors import sends_errors
-from rl_actors.processes.spawn import probe_here
+from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Transport
 from rl_actors.transports.publisher import Publisher
-from rl_actors.types import OptimParams, OptimResult, Sample, TrainerInfo
+from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
+
+if TYPE_CHECKING:
+    from rl_actors.engine.train_engine import TrainEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A caller's place in line. A repeated number is answered with the first answer; one that does not follow is an error."""
+    """A caller's place in line. A repeated number is answered with the first answer; a number that does not follow is an error."""
 
     session: str
     number: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The outcome of a call, kept so that a repetition of the call gets the same."""
+
+    value: Any = None
+    error: Exception | None = None
+
+    def give(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        return self.value
+
+
 class PolicyTrainer(Actor):
-    """Endpoints without an Order are run as they come; then it is the caller's business to be the only one."""
+    """Endpoints take an Order. A call without one runs as it comes; its caller must then be the only one."""
+
+    engine: "TrainEngine"  # from setup on, as are the next two
+    compiler_context: contextvars.Context
+    rank: int
 
     def __init__(self, config: TrainerConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
         self.session: str | None = None
         self.last_number = 0
-        self.last_reply: Callable[[], Any] | None = None
+        self.last_reply: Reply | None = None
         self.publisher: Publisher | None = None  # None before setup, and without a transport
         self.written: Future[None] | None = None  # of the last save_checkpoint
 
@@ -51,24 +72,28 @@ class PolicyTrainer(Actor):
     @endpoint
     @sends_errors
     async def setup(self, session: str | None = None) -> TrainerInfo:
-        """Build the model on first call, and make `session` the one whose orders are taken."""
+        """Build the model on the first call, and make `session` the one whose orders are taken."""
         if not hasattr(self, "engine"):
-            # torchtitan is imported in the rank's process alone, and an error here reaches the caller as it is.
-            from rl_actors.engine.collectives import by_rank
-            from rl_actors.engine.train_engine import TrainEngine
-
-            self.engine = TrainEngine(self.config)
-            # torch keeps its compiler's settings in context variables, and each message has a context of its own.
-            self.compiler_context = contextvars.copy_context()
-            self.rank = dist.get_rank()
-            if self.transport is not None:
-                self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-            # What is there now stays: the collector looks through all of it otherwise whenever samples arrive.
-            gc.collect()
-            gc.freeze()
-            atexit.register(gc.unfreeze)  # else extensions say at the process's end what they leak
+            self.build()
         self.session, self.last_number, self.last_reply = session, 0, None
         return self.engine.info()
+
+    def build(self) -> None:
+        # Only the rank's process imports torchtitan, and an error of the import reaches the caller as it is.
+        from rl_actors.engine.collectives import by_rank
+        from rl_actors.engine.train_engine import TrainEngine
+
+        self.engine = TrainEngine(self.config)
+        # torch keeps its compiler's settings in context variables, and each message has a context of its own.
+        self.compiler_context = contextvars.copy_context()
+        self.rank = dist.get_rank()
+        if self.transport is not None:
+            self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
+        if "RL_ACTORS_PROCESS" in os.environ:  # a process of ours: the collector of another's is not ours to change
+            # Freeze what setup created; otherwise every garbage collection scans all of it, whenever samples arrive.
+            gc.collect()
+            gc.freeze()
+            atexit.register(gc.unfreeze)  # otherwise some C extensions report leaks when the process ends
 
     @endpoint
     @sends_errors
@@ -76,8 +101,8 @@ class PolicyTrainer(Actor):
         return self.engine.info()
 
     @endpoint
-    async def probe(self) -> Any:
-        """A Probe beside this actor, which answers also while a call runs here."""
+    async def probe(self) -> Probe:
+        """A Probe beside this actor. It answers also while a call runs here."""
         return await probe_here()
 
     @endpoint
@@ -87,14 +112,14 @@ class PolicyTrainer(Actor):
         loss: str | Loss | None = None,
         entropy: bool = False,
         order: Order | None = None,
-    ):
-        """Logprobs of the targets and, of a loss, the metrics; changes nothing."""
+    ) -> RankOutput:
+        """Logprobs of the targets and, with a loss, its metrics; changes nothing."""
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
     async def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, entropy: bool = False, order: Order | None = None
-    ):
+    ) -> RankOutput:
         """Add the gradient of the summed loss."""
         return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss, entropy=entropy))
 
@@ -111,31 +136,29 @@ class PolicyTrainer(Actor):
     @endpoint
     async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
         """Copy model, optimizer and version, and begin to write them; returns the version."""
+        return await self.in_order(order, lambda: self.begin_checkpoint(path, optimizer))
 
-        def save() -> int:
-            self.written = self.engine.save_checkpoint(path, optimizer=optimizer)
-            return self.engine.policy_version
-
-        return await self.in_order(order, save)
+    def begin_checkpoint(self, path: str, optimizer: bool) -> int:
+        self.written = self.engine.save_checkpoint(path, optimizer=optimizer)
+        return self.engine.policy_version
 
     @concurrent_endpoint
     @sends_errors
     async def wait_for_checkpoint(self) -> None:
-        """Answers when what save_checkpoint began is whole on disk, or raises why not. Other calls are taken meanwhile."""
+        """Answer when the checkpoint that save_checkpoint began is whole on disk, or raise why it is not. Other calls run meanwhile."""
         if self.written is not None:
             await asyncio.wrap_future(self.written)
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
         """Read model, optimizer and version. Versions published from here on are a new stream."""
+        return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
-        def load() -> int:
-            version = self.engine.load_checkpoint(path, optimizer=optimizer)
-            if self.publisher is not None:
-                self.publisher.start_stream()
-            return version
-
-        return await self.in_order(order, load)
+    def read_checkpoint(self, path: str, optimizer: bool) -> int:
+        version = self.engine.load_checkpoint(path, optimizer=optimizer)
+        if self.publisher is not None:
+            self.publisher.start_stream()
+        return version
 
     @endpoint
     async def export_hf(self, path: str, dtype: str = "float32", order: Order | None = None) -> None:
@@ -154,9 +177,10 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish the weights under policy_version, sharded as they lie, in the widest dtype that a generator of the transport computes in.
+        """Publish the weights under policy_version, each rank its own shards, in the widest dtype that a generator of the transport
+        computes in.
 
-        A no-op when they are published.
+        Does nothing when they are published already.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -169,7 +193,10 @@ class PolicyTrainer(Actor):
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
-        """Run `call` when it is its turn, and keep its answer, or its error, for a repetition."""
+        """Run `call` if it is its turn, and keep its answer or its error for a repetition.
+
+        Raises RuntimeError for the order of a session that was replaced, and for a number that does not follow.
+        """
         if order is None:
             return await _settle(self.compiler_context.run(call))
         if order.session != self.session:
@@ -177,25 +204,16 @@ class PolicyTrainer(Actor):
                 f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
             )
         if order.number == self.last_number and self.last_reply is not None:
-            return self.last_reply()
+            return self.last_reply.give()
         if order.number != self.last_number + 1:
             raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
         self.last_number = order.number
         try:
-            value = await _settle(self.compiler_context.run(call))
+            self.last_reply = Reply(value=await _settle(self.compiler_context.run(call)))
         except Exception as error:
-            self.last_reply = _raiser(error)
-            raise
-        self.last_reply = lambda: value
-        return value
+            self.last_reply = Reply(error=error)
+        return self.last_reply.give()
 
 
 async def _settle(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
-
-
-def _raiser(error: Exception) -> Callable[[], Any]:
-    def again():
-        raise error
-
-    return again
