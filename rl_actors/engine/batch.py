@@ -1,14 +1,17 @@
-"""Turn one planned microbatch into tensors. No packing decision is made here; context.py knows what a rank holds of the rows.
+"""Turn one planned microbatch into tensors. Makes no packing decision; context_parallel.py knows the part of the rows that a rank holds.
 
-B rows, L row length; S samples of T positions at most, one a row; K targets of one position.
+B rows, L row length; S samples of at most T positions, one sample a row; N positions of all samples together; K targets of one
+position; P pieces: the samples, and the padding of each row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
+from torchtitan.models.common.attention import VarlenMetadata
 
 from rl_actors.engine.packing import Microbatch
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
@@ -16,9 +19,14 @@ from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
 Span = tuple[int, int, int, int]
 """(sample, row, start, end) in whole rows."""
 
+AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
+"""Argument of the attention layers: a dense mask on a CPU; on a GPU flex attention's block mask or FlashAttention's document boundaries."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
+    """A microbatch of whole rows. BatchShard in context_parallel.py is a rank's part of one."""
+
     tokens_BL: Tensor
     targets_BL: Tensor  # IGNORE_TARGET at padding
     positions_BL: Tensor  # 0 where a document starts
@@ -26,17 +34,16 @@ class PackedBatch:
     columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]
     is_padding_BL: Tensor  # bool
     spans: list[Span]
-    index_N: (
-        Tensor  # on the host: where the samples' N positions are in the flattened whole rows, in the order of spans
-    )
+    # Indices of the samples' positions in the flattened whole rows, in the order of spans. On the host.
+    index_N: Tensor
     to_device: Callable[[Tensor], Tensor]
-    attention_masks: Any = None  # what the attention layers take
+    attention_masks: AttentionMasks | None = None
 
     def one_a_row(self) -> "RowPerSample":
-        """Where each sample's positions are in whole rows, for losses that must see whole samples."""
+        """The map from packed rows to one sample a row, for losses that must see whole samples."""
         return RowPerSample(self, self.tokens_BL.shape)
 
-    # Of rows that a rank holds whole; context.py has those of which it holds a part.
+    # A rank that holds its rows whole has nothing to exchange; BatchShard overrides the next three methods.
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values at the positions that this rank holds -> values of the whole rows."""
@@ -47,37 +54,76 @@ class PackedBatch:
         return dict(values)
 
     def is_counted(self) -> bool:
-        """Whether what is computed from whole rows counts as this rank's, so that it counts once."""
+        """True on the one context-parallel rank that reports metrics of whole rows; the others compute the same metrics."""
         return True
 
 
 class RowPerSample:
-    """Moves [B, L, ...] of packed rows to [S, T, ...] with one sample a row, zeros behind its end, and back.
+    """Moves values from packed rows [B, L, ...] to one sample a row [S, T, ...], with zeros behind the sample's end, and back.
 
     Without samples S is 1 and T is L, so that a loss over nothing still has a shape.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
-        """shape: of the whole rows."""
+        """shape: [B, L] of the whole rows."""
         self.shape = shape
         lengths_S = torch.tensor([end - start for _, _, start, end in batch.spans] or [0])
         longest = int(lengths_S.max()) if batch.spans else shape[1]
-        inside_ST = torch.arange(longest) < lengths_S[:, None]
-        index_ST = torch.zeros(inside_ST.shape, dtype=torch.int64)
-        index_ST[inside_ST] = batch.index_N
-        # Indices that the host knows: the device would have to be waited for to count a mask of its own.
-        self.index_ST, self.inside_ST = batch.to_device(index_ST), batch.to_device(inside_ST)
-        self.index_N, self.filled_N = (batch.to_device(x) for x in (batch.index_N, inside_ST.flatten().nonzero()[:, 0]))
+        is_inside_ST = torch.arange(longest) < lengths_S[:, None]
+        index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
+        index_ST[is_inside_ST] = batch.index_N
+        # The host makes the indices, because it knows the lengths. Indexing by a mask on the device would make the host wait
+        # until the device has counted the mask.
+        self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
+        self.index_N = batch.to_device(batch.index_N)
+        self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
 
     def unpack(self, values_BL: Tensor) -> Tensor:
+        """[B, L, ...] -> [S, T, ...]"""
         values_ST = values_BL.flatten(0, 1)[self.index_ST]
-        inside_ST = self.inside_ST.view(*self.inside_ST.shape, *[1] * (values_ST.ndim - 2))
-        return torch.where(inside_ST, values_ST, 0)
+        is_inside_ST = self.is_inside_ST.view(*self.is_inside_ST.shape, *[1] * (values_ST.ndim - 2))
+        return torch.where(is_inside_ST, values_ST, 0)
 
     def pack(self, values_ST: Tensor) -> Tensor:
+        """[S, T, ...] -> [B, L, ...], with zeros at padding."""
         packed_N = values_ST.new_zeros(self.shape.numel(), *values_ST.shape[2:])
         packed_N[self.index_N] = values_ST.flatten(0, 1)[self.filled_N]
         return packed_N.unflatten(0, self.shape)
+
+
+class _Pieces:
+    """The rows of a microbatch as one sequence of pieces. A piece is a sample, or the padding behind the last sample of its row."""
+
+    def __init__(self, samples: Sequence[Sample], microbatch: Microbatch) -> None:
+        self.shape = (len(microbatch.rows), microbatch.row_length)
+        self.spans: list[Span] = []
+        self.samples: list[Sample | None] = []  # None: padding
+        self.lengths: list[int] = []
+        for row, indices in enumerate(microbatch.rows):
+            end = 0
+            for index in indices:
+                start, end = end, end + len(samples[index])
+                self.spans.append((index, row, start, end))
+                self.samples.append(samples[index])
+                self.lengths.append(end - start)
+            self.samples.append(None)
+            self.lengths.append(microbatch.row_length - end)
+        self.lengths_P = torch.tensor(self.lengths)
+
+    def spread(self, values_P: Tensor) -> Tensor:
+        """One value for each piece -> that value at all positions of the piece: [B, L]."""
+        return values_P.repeat_interleave(self.lengths_P).view(self.shape)
+
+    def lay(self, tensor_of: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
+        """The tensors of all samples in their places, [B, L, ...]; `fill` stands at padding and in a sample that has no such tensor."""
+        laid: list[Tensor] = []
+        for sample, length in zip(self.samples, self.lengths, strict=True):
+            tensor = None if sample is None else tensor_of(sample)
+            laid.append(fill.expand(length, *fill.shape) if tensor is None else tensor)
+        return torch.cat(laid).unflatten(0, self.shape)
+
+    def column(self, name: str, fill: Tensor) -> Tensor:
+        return self.lay(lambda sample: sample.columns.get(name), fill)
 
 
 def make_batch(
@@ -86,61 +132,42 @@ def make_batch(
     column_names: Iterable[str],
     to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> PackedBatch:
-    """Lay the samples of a microbatch into rows. A document's positions start at 0.
+    """Lay the samples of a microbatch into rows. Positions of a document start at 0.
 
-    Every position of padding is a document of its own: as one long document it could pass the end of the rotary embedding.
+    Every position of padding is a document of its own. One long document of padding could pass the end of the rotary embedding.
     """
-    shape = (len(microbatch.rows), microbatch.row_length)
-    spans: list[Span] = []
-    pieces: list[Sample | int] = []  # that the rows are made of, one behind the other: samples, and lengths of padding
-    for row, indices in enumerate(microbatch.rows):
-        end = 0
-        for index in indices:
-            start, end = end, end + len(samples[index])
-            spans.append((index, row, start, end))
-            pieces.append(samples[index])
-        pieces.append(shape[1] - end)
-    lengths_P = torch.tensor([piece if isinstance(piece, int) else len(piece) for piece in pieces])
-    is_padding_P = torch.tensor([isinstance(piece, int) for piece in pieces])
-    temperatures_P = torch.tensor([1.0 if isinstance(piece, int) else piece.temperature for piece in pieces])
-    starts_P = lengths_P.cumsum(0) - lengths_P
-
-    def spread(values_P: Tensor) -> Tensor:
-        return values_P.repeat_interleave(lengths_P).view(shape)
-
-    def lay(of_sample: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """fill: what is at a position where there is no sample, or nothing of it."""
-        found = [None if isinstance(piece, int) else of_sample(piece) for piece in pieces]
-        laid = [fill.expand(n, *fill.shape) if x is None else x for n, x in zip(lengths_P.tolist(), found, strict=True)]
-        return torch.cat(laid).unflatten(0, shape)
-
-    def column(name: str) -> Tensor:
-        return lay(lambda sample: sample.columns.get(name), _nothing(samples, name))
-
-    is_padding_BL = spread(is_padding_P)
-    offsets_BL = torch.arange(is_padding_BL.numel()).view(shape) - spread(starts_P)
-    tensors = {
-        "tokens_BL": lay(lambda sample: sample.tokens, torch.tensor(0)),
-        "targets_BL": lay(lambda sample: sample.targets, torch.tensor(IGNORE_TARGET)),
-        "positions_BL": offsets_BL.masked_fill_(is_padding_BL, 0),
-        "temperatures_BL": spread(temperatures_P),
-        "is_padding_BL": is_padding_BL,
-    }
+    pieces = _Pieces(samples, microbatch)
+    is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))
+    temperatures_P = torch.tensor([1.0 if sample is None else sample.temperature for sample in pieces.samples])
+    starts_P = pieces.lengths_P.cumsum(0) - pieces.lengths_P
+    offsets_BL = torch.arange(is_padding_BL.numel()).view(pieces.shape) - pieces.spread(starts_P)
+    columns: dict[str, Tensor] = {}
+    for name in column_names:
+        columns[name] = to_device(pieces.column(name, _absent(samples, name)))
     return PackedBatch(
-        **{name: to_device(tensor) for name, tensor in tensors.items()},
-        columns={name: to_device(column(name)) for name in column_names},
-        spans=spans,
+        tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
+        targets_BL=to_device(pieces.lay(lambda sample: sample.targets, torch.tensor(IGNORE_TARGET))),
+        positions_BL=to_device(offsets_BL.masked_fill_(is_padding_BL, 0)),
+        temperatures_BL=to_device(pieces.spread(temperatures_P)),
+        columns=columns,
+        is_padding_BL=to_device(is_padding_BL),
+        spans=pieces.spans,
         index_N=(~is_padding_BL).flatten().nonzero()[:, 0],
         to_device=to_device,
     )
 
 
-def _nothing(samples: Sequence[Sample], name: str) -> Tensor:
-    """What a column holds where there is nothing: [], of TOP_K_COLUMNS [K]."""
+def _absent(samples: Sequence[Sample], name: str) -> Tensor:
+    """The value of a column at a position that has none: zero, of shape [], or [K] for TOP_K_COLUMNS."""
     shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
     return torch.zeros(shape, dtype=column_dtype(name))
 
 
-def model_inputs(batch: PackedBatch) -> dict[str, Any]:
+class ModelInputs(TypedDict):
+    positions: Tensor
+    attention_masks: AttentionMasks | None
+
+
+def model_inputs(batch: PackedBatch) -> ModelInputs:
     """Keyword arguments of torchtitan's model beside the tokens."""
     return {"positions": batch.positions_BL, "attention_masks": batch.attention_masks}

@@ -1,29 +1,26 @@
-"""Context parallelism: which positions of its rows a rank holds, by torchtitan's own sharding, and the way back to whole rows.
+"""Context parallelism: the positions of its rows that a rank holds, by torchtitan's own sharding, and the way back to whole rows.
 
 Knows no model. B rows, L row length, C positions of a row that this rank holds.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
 from torch.distributed import DeviceMesh
+from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.distributed.context_parallel import cp_shard
 
-from rl_actors.engine.batch import PackedBatch, RowPerSample
-
-Masks = Callable[[Tensor], Any]
-"""positions_BL -> what the attention layers take."""
+from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRows:
     """Every rank holds its rows whole."""
 
-    masks: Callable[[PackedBatch], Any]
+    masks: Callable[[PackedBatch], AttentionMasks]
 
     def __call__(self, batch: PackedBatch) -> PackedBatch:
         return replace(batch, attention_masks=self.masks(batch))
@@ -31,10 +28,12 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Every rank of the mesh holds a part of each row: not in order, so that all have the same share of the attention's work."""
+    """Every rank of the mesh holds a part of each row. A part need not be contiguous: all ranks get equal shares of the attention's work."""
 
-    masks: Masks  # flex attention's block masks
-    local_masks: Callable[[Any], Any]  # a shard of them -> what the attention layers take
+    masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
+    local_masks: Callable[
+        [BlockMask], AttentionMasks
+    ]  # this rank's shard of the masks -> the attention layers' argument
     mesh: DeviceMesh
     load_balancer: str | None
 
@@ -68,9 +67,9 @@ class RowShards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchShard(PackedBatch):
-    """A rank's part of a batch: its tensors are [B, C], its spans those of the whole rows."""
+    """A rank's part of a batch. Its tensors are [B, C]; spans and index_N are those of the whole rows."""
 
-    index_BC: Tensor  # where in its row each position is
+    index_BC: Tensor  # place of each held position in its row
     mesh: DeviceMesh
 
     def one_a_row(self) -> RowPerSample:
@@ -79,12 +78,12 @@ class BatchShard(PackedBatch):
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         index_BL = self._gather(self.index_BC)
-
-        def in_order(value_BC: Tensor) -> Tensor:
+        whole: dict[str, Tensor] = {}
+        for name, value_BC in values.items():
+            # The ranks' parts come one behind the other; index_BL moves every position to its place in the row.
             gathered_BL = self._gather(value_BC)
-            return torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
-
-        return {name: in_order(value) for name, value in values.items()}
+            whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
+        return whole
 
     def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.gather(1, _like(self.index_BC, value)) for name, value in values.items()}
@@ -98,6 +97,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """The index for gather and scatter of [B, X, ...]."""
+    """The index as gather and scatter need it for a value of [B, X, ...]: expanded over the dimensions behind X."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

@@ -1,10 +1,12 @@
-"""Hidden states -> logprobs of the targets, and back, in chunks: [tokens, vocabulary] never exists whole.
+"""Hidden states -> logprobs of the targets, and back, in chunks: the logits [tokens, vocabulary] never exist whole.
 
-B rows, L row length, D hidden size, V vocabulary. torchtitan's ChunkedLossWrapper drives the chunks and FSDP's gathers.
+B rows, L row length, D hidden size, V vocabulary, K targets of one position. torchtitan's ChunkedLossWrapper splits the rows into
+chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it applies the output projection, calls a loss
+with the logits, and runs the loss's backward pass down to the hidden states.
 """
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +19,17 @@ from rl_actors.losses import Loss, made_for
 from rl_actors.metrics import Partials, merge
 
 Values = dict[str, Tensor]
-"""What is computed at every position: "logprobs" [B, L], and "entropy" [B, L], "target_logprobs" [B, L, K] where wanted."""
+"""Values computed at every position: "logprobs" [B, L], and where wanted "entropy" [B, L] and "target_logprobs" [B, L, K]."""
+
+ChunkInputs = dict[str, Tensor]
+"""Tensors that are split into chunks as the logits are, each [B, L, ...]."""
 
 
 class SteadyLoss:
-    """A loss that goes on after it has failed, as zero: other ranks may not have failed, and wait for this one in their collectives.
+    """A loss that counts as zero once it has failed, instead of raising.
 
-    Who runs it raises `failure` once all microbatches are through.
+    Other ranks may not have failed. They wait for this rank in their collectives, so it has to go on. The runner raises `failure`
+    once all microbatches are through.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -32,8 +38,8 @@ class SteadyLoss:
         self.whole_sequence: bool = getattr(loss, "whole_sequence", False)
         self.failure: Exception | None = None
 
-    def gradients(self, values: Values, columns_BL: dict[str, Tensor]) -> tuple[Values, Partials]:
-        """(its gradient with respect to the logprobs and what else it reads of the values, metrics with loss:sum)."""
+    def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
+        """(gradients of the loss with respect to the logprobs and the other values that it reads, metrics with loss:sum)."""
         names = ["logprobs", *sorted(self.reads & set(values))]
         leaves = [values[name].detach().requires_grad_() for name in names]
         if self.failure is None:
@@ -47,11 +53,20 @@ class SteadyLoss:
                 self.failure = error
         return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
 
+    def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
+        """(a scalar with the gradients of the loss, metrics) of one chunk. Not for a `whole_sequence` loss."""
+        gradients, metrics = self.gradients(values, columns_BL)
+        return _scalar_with_gradients(values, gradients), metrics
+
+
+ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
+"""(values of a chunk, its inputs) -> (a scalar to back-propagate, metrics)."""
+
 
 class ChunkedLogprobs:
     """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
 
-    Of a pipeline stage without one it can do nothing.
+    In a pipeline only the stage that has the output projection can use it.
     """
 
     def __init__(
@@ -63,30 +78,27 @@ class ChunkedLogprobs:
         keep_head: bool = True,
         min_chunks: int = 1,
     ) -> None:
-        """fuse: a function of tensors -> the same as one kernel, where the machine can make one.
+        """fuse: a function of tensors -> the same function as one kernel, on a machine that can make one.
 
-        keep_head: FSDP keeps what it gathered for the last norm until the head has had all its chunks.
+        keep_head: FSDP gathers the output projection and the last norm together. True keeps them gathered until the projection has
+        had all its chunks.
         """
         model._skip_lm_head = True
+        self.lm_head = model.lm_head
         self.keep_head = keep_head
         self.chunk_tokens = chunk_tokens
         self.min_chunks = min_chunks
         self.target_logprobs = TargetLogprobs(fuse)
-        self.wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
-        self.wrapper.set_lm_head(model.lm_head)
 
     def forward(self, hidden_BLD: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> Values:
         """The values of whole rows, without gradients."""
-
-        def no_loss(values: Values, _):
-            return values["logprobs"].sum(), {}
-
-        return batch.gather(self._run(hidden_BLD, batch, no_loss, {}, with_entropy)[0])
+        values, _, _ = self._run(hidden_BLD, batch, _no_loss, {}, with_entropy)
+        return batch.gather(values)
 
     def evaluate(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
-        """The values and, of a loss, the metrics; under no_grad."""
+        """The values and, with a loss, its metrics. Call it under no_grad."""
         if loss is None:
             return self.forward(hidden_BLD, batch, with_entropy=with_entropy), {}
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
@@ -94,67 +106,54 @@ class ChunkedLogprobs:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """The values of whole rows, metrics, and what was back-propagated through the head; its `backward` goes through the model.
+        """(values of whole rows, metrics, a scalar). The gradient has gone through the output projection when this returns; the
+        scalar's `backward` sends it on through the model.
 
-        A loss of single positions gets each chunk as it comes. A `whole_sequence` loss gets the values of whole samples first; its
-        gradient with respect to them is then what the chunks back-propagate.
+        A loss that reads single positions gets each chunk as it comes, and its gradient is back-propagated at once. A `whole_sequence`
+        loss needs two passes. The first computes the values of whole samples, from which the loss computes its gradient with
+        respect to them. The second computes the values again, chunk by chunk, and back-propagates that gradient.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
             return self._whole_sequence(hidden_BLD, batch, loss, with_entropy)
-
-        def of_columns(values: Values, columns_BL: dict[str, Tensor]):
-            gradients, metrics = loss.gradients(values, columns_BL)
-            return _product(values, gradients), metrics
-
-        values, metrics, total = self._run(hidden_BLD, batch, of_columns, batch.columns, with_entropy)
+        values, metrics, total = self._run(hidden_BLD, batch, loss.of_chunk, batch.columns, with_entropy)
         return batch.gather(values), metrics, total
 
-    def _whole_sequence(self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, with_entropy: bool):
+    def _whole_sequence(
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, with_entropy: bool
+    ) -> tuple[Values, Partials, Tensor]:
         with torch.no_grad():
             values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)
         rows = batch.one_a_row()
         columns = {name: rows.unpack(column) for name, column in batch.gather(batch.columns).items()}
         whole_gradients, metrics = loss.gradients({name: rows.unpack(x) for name, x in values.items()}, columns)
-        metrics = metrics if batch.is_counted() else {}
+        if not batch.is_counted():
+            metrics = {}
         if not torch.is_grad_enabled():
             return values, metrics, torch.zeros(())
         gradients = batch.take({name: rows.pack(gradient) for name, gradient in whole_gradients.items()})
-
-        def product(values: Values, gradients_BL: dict[str, Tensor]):
-            return _product(values, gradients_BL), {}
-
-        total = self._run(hidden_BLD, batch, product, gradients, "entropy" in gradients)[2]
+        _, _, total = self._run(hidden_BLD, batch, _given_gradients, gradients, "entropy" in gradients)
         return values, metrics, total
 
-    def _run(self, hidden_BLD: Tensor, batch: PackedBatch, loss, inputs: dict[str, Tensor], with_entropy: bool):
-        """-> (values [B, L], metrics, the sum of the loss over the chunks). The loss is called as loss(values, inputs) with a chunk of each."""
-        chunks: list[Values] = []
-        partials: list[Partials] = []
-
-        def chunk_loss(logits_BLV: Tensor, targets_BL: Tensor, _, *, temperatures_BL: Tensor, top_k=None, **chunk: Any):
-            logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
-            values = {"logprobs": self.target_logprobs(logits, targets_N)}
-            if with_entropy:
-                values["entropy"] = entropy(logits, targets_N)
-            if top_k is not None:
-                values["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
-            values = {name: value.unflatten(0, targets_BL.shape) for name, value in values.items()}
-            chunks.append({name: value.detach() for name, value in values.items()})
-            total, metrics = loss(values, {name.removeprefix("input_"): x for name, x in chunk.items()})
-            partials.append(metrics)
-            return total, {}
-
-        self.wrapper.num_chunks = self._num_chunks(*batch.tokens_BL.shape)
-        self.wrapper.loss_fn = chunk_loss
-        named = {f"input_{name}": value for name, value in inputs.items()}  # a column may be called as an argument is
+    def _run(
+        self, hidden_BLD: Tensor, batch: PackedBatch, loss: ChunkLoss, inputs: ChunkInputs, with_entropy: bool
+    ) -> tuple[Values, Partials, Tensor]:
+        """(values at the positions that this rank holds, metrics, the sum of the loss over the chunks)."""
+        chunks = _Chunks(target_logprobs=self.target_logprobs, loss=loss, with_entropy=with_entropy)
+        num_chunks = self._num_chunks(*batch.tokens_BL.shape)
+        wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=num_chunks))
+        wrapper.loss_fn = chunks
+        wrapper.set_lm_head(self.lm_head)
+        # A column may have the name of one of the wrapper's own arguments.
+        named = {f"input_{name}": value for name, value in inputs.items()}
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
-        total, _ = self.wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
-        if self.keep_head and isinstance(self.wrapper.lm_head, FSDPModule):  # the wrapper leaves True
-            self.wrapper.lm_head.set_reshard_after_forward(False, recurse=False)
-        values = {name: torch.cat([chunk[name] for chunk in chunks], dim=1) for name in chunks[0]}
-        return values, merge(partials), total
+        total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
+        if self.keep_head and isinstance(self.lm_head, FSDPModule):
+            # The wrapper leaves True. FSDP would then free the weights after the last norm of the next microbatch, and the projection
+            # would have to gather them again.
+            self.lm_head.set_reshard_after_forward(False, recurse=False)
+        return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
         """The fewest equal chunks of a row with at most chunk_tokens positions in all rows together, and at least min_chunks."""
@@ -162,6 +161,57 @@ class ChunkedLogprobs:
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
 
 
-def _product(values: Values, gradients: Values) -> Tensor:
-    """What has these gradients with respect to the values."""
+@dataclass(kw_only=True)
+class _Chunks:
+    """The loss that ChunkedLossWrapper calls with the logits of each chunk. It keeps the values and metrics of all chunks."""
+
+    target_logprobs: TargetLogprobs
+    loss: ChunkLoss
+    with_entropy: bool
+    values: list[Values] = field(default_factory=list)
+    metrics: list[Partials] = field(default_factory=list)
+
+    def __call__(
+        self,
+        logits_BLV: Tensor,
+        targets_BL: Tensor,
+        global_valid_tokens: None,
+        *,
+        temperatures_BL: Tensor,
+        top_k: Tensor | None = None,
+        **inputs: Tensor,
+    ) -> tuple[Tensor, Partials]:
+        """(a scalar to back-propagate, no metrics: the wrapper knows reductions of its own). L is the length of the chunk.
+
+        top_k: ids [B, L, K]; inputs: the ChunkInputs, under `input_` and their names.
+        """
+        logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
+        flat = {"logprobs": self.target_logprobs(logits, targets_N)}
+        if self.with_entropy:
+            flat["entropy"] = entropy(logits, targets_N)
+        if top_k is not None:
+            flat["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
+        values = {name: value.unflatten(0, targets_BL.shape) for name, value in flat.items()}
+        self.values.append({name: value.detach() for name, value in values.items()})
+        total, metrics = self.loss(values, {name.removeprefix("input_"): x for name, x in inputs.items()})
+        self.metrics.append(metrics)
+        return total, {}
+
+    def joined(self) -> Values:
+        """The values of all chunks, one chunk behind the other."""
+        return {name: torch.cat([values[name] for values in self.values], dim=1) for name in self.values[0]}
+
+
+def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
+    """A scalar that nobody back-propagates."""
+    return values["logprobs"].sum(), {}
+
+
+def _given_gradients(values: Values, gradients: ChunkInputs) -> tuple[Tensor, Partials]:
+    """A scalar with gradients that are known already."""
+    return _scalar_with_gradients(values, gradients), {}
+
+
+def _scalar_with_gradients(values: Values, gradients: Values) -> Tensor:
+    """A scalar whose gradient with respect to each value is the given one."""
     return torch.stack([(values[name] * gradient).sum() for name, gradient in gradients.items()]).sum()

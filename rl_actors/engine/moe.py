@@ -1,22 +1,26 @@
-"""What torchtitan's mixture of experts lacks here: experts in the dtype of their input, all of their gradient, counters without padding.
+"""Corrections to torchtitan's mixture of experts: experts in the dtype of their input, their whole gradient, counters without padding.
 
-R routed tokens, D hidden size, F width of an expert, E experts, K experts a token.
+B rows, L row length, R routed tokens, D hidden size, F width of an expert, E experts, K experts a token.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.models.common.moe import GroupedExperts
+from torchtitan.models.common.moe import GroupedExperts, MoE
 
 from rl_actors.engine.batch import PackedBatch
 
 
 class Experts(GroupedExperts):
-    """torchtitan casts to bfloat16 whatever the compute dtype; a float32 run then agrees with nothing to better than 1e-2."""
+    """Experts that compute in the dtype of their input.
+
+    torchtitan's cast to bfloat16 whatever the compute dtype is. A float32 run then agrees with no other to better than 1e-2.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
@@ -31,54 +35,61 @@ class Experts(GroupedExperts):
 
 
 def wait_for_input(model: nn.Module) -> None:
-    """torch's local_map cuts the gradient of an input whose all-gather is under way, which is how one row of a sequence-parallel
-    model reaches the experts. Any work on it waits for the all-gather.
+    """Make the experts wait until their input is gathered.
+
+    A single row of a sequence-parallel model reaches the experts while its all-gather is under way. torch's local_map cuts the
+    gradient of such an input.
     """
-
-    def wait(_, args: tuple) -> tuple:
-        x_BLD, *others = args
-        under_way = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
-        return (x_BLD.clone() if under_way else x_BLD, *others)
-
     for block in model.layers.values():
         if block.moe_enabled:
-            block.moe.routed_experts.register_forward_pre_hook(wait)
+            block.moe.routed_experts.register_forward_pre_hook(_wait_for_all_gather)
+
+
+def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
+    x_BLD, *others = args
+    under_way = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
+    # Any operation on the tensor waits for the all-gather.
+    return (x_BLD.clone() if under_way else x_BLD, *others)
 
 
 class RouterCounters:
-    """Keeps torchtitan's counters of tokens per expert to those of the samples, from the first forward_backward of a step to its end.
+    """torchtitan's counters of tokens per expert, without padding, from the first forward_backward of a step to the end of the step.
 
-    The routers count in training mode alone, so a forward adds nothing. Padding is routed, too, but how much there is of it depends
-    on the packing: it is taken off, so that the load-balancing bias is the same for any split. A dense model has no counters.
+    The routers count only in training mode, so a forward adds nothing. Padding is routed, too, and its amount depends on the packing.
+    So it is subtracted; the load-balancing bias is then the same for any split of the samples. A dense model has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.moes = [block.moe for block in model.layers.values() if block.moe_enabled]
+        self.moes: list[MoE] = [block.moe for block in model.layers.values() if block.moe_enabled]
         self.is_padding_BL: Tensor | None = None
         for moe in self.moes:
-            moe.router.register_forward_hook(lambda _, __, output, moe=moe: self._take_padding_off(moe, output[1]))
+            moe.router.register_forward_hook(partial(self._subtract_padding, moe))
 
     def start_microbatch(self, batch: PackedBatch) -> None:
-        """Called before each forward pass."""
+        """Call it before each forward pass."""
         self.is_padding_BL = batch.is_padding_BL
 
     def reset(self) -> None:
-        """The step is over, done or not."""
+        """Call it at the end of a step, whether the weights were updated or not."""
         for moe in self.moes:
             moe.tokens_per_expert_E.zero_()
 
-    def _take_padding_off(self, moe: nn.Module, expert_ids_BLK: Tensor) -> None:
-        if moe.training:
-            is_padding_BL = self.is_padding_BL
-            assert is_padding_BL is not None
-            if isinstance(expert_ids_BLK, DTensor):
-                # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
-                mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
-                is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
-            counts_E = _local(moe.tokens_per_expert_E)
-            ids_BLK = _local(expert_ids_BLK)
-            padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
-            counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())  # a mask would be waited for
+    def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
+        """A hook behind the router, which counts the chosen experts of all positions."""
+        if not moe.training:
+            return
+        expert_ids_BLK = output[1]
+        is_padding_BL = self.is_padding_BL
+        assert is_padding_BL is not None
+        if isinstance(expert_ids_BLK, DTensor):
+            # Under expert and tensor parallelism each rank routes, and counts, a part of the row.
+            mesh, placements = expert_ids_BLK.device_mesh, expert_ids_BLK.placements
+            is_padding_BL = _local(distribute_tensor(is_padding_BL, mesh, placements, src_data_rank=None))
+        counts_E = _local(moe.tokens_per_expert_E)
+        ids_BLK = _local(expert_ids_BLK)
+        padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
+        # Selecting the padding by a mask instead would make the host wait for the device.
+        counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -3,17 +3,18 @@
 R rows, B rows of a microbatch, L row length, M microbatches, T positions of one sample.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heappop, heappush, heapreplace
+from typing import TypedDict
 
 from rl_actors.layouts import ROW_MULTIPLE, Policy, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
-"""Row lengths between one power of two and the next, so that a call brings few new shapes to compile."""
+"""Number of row lengths between one power of two and the next. It is small, so that a call brings few new shapes to compile."""
 
-Row = tuple[int, ...]  # sample indices; an empty one is padding
+Row = tuple[int, ...]  # sample indices; an empty row is padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,15 @@ class Microbatch:
     row_length: int  # L
 
 
-Plan = list[list[Microbatch]]  # of every rank
+Plan = list[list[Microbatch]]  # one list for each rank
+
+
+class PlanOptions(TypedDict, total=False):
+    """The arguments of `plan` that a pipeline needs."""
+
+    uniform: bool
+    min_microbatches: int
+    microbatch_multiple: int
 
 
 def plan(
@@ -37,16 +46,17 @@ def plan(
     microbatch_multiple: int = 1,
     policy: Policy = "packed",
 ) -> Plan:
-    """Rows and microbatches of every rank; each rank gets as many, of the same shapes.
+    """Rows and microbatches of every rank. All ranks get the same number of microbatches, of the same shapes.
 
-    packed: samples share rows; a microbatch has at most rows_per_microbatch of them.
+    packed: samples share rows; a microbatch has at most rows_per_microbatch rows.
     token_budget: one sample a row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
-    fixed: one sample a row; a microbatch has at most rows_per_microbatch of them.
+    fixed: one sample a row; a microbatch has at most rows_per_microbatch rows.
 
-    Rows of a microbatch are alike in length and attention cost, and as long as the longest, rounded up to a `bucket`;
-    tokens_per_row is rounded down to a multiple of row_multiple. uniform: all microbatches of the call have the same number
-    of rows and the same row length, as a pipeline needs; their number is a multiple of microbatch_multiple and at least
-    min_microbatches, with rows of padding where samples are too few.
+    The rows of a microbatch are similar in length and attention cost. Their common length is that of the longest, rounded up to a
+    `bucket`. tokens_per_row is rounded down to a multiple of row_multiple.
+
+    uniform: all microbatches of the call have the same number of rows and the same row length, as a pipeline needs. The number of
+    microbatches is a multiple of microbatch_multiple and at least min_microbatches. Rows of padding fill up where samples are too few.
 
     plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (2,), rank 1 the row (0, 1)
 
@@ -55,27 +65,35 @@ def plan(
     capacity = in_multiples(tokens_per_row, row_multiple)
     for index, length in enumerate(lengths):
         if length > capacity:
-            rounded = f", of which {capacity} are a multiple of {row_multiple}" if capacity < tokens_per_row else ""
+            rounded = f", rounded down to {capacity}, a multiple of {row_multiple}" if capacity < tokens_per_row else ""
             raise ValueError(f"sample {index} has {length} positions but tokens_per_row={tokens_per_row}{rounded}")
-
-    def most_rows(row_length: int) -> int:
-        return capacity * rows_per_microbatch // row_length if policy == "token_budget" else rows_per_microbatch
-
-    to_bucket = partial(bucket, multiple=row_multiple, capacity=capacity)
-    cut = partial(_deal_uniform, at_least=min_microbatches, multiple=microbatch_multiple) if uniform else _deal
-    deal = partial(cut, lengths, to_bucket=to_bucket, most_rows=most_rows, num_ranks=num_ranks)
+    dealer = _Dealer(
+        lengths=lengths,
+        capacity=capacity,
+        row_multiple=row_multiple,
+        rows_per_microbatch=rows_per_microbatch,
+        num_ranks=num_ranks,
+        policy=policy,
+        uniform=uniform,
+        min_microbatches=min_microbatches,
+        microbatch_multiple=microbatch_multiple,
+    )
     if policy != "packed":
-        return deal([(index,) for index in range(len(lengths))])
+        return dealer.deal([(index,) for index in range(len(lengths))])
     rows = first_fit_decreasing(lengths, capacity)
-    packed = deal(rows)
-    num_rows = sum(len(batch.rows) for rank in packed for batch in rank)
-    # Rows of padding may as well share the samples, where that makes the call shorter.
-    spread = worst_fit_decreasing(lengths, capacity, num_rows) if num_rows > len(rows) else None
-    return packed if spread is None else min(packed, deal(spread), key=partial(time_of, lengths))
+    packed = dealer.deal(rows)
+    num_rows = sum(len(batch.rows) for batch in packed[0]) * num_ranks
+    if num_rows == len(rows):
+        return packed
+    # Some rows are padding. Spreading the samples over these rows, too, may make the call shorter.
+    spread = worst_fit_decreasing(lengths, capacity, num_rows)
+    if spread is None:
+        return packed
+    return min(packed, dealer.deal(spread), key=partial(time_of, lengths))
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """As few rows of at most `capacity` positions as first fit finds. Among equal lengths the earlier sample goes first.
+    """Rows of at most `capacity` positions by first fit, longest sample first. Among equal lengths the earlier sample goes first.
 
     A segment tree over the rows' free space finds the first fit in O(log R).
     """
@@ -102,7 +120,7 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
-    """num_rows rows, or fewer where samples are fewer, of similar fill; None when they do not hold the samples."""
+    """At most num_rows rows that are filled about equally; None when num_rows rows cannot hold the samples."""
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -115,7 +133,9 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for so many positions: a multiple of `multiple`, less than a quarter longer than needed, one of few.
+    """The row length for `length` positions: a multiple of `multiple`, and less than a quarter longer than needed.
+
+    There are few such lengths, so that few shapes are compiled.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -127,7 +147,9 @@ def bucket(length: int, multiple: int, capacity: int) -> int:
 
 
 def attention_cost(lengths: Sequence[int], row: Row) -> int:
-    """What tells rows of one length apart: the sum of T². All else costs the same at every position, padding or not."""
+    """The sum of T² over the samples of a row. Rows of one length differ only in it: all other work costs the same at every
+    position, padding or not.
+    """
     return sum(lengths[index] ** 2 for index in row)
 
 
@@ -135,71 +157,80 @@ def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
     """(positions of one rank, attention cost of the slowest rank of every microbatch, summed)."""
     slowest = 0
     for batches in zip(*ranks, strict=True):
-        slowest += max(sum(attention_cost(lengths, row) for row in batch.rows) for batch in batches)
+        slowest += max(_cost_of(lengths, batch) for batch in batches)
     return sum(len(batch.rows) * batch.row_length for batch in ranks[0]), slowest
 
 
-def _deal(
-    lengths: Sequence[int],
-    rows: list[Row],
-    *,
-    to_bucket: Callable[[int], int],
-    most_rows: Callable[[int], int],
-    num_ranks: int,
-) -> Plan:
-    """Microbatches of neighbours in (row length, attention cost), so that all ranks are busy for as long in each."""
-    row_lengths, costs, order = _in_order(lengths, rows, to_bucket)
-    ranks: Plan = [[] for _ in range(num_ranks)]
-    start = 0
-    while start < len(order):
-        row_length = row_lengths[order[start]]
-        num_rows = min(most_rows(row_length), _divide_up(len(order) - start, num_ranks))
-        taken = order[start : start + num_rows * num_ranks]
-        _add_microbatch(ranks, rows, _balance(taken, costs, num_ranks, num_rows), num_rows, row_length)
-        start += len(taken)
-    return ranks
+def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
+    return sum(attention_cost(lengths, row) for row in batch.rows)
 
 
-def _deal_uniform(
-    lengths: Sequence[int],
-    rows: list[Row],
-    *,
-    to_bucket: Callable[[int], int],
-    most_rows: Callable[[int], int],
-    num_ranks: int,
-    at_least: int,
-    multiple: int,
-) -> Plan:
-    """The same with microbatches of one shape: as few as can be, and then as few rows in each."""
-    row_lengths, costs, order = _in_order(lengths, rows, to_bucket)
-    row_length, of_rank = row_lengths[order[0]], _divide_up(len(order), num_ranks)
-    count = _round_up(max(_divide_up(of_rank, most_rows(row_length)), min(at_least, of_rank)), multiple)
-    num_rows = _divide_up(of_rank, count)
-    ranks: Plan = [[] for _ in range(num_ranks)]
-    # Behind the last row: microbatches of padding.
-    for start in range(0, num_ranks * num_rows * _round_up(max(count, at_least), multiple), num_ranks * num_rows):
-        taken = order[start : start + num_ranks * num_rows]
-        _add_microbatch(ranks, rows, _balance(taken, costs, num_ranks, num_rows), num_rows, row_length)
-    return ranks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Dealer:
+    """Deals rows into the microbatches of all ranks. The fields are those of one call of `plan`."""
 
+    lengths: Sequence[int]
+    capacity: int
+    row_multiple: int
+    rows_per_microbatch: int
+    num_ranks: int
+    policy: Policy
+    uniform: bool
+    min_microbatches: int
+    microbatch_multiple: int
 
-def _in_order(
-    lengths: Sequence[int], rows: list[Row], to_bucket: Callable[[int], int]
-) -> tuple[list[int], list[int], list[int]]:
-    """(length and attention cost of every row, the rows from the longest and costliest on)."""
-    row_lengths = [to_bucket(sum(lengths[index] for index in row)) for row in rows]
-    costs = [attention_cost(lengths, row) for row in rows]
-    return row_lengths, costs, sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
+    def deal(self, rows: list[Row]) -> Plan:
+        """The rows in microbatches. Rows that are neighbours in (length, attention cost) go into one microbatch of all ranks, so that
+        all ranks take about the same time for it.
+        """
+        row_lengths = [self._row_length(row) for row in rows]
+        costs = [attention_cost(self.lengths, row) for row in rows]
+        order = sorted(range(len(rows)), key=lambda r: (-row_lengths[r], -costs[r]))
+        ranks: Plan = [[] for _ in range(self.num_ranks)]
+        start = 0
+        for num_rows, row_length in self._shapes([row_lengths[r] for r in order]):
+            taken = order[start : start + num_rows * self.num_ranks]
+            start += len(taken)
+            for batches, members in zip(ranks, _balance(taken, costs, self.num_ranks, num_rows), strict=True):
+                padding = [()] * (num_rows - len(members))
+                batches.append(Microbatch(rows=(*(rows[r] for r in members), *padding), row_length=row_length))
+        return ranks
 
+    def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
+        """(number of rows, row length) of the microbatches of one rank. row_lengths: of all rows, longest first."""
+        if self.uniform:
+            yield from self._equal_shapes(row_lengths)
+            return
+        start = 0
+        while start < len(row_lengths):
+            left_of_rank = _divide_up(len(row_lengths) - start, self.num_ranks)
+            num_rows = min(self._most_rows(row_lengths[start]), left_of_rank)
+            yield num_rows, row_lengths[start]
+            start += num_rows * self.num_ranks
 
-def _add_microbatch(ranks: Plan, rows: list[Row], members: list[list[int]], num_rows: int, row_length: int) -> None:
-    for batches, of_rank in zip(ranks, members, strict=True):
-        padding = [()] * (num_rows - len(of_rank))
-        batches.append(Microbatch(rows=(*(rows[r] for r in of_rank), *padding), row_length=row_length))
+    def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
+        """The same with one shape for all: as few microbatches as possible, and then as few rows in each. The last may be padding."""
+        longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
+        needed = _divide_up(num_of_rank, self._most_rows(longest))
+        count = _round_up(max(needed, min(self.min_microbatches, num_of_rank)), self.microbatch_multiple)
+        num_rows = _divide_up(num_of_rank, count)
+        with_padding = _round_up(max(count, self.min_microbatches), self.microbatch_multiple)
+        return [(num_rows, longest)] * with_padding
+
+    def _most_rows(self, row_length: int) -> int:
+        """The most rows of this length that a microbatch may have."""
+        if self.policy == "token_budget":
+            return self.capacity * self.rows_per_microbatch // row_length
+        return self.rows_per_microbatch
+
+    def _row_length(self, row: Row) -> int:
+        return bucket(sum(self.lengths[index] for index in row), self.row_multiple, self.capacity)
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
-    """The costliest first, each to the rank with the least so far that has fewer than num_rows."""
+    """The rows of every rank. The costliest row is dealt first. Each row goes to the rank that has the least cost so far and fewer
+    than num_rows rows.
+    """
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]
     for row in sorted(taken, key=lambda r: -costs[r]):

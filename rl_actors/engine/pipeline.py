@@ -6,38 +6,47 @@ B rows, L row length, D hidden size.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed.tensor
 from torch import Tensor, nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from rl_actors.config import TrainerConfig
-from rl_actors.engine.batch import PackedBatch, model_inputs
+from rl_actors.engine.batch import ModelInputs, PackedBatch, model_inputs
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
-from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss, Values
+from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
+from rl_actors.engine.packing import PlanOptions
 from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
-from rl_actors.metrics import Partials
-
-Compute = Callable[[Tensor, PackedBatch], tuple[Values, Partials, Tensor]]
-"""(hidden_BLD, batch) -> (values, metrics, the loss)."""
 
 SCHEDULES_KEPT = 4
 
 
-class PipelineRunner:
-    """All microbatches of a call through the stages, by torch's schedule. Values and metrics are those of the last stage alone.
+@dataclass(kw_only=True)
+class PipelineCall:
+    """One call under way: what this rank needs to compute its microbatches, and the results of the last stage."""
 
-    A schedule moves tensors, so it is given the number of each microbatch, by which stages and loss find the rest.
+    batch: Callable[[int], PackedBatch]  # number of a microbatch -> the part of it that this rank holds
+    loss: SteadyLoss | None
+    with_entropy: bool
+    training: bool
+    outputs: list[MicrobatchOutput] = field(default_factory=list)
+    failure: Exception | None = None
+
+
+class PipelineRunner:
+    """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
+
+    A schedule passes only tensors to the stages and to the loss. We pass the number of each microbatch; stages and loss look up the
+    rest of it in the call under way.
     """
 
-    _call: "PipelineCall"  # while one runs
+    _call: PipelineCall  # exists while a call runs
 
     def __init__(self, built: BuiltModel, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
         self.built, self.logprobs, self.config = built, logprobs, config
@@ -45,9 +54,9 @@ class PipelineRunner:
         self.is_first = any(stage.is_first for stage in built.stages)
         self.reports_metrics = any(stage.is_last for stage in built.stages)
         self.num_ranks = num_ranks = built.parallel_dims.get_mesh("pp").size()
-        # 1F1B takes one microbatch a rank or more, Interleaved1F1B a multiple of the ranks.
+        # 1F1B takes any number of microbatches from one a rank on; Interleaved1F1B takes a multiple of the ranks.
         multiple = 1 if self._is_single() else num_ranks
-        self.planned = {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
+        self.planned: PlanOptions = {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
         self._schedule = lru_cache(SCHEDULES_KEPT)(self._make_schedule)
         for stage in built.stages:
             stage.submod.register_forward_pre_hook(self._find_inputs, with_kwargs=True, prepend=True)
@@ -55,84 +64,98 @@ class PipelineRunner:
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, of a loss, the metrics, without gradients. A loss that fails on one rank raises on all."""
+        """The values and, with a loss, its metrics, without gradients. A loss that fails on one rank raises on all."""
         steady = None if loss is None else SteadyLoss(loss)
-
-        def evaluate(hidden_BLD: Tensor, batch: PackedBatch):
-            return *self.logprobs.evaluate(hidden_BLD, batch, steady, with_entropy=with_entropy), torch.zeros(())
-
-        return self._run(batches, evaluate, steady, training=False)
+        return self._run(batches, steady, with_entropy=with_entropy, training=False)
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
-        steady = SteadyLoss(loss)
-
-        def with_loss(hidden_BLD: Tensor, batch: PackedBatch):
-            return self.logprobs.loss(hidden_BLD, batch, steady, with_entropy=with_entropy)
-
-        return self._run(batches, with_loss, steady, training=True)
+        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, after the last microbatch."""
+        return self._run(batches, SteadyLoss(loss), with_entropy=with_entropy, training=True)
 
     def _run(
-        self, batches: Iterable[PackedBatch], compute: Compute, steady: SteadyLoss | None, *, training: bool
+        self, batches: Iterable[PackedBatch], loss: SteadyLoss | None, *, with_entropy: bool, training: bool
     ) -> list[MicrobatchOutput]:
         whole = list(batches)
-        # Masks are made when a stage comes to a microbatch, and stay until the next stage of this rank has come to it.
-        held = lru_cache(self.num_ranks + 1)(lambda number: self.built.shard_rows(whole[number]))
-        call = self._call = PipelineCall(batch=held, compute=compute)
+
+        def shard(number: int) -> PackedBatch:
+            return self.built.shard_rows(whole[number])
+
+        # The masks of a microbatch are made when one of this rank's stages comes to it, and are kept until the next of its stages
+        # has come to it, too. So a call does not hold the masks of all its microbatches.
+        batch = lru_cache(self.num_ranks + 1)(shard)
+        call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
-        shape = held(0).tokens_BL.shape
-        # `_find_inputs` puts the tokens in its place.
-        nothing_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
+        shape = batch(0).tokens_BL.shape
+        # A placeholder: `_find_inputs` puts the tokens in its place.
+        no_tokens_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
-        # `schedule.step` does the same around this, with one tensor for all microbatches.
+        # schedule.step is the public way, but it splits one tensor into the microbatches. We do what it does around
+        # _step_microbatches, which takes them one by one.
         for stage in stages:
             stage.has_backward = training
         try:
             with self.built.forward_context():
                 schedule._step_microbatches(
-                    arg_mbs=[(nothing_BL,)] * len(whole) if self.is_first else None,
+                    arg_mbs=[(no_tokens_BL,)] * len(whole) if self.is_first else None,
                     kwarg_mbs=[{"number": number} for number in numbers],
                     target_mbs=numbers if self.reports_metrics else None,
                     return_outputs=False,
                 )
         except BaseException:
-            self._schedule.cache_clear()  # it keeps the losses of the microbatches that were through
+            # A schedule keeps the losses of the microbatches that were through, so it cannot be used again.
+            self._schedule.cache_clear()
             raise
         finally:
             del self._call
             for stage in stages:
                 stage.clear_runtime_states()
-        raise_together(call.failure or (steady.failure if steady is not None else None))
+        raise_together(call.failure or (loss.failure if loss is not None else None))
         return call.outputs
 
-    def _find_inputs(self, part: nn.Module, args: tuple, kwargs: dict[str, Tensor]) -> tuple[tuple, dict[str, Any]]:
+    def _find_inputs(
+        self, part: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
+    ) -> tuple[tuple[Tensor], ModelInputs]:
+        """A hook before each stage's forward: replaces the number of a microbatch by its tokens, positions and masks."""
         batch = self._call.batch(int(kwargs["number"]))
         self.built.routers.start_microbatch(batch)
         (received,) = args
         if not received.is_floating_point():
             return (batch.tokens_BL,), model_inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
-            # Its gradient may be partial sums, which the stage before would take for whole.
+            # The gradient of a received tensor may be partial sums. The stage that sent the tensor would take them for whole.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
         return args, model_inputs(batch)
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
+        """The schedule's loss of one microbatch, on the last stage."""
         call = self._call
         batch = call.batch(int(number))
         try:
-            values, metrics, total = call.compute(hidden_BLD, batch)
+            if call.training:
+                assert call.loss is not None
+                values, metrics, total = self.logprobs.loss(
+                    hidden_BLD, batch, call.loss, with_entropy=call.with_entropy
+                )
+            else:
+                values, metrics = self.logprobs.evaluate(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
+                total = torch.zeros(())
         except Exception as error:
+            # The other stages wait for gradients. They get zeros, and after the last microbatch all ranks raise.
             call.failure = error
-            return hidden_BLD.sum() * 0  # the other stages wait for gradients; then all of them raise
+            return hidden_BLD.sum() * 0
         call.outputs.append(MicrobatchOutput(batch, values, metrics, self.built.to_host))
         return total
 
     def _is_single(self) -> bool:
+        """True if the schedule has one stage on each rank."""
         return issubclass(self.schedule_class, PipelineScheduleSingle)
 
-    def _make_schedule(self, shape: torch.Size, count: int, training: bool):
+    def _make_schedule(
+        self, shape: torch.Size, count: int, training: bool
+    ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
+        """A schedule for `count` microbatches of this shape. torch fixes both when it makes a schedule."""
         stages = [Stage(stage, shape, self._hidden(shape)) for stage in self.built.stages]
         schedule = self.schedule_class(
             stages[0] if self._is_single() else stages, n_microbatches=count, loss_fn=self._loss, scale_grads=False
@@ -141,7 +164,7 @@ class PipelineRunner:
         return schedule, stages
 
     def _hidden(self, shape: torch.Size) -> Tensor:
-        """A tensor like those between the stages."""
+        """A tensor with the shape, dtype and placement of the hidden states that the stages send to each other."""
         size = (*shape, self.config.model.hidden_size)
         dtype = TORCH_DTYPE_MAP[self.config.compute_dtype]
         mesh = self.built.parallel_dims.get_optional_mesh("tp")
@@ -149,11 +172,3 @@ class PipelineRunner:
             return torch.empty(size, dtype=dtype, device="meta")
         placement = Shard(1) if self.config.parallelism.enable_sequence_parallel else Replicate()
         return torch.distributed.tensor.empty(size, dtype=dtype, device_mesh=mesh, placements=[placement])
-
-
-@dataclass(kw_only=True)
-class PipelineCall:
-    batch: Callable[[int], PackedBatch]  # by number: what this rank holds of it
-    compute: Compute
-    outputs: list[MicrobatchOutput] = field(default_factory=list)
-    failure: Exception | None = None

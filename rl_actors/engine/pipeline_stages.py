@@ -1,4 +1,7 @@
-"""Cut a model into the stages of a pipeline, by torchtitan, and name what this rank holds of it. Runs nothing."""
+"""Split a model into the stages of a pipeline, by torchtitan, and name the parameters that this rank holds. Runs nothing.
+
+B rows, L row length, D hidden size.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,8 +19,8 @@ from torchtitan.models.qwen3 import parallelize_qwen3
 def split_into_stages(
     model: nn.Module, *, parallelism: ParallelismConfig, training: TrainingConfig, device: torch.device, **options: Any
 ) -> list[PipelineStage]:
-    """This rank's stages, first to last, their modules parallelized. options: what else torchtitan's pipelining_fn takes."""
-    # It makes a schedule, too, which pipeline.py replaces: a number of microbatches that every schedule takes.
+    """This rank's stages, first to last, with their modules parallelized. options: the other arguments of torchtitan's pipeline_llm."""
+    # pipeline_llm also makes a schedule, which pipeline.py does not use. Every schedule takes this number of microbatches.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,
@@ -32,21 +35,25 @@ def split_into_stages(
 
 
 class LocalModel(nn.Module):
-    """The modules of this rank's stages under the names that they have in the whole model. It cannot run."""
+    """The modules of this rank's stages under their names in the whole model. It cannot run."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
         for name in ("tok_embeddings", "norm", "lm_head"):
-            held = [module for part in parts if (module := getattr(part, name)) is not None]
-            self.add_module(name, held[0] if held else None)
-        self.layers = nn.ModuleDict({name: layer for part in parts for name, layer in part.layers.items()})
+            self.add_module(name, None)
+            for part in parts:
+                if getattr(part, name) is not None:
+                    self.add_module(name, getattr(part, name))
+        self.layers = nn.ModuleDict()
+        for part in parts:
+            self.layers.update(part.layers)
 
 
 class Stage(PipelineStage):
-    """torchtitan's stage for microbatches of one shape.
+    """torchtitan's stage for microbatches of one shape, which frees the tensors of a microbatch as soon as it is through.
 
-    Where it is not told the shapes, torch runs a microbatch forward and backward to see them, through the loss, too.
-    Of a call torch's holds all that is received, and in a forward all that is sent; here a microbatch goes with its backward.
+    We pass the shapes, because torch would otherwise run one extra microbatch, loss included, to infer them. torch also keeps every
+    received tensor, and in a call without backward every sent one, until the call ends. Here they are freed with their microbatch.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -95,10 +102,11 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """torch's drops the gradients that earlier calls accumulated; nothing was inferred, so there is nothing to clean up."""
+        """Nothing was inferred, so there is nothing to clean up. torch's method would drop the gradients that earlier calls accumulated."""
 
 
 def _release(received: Sequence[Any]) -> None:
+    """Free the memory of receive buffers; their shapes stay."""
     for info in received:
         if info.buffer is not None:
             info.buffer = torch.empty_like(info.buffer, device="meta")

@@ -1,6 +1,10 @@
-"""What a block's backward pass recomputes instead of storing: torchtitan's policies, and one that recomputes no matrix product."""
+"""Activation checkpointing: the parts of a block that its backward pass recomputes instead of storing.
+
+The policies are torchtitan's, and one that recomputes no matrix product.
+"""
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -9,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """SelectiveAC recomputes every second matrix product of a block. In float8 it recomputes the casts before it, too."""
+    """Stores every matrix product. SelectiveAC recomputes every second one, and in float8 the casts before it, too."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
@@ -18,12 +22,12 @@ class KeepProducts(SelectiveAC):
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
         kept = list(self.get_save_ops())
         return checkpoint_wrapper(
-            module, context_fn=lambda: create_selective_checkpoint_contexts(kept), early_stop=False
+            module, context_fn=partial(create_selective_checkpoint_contexts, kept), early_stop=False
         )
 
 
 def policy(name: str) -> ActivationCheckpointing.Config | None:
-    """Of TrainerConfig.activation_checkpointing."""
+    """torchtitan's config for a value of TrainerConfig.activation_checkpointing."""
     return {
         "none": None,
         "products": KeepProducts.Config(),

@@ -3,12 +3,12 @@
 B rows, L row length, D hidden size.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice
-from typing import Any
 
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from rl_actors.config import TrainerConfig
 from rl_actors.engine.batch import PackedBatch, model_inputs
@@ -16,34 +16,37 @@ from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
 from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
+from rl_actors.engine.packing import PlanOptions
 from rl_actors.losses import Loss
 
 
 class SingleRunner:
     """One microbatch after another through the whole model."""
 
-    planned: Mapping[str, Any] = {}  # what it asks of `plan`
+    planned: PlanOptions = {}
     reports_metrics = True
 
     def __init__(self, built: BuiltModel, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
         self.built, self.logprobs = built, logprobs
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # A tied embedding goes with the head, which `logprobs` looks after.
+        # FSDP gathers a tied embedding together with the output projection, for which `logprobs` decides how long it stays.
         outer = [] if config.model.tie_word_embeddings else [model.tok_embeddings]
-        self.gathered: list[Any] = [*outer, *model.layers.values()]
+        self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
-        self, batches: Iterator[PackedBatch], loss: Loss | None, *, with_entropy: bool
+        self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, of a loss, the metrics, without gradients. A loss that fails on one rank raises on all."""
+        """The values and, with a loss, its metrics, without gradients. A loss that fails on one rank raises on all."""
         steady = None if loss is None else SteadyLoss(loss)
-        first = list(islice(batches, 2))
-        with self._gathered(keep={"always": False, "never": True, "default": len(first) > 1}[self.reshard_policy]):
-            outputs = []
-            for batch in map(self.built.shard_rows, chain(first, batches)):
-                found = self.logprobs.evaluate(self._hidden(batch), batch, steady, with_entropy=with_entropy)
-                outputs.append(MicrobatchOutput(batch, *found, self.built.to_host))
+        remaining = iter(batches)
+        first_two = list(islice(remaining, 2))
+        outputs = []
+        with self._gathered(keep=self._keeps_gathered(several=len(first_two) > 1)):
+            for batch in chain(first_two, remaining):
+                shard = self.built.shard_rows(batch)
+                found = self.logprobs.evaluate(self._hidden(shard), shard, steady, with_entropy=with_entropy)
+                outputs.append(MicrobatchOutput(shard, *found, self.built.to_host))
         if steady is not None:
             raise_together(steady.failure)
         return outputs
@@ -51,20 +54,25 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, behind the last microbatch."""
+        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, after the last microbatch."""
         steady, outputs = SteadyLoss(loss), []
-        for batch in map(self.built.shard_rows, batches):
-            values, metrics, total = self.logprobs.loss(self._hidden(batch), batch, steady, with_entropy=with_entropy)
-            outputs.append(MicrobatchOutput(batch, values, metrics, self.built.to_host))
+        for batch in batches:
+            shard = self.built.shard_rows(batch)
+            values, metrics, total = self.logprobs.loss(self._hidden(shard), shard, steady, with_entropy=with_entropy)
+            outputs.append(MicrobatchOutput(shard, values, metrics, self.built.to_host))
             total.backward()
         raise_together(steady.failure)
         return outputs
 
+    def _keeps_gathered(self, *, several: bool) -> bool:
+        """True if a forward keeps FSDP's gathered weights from one microbatch to the next. several: the call has two or more."""
+        return {"always": False, "never": True, "default": several}[self.reshard_policy]
+
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """keep: FSDP gathers the parameters of a block for the first microbatch and gives them up behind the last.
+        """keep: FSDP gathers the parameters of a block for the first microbatch and frees them after the last.
 
-        Whoever comes next finds shards: an optimizer's step would not reach what is still whole.
+        At the end all parameters are sharded again. An optimizer's step on the shards would not reach parameters that are still whole.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

@@ -1,6 +1,7 @@
 """Functions of one chunk of logits, whole or sharded over the vocabulary, each with its gradient. Knows nothing of models or losses.
 
-N positions, V vocabulary of this rank, K targets of one position. A backward needs no collective: its gradient is the shard's own.
+N positions, V vocabulary of this rank, K targets of one position. A backward needs no collective: it computes the gradient of this
+rank's own shard of the logits.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.distributed.tensor import DTensor, Shard
 
 from rl_actors.types import IGNORE_TARGET
@@ -18,7 +20,7 @@ from rl_actors.types import IGNORE_TARGET
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Logits as the head gives them, and what they are divided by."""
+    """Logits as the output projection gives them, and the temperatures that divide them."""
 
     raw_NV: Tensor
     temperatures_N: Tensor  # float32
@@ -27,7 +29,7 @@ class Logits:
 
     @classmethod
     def of(cls, logits_BLV: Tensor, temperatures_BL: Tensor) -> "Logits":
-        """Vocabulary shards of tensor parallelism stay where they are."""
+        """Logits [B, L, V] as [N, V]. Vocabulary shards of tensor parallelism stay on their ranks."""
         local_BLV, group = logits_BLV, None
         if isinstance(logits_BLV, DTensor):
             if logits_BLV.placements != (Shard(2),):
@@ -45,17 +47,18 @@ class Logits:
 
     @property
     def first_id(self) -> int:
-        """The id of this rank's first row of the vocabulary: DTensor's shards are of equal size, but for the last."""
+        """The token id of this rank's first column. All of DTensor's shards have the same size, except the last one."""
         if self.group is None:
             return 0
         return dist.get_rank(self.group) * -(-self.vocab_size // dist.get_world_size(self.group))
 
 
 class TargetLogprobs:
-    """log_softmax at the targets, reading the logits once forward and once backward where `fuse` makes one kernel of a function.
+    """log_softmax at the targets. It reads the logits once in the forward and once in the backward pass if `fuse` makes one kernel of
+    a function.
 
-    The float32 values of [tokens, vocabulary] then never reach memory: the forward keeps the logits in their own dtype, and the
-    backward writes their gradient in it.
+    The float32 values of [tokens, vocabulary] then never reach memory. The forward keeps the logits in their own dtype for the
+    backward, which writes their gradient in the same dtype.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
@@ -81,29 +84,42 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log p_t = z_t - log sum_v exp z_v with z = logits / T; d log p_t / d logits_v = ([v = t] - p_v) / T."""
+    """log p_t = z_t - log sum_v exp z_v with z = logits / T; d log p_t / d logits_v = ([v = t] - p_v) / T.
+
+    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. The maximum and two sums over the ranks combine them:
+    log sum over ranks of exp(n - m) + m, where n is a rank's normalizer and m the largest of them. A target is in one rank's
+    vocabulary; the other ranks add zero for it.
+    """
 
     @staticmethod
-    def forward(ctx, raw_NV: Tensor, temperatures_N: Tensor, targets_N: Tensor, first_id: int, group, kernels):
+    def forward(
+        ctx: FunctionCtx,
+        raw_NV: Tensor,
+        temperatures_N: Tensor,
+        targets_N: Tensor,
+        first_id: int,
+        group: dist.ProcessGroup | None,
+        kernels: TargetLogprobs,
+    ) -> Tensor:
         local_N = targets_N - first_id
-        here_N = (local_N >= 0) & (local_N < raw_NV.shape[-1]) & (targets_N != IGNORE_TARGET)
-        local_N = torch.where(here_N, local_N, 0)
+        is_local_N = (local_N >= 0) & (local_N < raw_NV.shape[-1]) & (targets_N != IGNORE_TARGET)
+        local_N = torch.where(is_local_N, local_N, 0)
         normalizer_N, chosen_N = kernels.normalize(raw_NV, temperatures_N, local_N)
-        chosen_N = torch.where(here_N, chosen_N, 0.0)
+        chosen_N = torch.where(is_local_N, chosen_N, 0.0)
         if group is not None:
             largest_N = funcol.all_reduce(normalizer_N, reduceOp="max", group=group)
             normalizer_N = largest_N + _sum((normalizer_N - largest_N).exp(), group).log()
             chosen_N = _sum(chosen_N, group)
-        trained_N = targets_N != IGNORE_TARGET
+        has_target_N = targets_N != IGNORE_TARGET
         ctx.kernels = kernels
-        ctx.save_for_backward(raw_NV, temperatures_N, local_N, here_N, trained_N, normalizer_N)
-        return torch.where(trained_N, chosen_N - normalizer_N, 0.0)
+        ctx.save_for_backward(raw_NV, temperatures_N, local_N, is_local_N, has_target_N, normalizer_N)
+        return torch.where(has_target_N, chosen_N - normalizer_N, 0.0)
 
     @staticmethod
-    def backward(ctx, grad_N: Tensor):
-        raw_NV, temperatures_N, local_N, here_N, trained_N, normalizer_N = ctx.saved_tensors
-        grad_N = torch.where(trained_N, grad_N, 0.0)
-        grad_NV = ctx.kernels.gradient(raw_NV, temperatures_N, local_N, here_N, normalizer_N, grad_N)
+    def backward(ctx: FunctionCtx, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        raw_NV, temperatures_N, local_N, is_local_N, has_target_N, normalizer_N = ctx.saved_tensors
+        grad_N = torch.where(has_target_N, grad_N, 0.0)
+        grad_NV = ctx.kernels.gradient(raw_NV, temperatures_N, local_N, is_local_N, normalizer_N, grad_N)
         return grad_NV, None, None, None, None, None
 
 
@@ -111,23 +127,25 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
     """(log sum_v exp z_v, z at the ids), both [N]."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # In the form that torch's compiler turns into one pass over the logits.
+    # torch's compiler turns this form into one pass over the logits.
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N
 
 
 def _gradient(
-    raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, here_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
+    raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """g / T ([v = id] - p_v) in the dtype of the logits; an id that is not here is nobody's."""
+    """g / T ([v = id] - p_v) in the dtype of the logits. An id of another rank's vocabulary equals no v of this rank."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
-    is_target_NV = torch.arange(raw_NV.shape[-1], device=raw_NV.device) == torch.where(here_N, ids_N, -1)[:, None]
+    own_ids_N = torch.where(is_local_N, ids_N, -1)
+    is_target_NV = torch.arange(raw_NV.shape[-1], device=raw_NV.device) == own_ids_N[:, None]
     return grad_NV.add_(is_target_NV, alpha=-1).mul_(-(grad_N / temperatures_N)[:, None]).to(raw_NV.dtype)
 
 
 def _upcast(values: Tensor) -> Tensor:
+    """At least float32; float64 stays."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
@@ -135,39 +153,41 @@ class _Entropy(torch.autograd.Function):
     """H = -sum_v p_v log p_v; d H / d z_v = -p_v (log p_v + H)."""
 
     @staticmethod
-    def forward(ctx, logits_NV: Tensor, group) -> Tensor:
+    def forward(ctx: FunctionCtx, logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         logprobs_NV = logits_NV - _log_normalizer(logits_NV, group)
         entropy_N = -_sum((logprobs_NV.exp() * logprobs_NV).sum(-1), group)
         ctx.save_for_backward(logprobs_NV, entropy_N)
         return entropy_N
 
     @staticmethod
-    def backward(ctx, grad_N: Tensor):
+    def backward(ctx: FunctionCtx, grad_N: Tensor) -> tuple[Tensor | None, ...]:
         logprobs_NV, entropy_N = ctx.saved_tensors
         return -logprobs_NV.exp() * (logprobs_NV + entropy_N[:, None]) * grad_N[:, None], None
 
 
 class _LogprobsAt(torch.autograd.Function):
-    """log p_k = z_k - log sum_v exp z_v; d (sum_k g_k log p_k) / d z_v = sum over k with id v of g_k - p_v sum_k g_k."""
+    """log p_k = z_k - log sum_v exp z_v; d (sum_k g_k log p_k) / d z_v = (sum of g_k over all k whose id is v) - p_v sum_k g_k."""
 
     @staticmethod
-    def forward(ctx, logits_NV: Tensor, ids_NK: Tensor, first_id: int, group) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, logits_NV: Tensor, ids_NK: Tensor, first_id: int, group: dist.ProcessGroup | None
+    ) -> Tensor:
         log_normalizer_N1 = _log_normalizer(logits_NV, group)
         local_NK = ids_NK - first_id
-        here_NK = (local_NK >= 0) & (local_NK < logits_NV.shape[-1])
-        local_NK = torch.where(here_NK, local_NK, 0)
-        chosen_NK = _sum(torch.where(here_NK, logits_NV.gather(-1, local_NK), 0.0), group)
-        ctx.save_for_backward(logits_NV, log_normalizer_N1, local_NK, here_NK)
+        is_local_NK = (local_NK >= 0) & (local_NK < logits_NV.shape[-1])
+        local_NK = torch.where(is_local_NK, local_NK, 0)
+        chosen_NK = _sum(torch.where(is_local_NK, logits_NV.gather(-1, local_NK), 0.0), group)
+        ctx.save_for_backward(logits_NV, log_normalizer_N1, local_NK, is_local_NK)
         return chosen_NK - log_normalizer_N1
 
     @staticmethod
-    def backward(ctx, grad_NK: Tensor):
-        logits_NV, log_normalizer_N1, local_NK, here_NK = ctx.saved_tensors
+    def backward(ctx: FunctionCtx, grad_NK: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, log_normalizer_N1, local_NK, is_local_NK = ctx.saved_tensors
         grad_NV = -(logits_NV - log_normalizer_N1).exp() * grad_NK.sum(-1, keepdim=True)
-        return grad_NV.scatter_add(-1, local_NK, torch.where(here_NK, grad_NK, 0.0)), None, None, None
+        return grad_NV.scatter_add(-1, local_NK, torch.where(is_local_NK, grad_NK, 0.0)), None, None, None
 
 
-def _log_normalizer(logits_NV: Tensor, group) -> Tensor:
+def _log_normalizer(logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """log sum_v exp z_v over all shards, [N, 1]."""
     if group is None:
         return logits_NV.logsumexp(-1, keepdim=True)
@@ -175,5 +195,6 @@ def _log_normalizer(logits_NV: Tensor, group) -> Tensor:
     return largest_N1 + _sum((logits_NV - largest_N1).exp().sum(-1, keepdim=True), group).log()
 
 
-def _sum(values: Tensor, group) -> Tensor:
+def _sum(values: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the ranks of the group."""
     return values if group is None else funcol.all_reduce(values, reduceOp="sum", group=group)
