@@ -24,7 +24,8 @@ from torchtitan.models.qwen3 import parallelize_qwen3
 from benchmarks.harness.rows import TRACED_STEPS, Row
 from rl_actors import ModelConfig
 from rl_actors.engine import recomputation
-from rl_actors.engine.build import qwen3_config, this_machine
+from rl_actors.engine.build import qwen3_config
+from rl_actors.engine.machine import this_machine
 
 
 def run(

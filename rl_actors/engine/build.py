@@ -4,21 +4,22 @@ Nothing here trains.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torchao.float8 import Float8LinearConfig
-from torchtitan.components.optimizer import register_moe_load_balancing_hook
+from torchtitan.components.optimizer import OptimizersContainer, register_moe_load_balancing_hook
 from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
+from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
     _EMBEDDING_SKIP_INIT,
@@ -31,12 +32,11 @@ from torchtitan.models.qwen3 import (
     parallelize_qwen3,
 )
 
-import rl_actors.engine.cpu as cpu
-import rl_actors.engine.gpu as gpu
 from rl_actors.config import ModelConfig, TrainerConfig
-from rl_actors.engine import lora, recomputation
+from rl_actors.engine import gpu, lora, recomputation
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.context_parallel import RowShards, WholeRows
+from rl_actors.engine.machine import Machine, this_machine
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
 from rl_actors.engine.pipeline_stages import LocalModel, split_into_stages
@@ -45,19 +45,18 @@ from rl_actors.metrics import HostCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    model: nn.Module  # whole, or what this rank's pipeline stages hold of it
-    stages: list[PipelineStage]  # of a pipeline; else none
+    model: nn.Module  # whole, or the modules of this rank's pipeline stages
+    stages: list[PipelineStage]  # of this rank; empty without a pipeline
     num_parameters: int  # of the whole model
-    optimizers: Any  # torchtitan's OptimizersContainer, or NoOptimizers
-    hyperparameters: Any  # Hyperparameters; None where there is no optimizer
+    optimizers: OptimizersContainer  # or NoOptimizers, which has only its zero_grad
+    hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
     device: torch.device
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
-    shard_rows: Callable[
-        [PackedBatch], PackedBatch
-    ]  # a batch of whole rows -> what this rank holds of it, with attention masks
-    forward_context: Callable[[], Any]  # torchtitan's context around forward and backward
+    # A batch of whole rows -> the part of the rows that this rank holds, with attention masks.
+    shard_rows: Callable[[PackedBatch], PackedBatch]
+    forward_context: Callable[[], AbstractContextManager[None]]  # torchtitan's context around forward and backward
     hf_adapter: Qwen3StateDictAdapter
     routers: RouterCounters
 
@@ -83,7 +82,7 @@ def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qk
 def _layers(
     model: ModelConfig, rope: CosSinRoPE.Config, load_balance_coeff: float, fuse_qkv: bool
 ) -> list[TransformerBlock.Config]:
-    same = {
+    common = {
         "n_layers": model.num_hidden_layers,
         "dim": model.hidden_size,
         "n_heads": model.num_attention_heads,
@@ -93,11 +92,11 @@ def _layers(
         "attn_backend": "flex",
         "rope": rope,
     }
-    layers = _build_qwen3_layers(**same, hidden_dim=model.intermediate_size)
+    dense = _build_qwen3_layers(**common, hidden_dim=model.intermediate_size)
     if not model.num_experts:
-        return layers
+        return dense
     sparse = _build_qwen3_moe_layers(
-        **same,
+        **common,
         moe_hidden_dim=model.moe_intermediate_size,
         num_experts=model.num_experts,
         top_k=model.num_experts_per_tok,
@@ -106,14 +105,16 @@ def _layers(
     for layer in sparse:
         layer.moe.router.route_norm = model.norm_topk_prob
         layer.moe.load_balance_coeff = load_balance_coeff or None
-        experts = layer.moe.routed_experts.inner_experts
-        layer.moe.routed_experts.inner_experts = Experts.Config(
-            **{field.name: getattr(experts, field.name) for field in fields(experts) if field.init}
-        )
-    return [sparse[i] if model.has_experts(i) else layers[i] for i in range(model.num_hidden_layers)]
+        layer.moe.routed_experts.inner_experts = _experts(layer.moe.routed_experts.inner_experts)
+    return [sparse[i] if model.has_experts(i) else dense[i] for i in range(model.num_hidden_layers)]
 
 
-def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: ModuleType) -> Qwen3Model.Config:
+def _experts(config: GroupedExperts.Config) -> Experts.Config:
+    """The config of our experts with the values of torchtitan's."""
+    return Experts.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
+
+
+def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Machine) -> Qwen3Model.Config:
     if not config.float8:
         return model_config
     emulate = not machine.has_float8()
@@ -121,25 +122,25 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mod
         raise ValueError(
             "float8=True with compile.enable=True: this machine has no float8, and its emulation does not compile"
         )
-    # The head's products feed the logprobs, so it stays as it is.
+    # The output projection stays in the compute dtype, because its products become the logprobs.
     converter = Float8LinearConverter.Config(
         recipe_name=config.float8_recipe,  # type: ignore[arg-type]  # torchtitan names two of torchao's three
         emulate=emulate,
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # torchtitan emulates scales of whole tensors whatever the recipe.
+    # torchtitan's converter emulates one scale for a whole tensor, whatever the recipe is.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)
 
 
 def _row_sharding(
-    model: nn.Module, parallel_dims: ParallelDims, config: TrainerConfig, machine: ModuleType
+    model: nn.Module, parallel_dims: ParallelDims, config: TrainerConfig, machine: Machine
 ) -> Callable[[PackedBatch], PackedBatch]:
     mesh = parallel_dims.get_optional_mesh("cp")
     if mesh is None:
-        return WholeRows(masks=machine.attention_masks(model, config.attention))
+        return WholeRows(masks=partial(machine.attention_masks, model, config.attention))
     return RowShards(
         masks=model.get_attention_masks,
         local_masks=machine.local_masks,
@@ -148,64 +149,25 @@ def _row_sharding(
     )
 
 
-def this_machine() -> ModuleType:
-    """The module that knows this machine: cpu.py or gpu.py."""
-    return gpu if torch.cuda.is_available() else cpu
-
-
 def build(config: TrainerConfig) -> BuiltModel:
     """Build and shard the model on this rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
 
     Raises ValueError when the layout does not use exactly the processes there are.
     """
     machine = this_machine()
-    world_size = dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend=machine is gpu)
-    if config.num_processes() != world_size:
-        layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
-        raise ValueError(f"{layout} needs {config.num_processes()} processes but there are {world_size}")
-    device = machine.device()
-    machine.prepare(world_size)
-    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
-    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    parallel_dims, device = _join_ranks(config, machine)
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
     training = TrainingConfig(seq_len=config.tokens_per_row, mixed_precision_param=config.compute_dtype)
-
-    # An adapter belongs to one projection.
-    fuse_qkv = not config.lora.rank
-    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
-    for layer in model_config.layers:
-        layer.attention.inner_attention = machine.attention(config.attention)
-        # Every block has a table of its own: 1.2 GB in all for the 40,960 positions of a Qwen3 0.6B.
-        layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
-    model_config = lora.convert(_float8(model_config, config, machine), config.lora)
-    run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
-    model_config.update_from_config(config=run)
+    model_config = _model_config(config, machine, training, debug)
     with torch.device("meta"):
-        model = model_config.build()
-    lora.require_found(model, config.lora)
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    options = {
-        "parallel_dims": parallel_dims,
-        "training": training,
-        "parallelism": config.parallelism,
-        "compile_config": config.compile,
-        "ac_config": recomputation.policy(config.activation_checkpointing),
-        "dump_folder": "",
-    }
-    if parallel_dims.pp_enabled:
-        stages = split_into_stages(model, device=device, model_config=model_config, **options)
-        modules = [stage.submod for stage in stages]
-        model = LocalModel(modules)
-    else:
-        stages, modules = [], [parallelize_qwen3(model, **options)]
+        whole = model_config.build()
+    lora.require_found(whole, config.lora)
+    num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+    trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+    stages, modules = _parallelize(whole, model_config, config, training, parallel_dims, device)
+    model = LocalModel(modules) if stages else modules[0]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
-    for module in modules:
-        machine.after_parallelize(module)
-        wait_for_input(module)
-        module.to_empty(device=device)
-        with torch.no_grad():
-            module.init_weights(buffer_device=None)
+    _initialise(modules, device, machine)
     with torch.no_grad():
         lora.initialise(model, config.lora.seed)
     model.train()
@@ -229,3 +191,66 @@ def build(config: TrainerConfig) -> BuiltModel:
         hf_adapter=Qwen3StateDictAdapter(model_config, None),
         routers=RouterCounters(model),
     )
+
+
+def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
+    """(the meshes over all ranks, this rank's device)."""
+    world_size = dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend=machine is gpu)
+    if config.num_processes() != world_size:
+        layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
+        raise ValueError(f"{layout} needs {config.num_processes()} processes but there are {world_size}")
+    device = machine.device()
+    machine.prepare(world_size)
+    parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+    dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+    return parallel_dims, device
+
+
+def _model_config(
+    config: TrainerConfig, machine: Machine, training: TrainingConfig, debug: DebugConfig
+) -> Qwen3Model.Config:
+    """torchtitan's config of the whole model as this run computes it: attention, float8, adapters, shardings."""
+    # An adapter belongs to one projection, so adapters need the query, key and value projections apart.
+    fuse_qkv = not config.lora.rank
+    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
+    for layer in model_config.layers:
+        layer.attention.inner_attention = machine.attention(config.attention)
+        # Every block has its own table of the rotary embedding. For the 40,960 positions of a Qwen3 0.6B they take 1.2 GB in all.
+        layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
+    model_config = lora.convert(_float8(model_config, config, machine), config.lora)
+    run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
+    model_config.update_from_config(config=run)
+    return model_config
+
+
+def _parallelize(
+    whole: nn.Module,
+    model_config: Qwen3Model.Config,
+    config: TrainerConfig,
+    training: TrainingConfig,
+    parallel_dims: ParallelDims,
+    device: torch.device,
+) -> tuple[list[PipelineStage], list[nn.Module]]:
+    """(this rank's stages, their modules); without a pipeline no stage and the whole model. Parallelized, still on the meta device."""
+    options = {
+        "parallel_dims": parallel_dims,
+        "training": training,
+        "parallelism": config.parallelism,
+        "compile_config": config.compile,
+        "ac_config": recomputation.policy(config.activation_checkpointing),
+        "dump_folder": "",
+    }
+    if not parallel_dims.pp_enabled:
+        return [], [parallelize_qwen3(whole, **options)]
+    stages = split_into_stages(whole, device=device, model_config=model_config, **options)
+    return stages, [stage.submod for stage in stages]
+
+
+def _initialise(modules: list[nn.Module], device: torch.device, machine: Machine) -> None:
+    """Move the modules to the device, with random weights."""
+    for module in modules:
+        machine.after_parallelize(module)
+        wait_for_input(module)
+        module.to_empty(device=device)
+        with torch.no_grad():
+            module.init_weights(buffer_device=None)

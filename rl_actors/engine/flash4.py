@@ -1,12 +1,14 @@
 """Attention kernels of a CUDA machine for packed rows: flex attention, or FlashAttention 4 from the package flash-attn-4.
 
-FlashAttention 4 takes the place of torch's own FlashAttention, and its kernels use the features of Hopper. torch 2.13 calls the two
-functions at the end of this file. It takes two values of the forward pass; the package returns five.
+FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use the features of Hopper. torch 2.13 calls the two
+functions at the end of this file. It expects two values from the forward function; the package's function returns five.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,37 +22,43 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""Numbers of documents are rounded up, and the longest to a power of two, so that the blocks are compiled for few of them."""
+"""The number of documents is rounded up to a multiple of this, and the longest document to a power of two. So the blocks are compiled
+for few numbers."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
-"""Major ones, on which torch calls it."""
+"""Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
 
 
 class Flash4(VarlenAttention):
-    """torchtitan's, whose own __init__ would ask for FlashAttention 3, which no registry has."""
+    """torchtitan's VarlenAttention over FlashAttention 4. Its own __init__ would ask for FlashAttention 3, for which there is no package."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
         pass
 
     def __init__(self, config: Config) -> None:
-        """Raises ValueError where FlashAttention 4 cannot be."""
+        """Raises ValueError on a machine that cannot run FlashAttention 4."""
         nn.Module.__init__(self)
         self.window_size = config.window_size
         activate()
 
 
-CONFIGS: dict[str, Callable[[], Any]] = {"flex": FlexAttention.Config, "flash4": Flash4.Config}
+CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = {
+    "flex": FlexAttention.Config,
+    "flash4": Flash4.Config,
+}
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
-    """Where the documents of rows begin, from (sample, row, start, end) of each; padding behind them is a document of its own.
+    """The boundaries of the documents of all rows, from (sample, row, start, end) of each. The padding of a row is one document.
 
-    On the host, where it is known without waiting for the device.
+    They are computed on the host, which knows them without waiting for the device.
     """
-    ends = {row * row_length + position for _, row, start, end in spans for position in (start, end)}
-    edges = sorted(ends | set(range(0, num_rows * row_length + 1, row_length)))
-    longest = max(end - start for start, end in zip(edges, edges[1:], strict=False))
+    found = set(range(0, num_rows * row_length + 1, row_length))
+    for _, row, start, end in spans:
+        found |= {row * row_length + start, row * row_length + end}
+    edges = sorted(found)
+    longest = max(end - start for start, end in pairwise(edges))
     edges += edges[-1:] * (-len(edges) % BOUNDARIES_MULTIPLE)
     starts = torch.tensor(edges, dtype=torch.int32)
     longest = 1 << (longest - 1).bit_length()
@@ -58,13 +66,17 @@ def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, in
 
 
 def activate() -> None:
-    """Make it the FlashAttention of this process. Raises ValueError on another GPU, and without the package."""
+    """Make FlashAttention 4 the FlashAttention of this process.
+
+    Raises ValueError on a GPU of another compute capability, and without the package.
+    """
     if current_flash_attention_impl() == NAME:
         return
-    if (capability := torch.cuda.get_device_capability())[0] not in CAPABILITIES:
+    major, minor = torch.cuda.get_device_capability()
+    if major not in CAPABILITIES:
         raise ValueError(
-            f'trainer.attention="flash4" on a GPU of compute capability {".".join(map(str, capability))}; '
-            f'torch calls FlashAttention 4 on {" and ".join(map(str, CAPABILITIES))}.x alone, attention="flex" runs everywhere'
+            f'trainer.attention="flash4" on a GPU of compute capability {major}.{minor}; torch calls FlashAttention 4 only on '
+            f'{" and ".join(f"{known}.x" for known in CAPABILITIES)}; attention="flex" runs everywhere'
         )
     try:
         _interface()
@@ -76,7 +88,7 @@ def activate() -> None:
     activate_flash_attention_impl(NAME)
 
 
-def _interface() -> Any:
+def _interface() -> ModuleType:
     from flash_attn.cute import interface
 
     return interface

@@ -1,15 +1,14 @@
-"""Everything a CUDA machine needs, and nothing else; the same names as in cpu.py."""
+"""Everything that only a CUDA machine needs. cpu.py has the same functions; machine.py lists them."""
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed.tensor.experimental._context_parallel._attention as context_parallel
 import torchtitan.models.common.attention as attention_module
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torchtitan.models.common.attention import FlexAttention, VarlenMetadata
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from rl_actors import metrics
 from rl_actors.engine import flash4
@@ -25,9 +24,10 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Compile flex attention without autotuning: its minutes at every new shape are worth it for long runs alone.
+    """Compile flex attention without autotuning, which takes minutes at every new shape and pays only in long runs.
 
-    A mask's shard is compiled as the mask is: torch's own way compiles every shape anew, and fails at the ninth.
+    Also let torchtitan's compiled function create the masks' shards. torch's own function compiles again for every shape, and fails
+    at the ninth.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False
@@ -36,26 +36,21 @@ def prepare(world_size: int) -> None:
     context_parallel._compiled_create_block_mask = attention_module._compiled_create_block_mask
 
 
-def attention(kernel: str) -> Any:
+def attention(kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
     return flash4.CONFIGS[kernel]()
 
 
-def attention_masks(model: nn.Module, kernel: str) -> Callable[[PackedBatch], Any]:
-    """What the attention layers take for a batch of whole rows."""
+def attention_masks(model: nn.Module, kernel: str, batch: PackedBatch) -> BlockMask | VarlenMetadata:
     if kernel == "flex":
-        return lambda batch: model.get_attention_masks(batch.positions_BL)
-
-    def documents(batch: PackedBatch) -> VarlenMetadata:
-        num_rows, row_length = batch.tokens_BL.shape
-        made = flash4.documents(num_rows, row_length, batch.spans)
-        starts = to_device(made.cu_seq_q, batch.tokens_BL.device)
-        return made._replace(cu_seq_q=starts, cu_seq_k=starts)
-
-    return documents
+        return model.get_attention_masks(batch.positions_BL)
+    num_rows, row_length = batch.tokens_BL.shape
+    made = flash4.documents(num_rows, row_length, batch.spans)
+    starts = to_device(made.cu_seq_q, batch.tokens_BL.device)
+    return made._replace(cu_seq_q=starts, cu_seq_k=starts)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory: a copy from pageable memory would wait until the kernels before it are through."""
+    """A copy from pinned memory. A copy from pageable memory would wait for all kernels launched before it."""
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -73,21 +68,21 @@ class HostCopy(metrics.HostCopy):
 
 
 def fuse(function: Callable) -> Callable:
-    """A function of tensors as few kernels. Where float8 has compiled kernels round as eager ones would, these need not."""
+    """Compile the function into few kernels. float8 makes compiled kernels round as eager ones; here that is not needed."""
     return torch.compile(function, options={"emulate_precision_casts": False})
 
 
 def local_masks(masks: BlockMask) -> BlockMask:
-    """What the attention layers take of a shard of flex attention's masks."""
+    """The shard itself."""
     return masks
 
 
 def after_parallelize(model: nn.Module) -> None:
-    """NCCL takes every reduction that FSDP picks."""
+    """Nothing to do: NCCL has every reduction that FSDP picks."""
 
 
 def has_float8() -> bool:
-    """Compute capability 8.9 (Ada, Hopper) or later."""
+    """True from compute capability 8.9 on (Ada, Hopper)."""
     return torch.cuda.get_device_capability() >= (8, 9)
 
 

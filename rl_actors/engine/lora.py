@@ -1,12 +1,13 @@
 """Low-rank adapters by torchtitan's converter: y = W x + (alpha / rank) B A x, with A and B trained and W frozen (arXiv 2106.09685).
 
-Here: reproducible first values, merged weights, adapters under peft's names, and a directory for peft. Nothing here trains.
+This module gives the adapters reproducible first values, merges them into the weights, and writes them as a directory for peft.
+Nothing here trains. R rank, I inputs and O outputs of a linear layer.
 """
 
 import math
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,9 +21,12 @@ from rl_actors import adapters
 from rl_actors.config import LoRAConfig
 from rl_actors.engine.collectives import whole_tensors
 
+ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+"""Tensors under torchtitan's names -> tensors under Hugging Face's names."""
+
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
-    """The model's config with adapters, everything else frozen; unchanged when rank is 0."""
+    """The model's config with adapters, everything else frozen. Unchanged when rank is 0."""
     if not config.rank:
         return model_config
     converter = LoRAConverter.Config(
@@ -45,9 +49,9 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
 
 
 def initialise(model: nn.Module, seed: int) -> None:
-    """A uniform as peft draws it (kaiming, a = sqrt(5)), B zero; the same values in every layout."""
+    """Draw A uniformly as peft does (kaiming, a = sqrt(5)). B is zero already. The values are the same in every layout."""
     for name, layer in _layers(model):
-        # Of the layer's own, because a pipeline stage has some of the layers.
+        # Each layer has its own generator, because a pipeline stage has only some of the layers.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         weight = layer.lora_a.weight.detach()
         whole = torch.empty(weight.shape)
@@ -59,7 +63,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's parameters with W + (alpha / rank) B A in the place of W and no adapters; unchanged when there are none."""
+    """The model's parameters without adapters, and with W + (alpha / rank) B A in the place of W. Unchanged when there are no adapters."""
     state = dict(state)
     for name, layer in _layers(model):
         a_RI, b_OR = state.pop(f"{name}.lora_a.weight"), state.pop(f"{name}.lora_b.weight")
@@ -72,14 +76,14 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpointed(model: nn.Module) -> dict[str, Tensor]:
-    """What a checkpoint of the model holds: the adapters alone, when there are any."""
+    """The tensors that a checkpoint of the model holds: only the adapters, if there are any."""
     state = model.state_dict()
     names = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
     return {name: tensor for name, tensor in state.items() if name in names} if names else state
 
 
-def peft_state_dict(model: nn.Module, to_hf) -> dict[str, Tensor]:
-    """The adapters under peft's names, sharded as they lie."""
+def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
+    """The adapters under peft's names, sharded as on the ranks. to_hf: of torchtitan's state-dict adapter."""
     state = model.state_dict()
     found: dict[str, Tensor] = {}
     for name, _ in _layers(model):
@@ -89,7 +93,7 @@ def peft_state_dict(model: nn.Module, to_hf) -> dict[str, Tensor]:
     return found
 
 
-def gather(model: nn.Module, to_hf) -> dict[str, Tensor]:
+def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
     """The adapters under peft's names, whole and on the CPU, on rank 0; empty on the other ranks. Collective."""
     gathered = whole_tensors(peft_state_dict(model, to_hf))
     return {name: whole.contiguous() for name, whole in gathered if whole is not None}

@@ -16,10 +16,11 @@ from rl_actors import layouts
 from rl_actors.config import TrainerConfig
 from rl_actors.engine import checkpoint, hf
 from rl_actors.engine.batch import PackedBatch, make_batch
-from rl_actors.engine.build import BuiltModel, build, this_machine
+from rl_actors.engine.build import BuiltModel, build
 from rl_actors.engine.call_order import StepState
 from rl_actors.engine.gradients import Gradients, by_layout
 from rl_actors.engine.logprobs import ChunkedLogprobs
+from rl_actors.engine.machine import this_machine
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.engine.packing import plan
@@ -127,6 +128,7 @@ class TrainEngine:
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
         hyperparameters = self.built.hyperparameters
+        assert hyperparameters is not None
         validate_optim_params(params, hyperparameters.name, hyperparameters.supported)
         with self._breaking():
             gradients = Gradients(self.trained, self.pipeline, self.built.device)
@@ -242,7 +244,7 @@ class TrainEngine:
             world_size=int(os.environ["WORLD_SIZE"]),
             pid=os.getpid(),
             optimizer=config.optimizer.name if config.optimizer is not None else None,
-            optimizer_fields=self.built.hyperparameters.supported if config.optimizer is not None else (),
+            optimizer_fields=self.built.hyperparameters.supported if self.built.hyperparameters is not None else (),
             memory_bytes=this_machine().memory_bytes(),
             peak_memory_bytes=this_machine().peak_memory_bytes(),
         )
@@ -276,6 +278,7 @@ class TrainEngine:
         )
 
     def _apply(self, params: OptimParams) -> None:
+        assert self.built.hyperparameters is not None
         self.built.hyperparameters.set(params)
         self.built.optimizers.step()
 

@@ -1,4 +1,4 @@
-"""What tests of layouts run: models, samples, what a rank does with them, and the processes, forked from one that has imported torch."""
+"""Models, samples and ranks for tests of layouts. The ranks are processes, forked from one process that has imported torch already."""
 
 import faulthandler
 import os
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
 
 
 def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fields) -> dict[str, Any]:
-    """The fields of ParallelismConfig."""
+    """Fields of ParallelismConfig."""
     degrees = {
         "data_parallel_replicate_degree": replicate,
         "data_parallel_shard_degree": shard,
@@ -54,7 +54,7 @@ COLLECTIVE_TIMEOUT = 100.0  # seconds
 LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
 POLICY = PPO(ratio_low=0.8, ratio_high=1.28, kl=KL(coefficient=0.1), entropy_coefficient=0.05)
 SEQUENCE = GSPO(ratio_low=0.5, ratio_high=2.0, sequence_mean=True)
-# A large eps: Adam's first step is the sign of the gradient, which noise may turn.
+# eps is large. With a small one, Adam's first step is the sign of the gradient, and noise can change the sign of a small gradient.
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, weight_decay=0.1, grad_divisor=100.0, grad_clip_norm=1.0)
 
 
@@ -110,7 +110,7 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """What a rank raises when a loss failed on one alone, whose failure it says it is, and the state then: of many microbatches, and of one."""
+    """(message, failing rank, state afterwards) on this rank when a loss fails on only one rank, in a call of many microbatches and of one."""
     answers = []
     for samples, loss in ((samples_with(*TRAINED), FailingPolicy()), (samples_with(*TRAINED)[:3], FailingSequence())):
         with pytest.raises(ArithmeticError) as failure:
@@ -121,7 +121,7 @@ def refused(engine) -> list[tuple[str, int, str]]:
 
 
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """Every kind of call, and a step between two of them."""
+    """The results of every kind of call, with an optimizer step between two of them."""
     engine = make_engine(path, parallelism, fields)
     numbers: dict[str, Any] = {"refused": refused(engine), "layout": engine.info().layout}
     numbers["pushed"] = {name: whole(tensor) for name, tensor in push(engine).items()}
@@ -160,7 +160,7 @@ def load(path: str, parallelism: dict[str, Any], fields: dict[str, Any], checkpo
 
 
 def go_on(engine) -> list[tuple[Any, float]]:
-    """Two steps: the second shows whether the optimizer's state came along."""
+    """The results of two more steps. The second depends on the optimizer's state."""
     steps = []
     for _ in range(2):
         output = engine.forward_backward(samples_with(*TRAINED), "ppo")
@@ -169,7 +169,7 @@ def go_on(engine) -> list[tuple[Any, float]]:
 
 
 def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) -> None:
-    faulthandler.enable()  # where a rank was that a library's abort ended
+    faulthandler.enable()  # prints the stack of a rank that a library aborts
     torch.set_num_threads(1)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     store = dist.FileStore(f"{folder}/store", world_size)
@@ -181,7 +181,7 @@ def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) 
 
 
 def run_processes(tmp_path_factory, num_processes: int, work: Callable, *args) -> list[Any]:
-    """What work(*args) returns on each rank, in new processes that find everything imported.
+    """Result of work(*args) on each rank, in new processes that have everything imported.
 
     Raises ProcessRaisedException with the traceback of a rank that failed.
     """

@@ -1,4 +1,4 @@
-"""Where every value of a sample lands in a batch."""
+"""The place of every value of a sample in a batch."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the kernels for ragged documents are told, which a CPU can make; tests/gpu runs them."""
+"""The arguments of the kernels for ragged documents, which a CPU can compute. tests/gpu runs the kernels."""
 
 import sys
 from types import SimpleNamespace
@@ -46,13 +46,13 @@ def hopper(monkeypatch):
 
 
 def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_takes(hopper, monkeypatch):
-    """With a module in the place of the package's: tests/gpu has the kernels."""
+    """A module of this test stands in for the package, whose kernels need a GPU: tests/gpu runs them."""
     interface = SimpleNamespace(
         _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abc")
     )
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=interface))
-    for _ in range(2):  # one a block
+    for _ in range(2):  # each block of a model builds its own
         CONFIGS["flash4"]().build()
         assert current_flash_attention_impl() == "FA4"
     assert flash4._flash_attn_fwd(1, causal=True) == ("a", "b") and flash4._flash_attn_bwd(1) == ("a", "b", "c")
@@ -63,5 +63,7 @@ def test_flash_attention_4_is_refused_where_it_cannot_be(hopper, monkeypatch):
     with pytest.raises(ValueError, match='attention="flash4" needs the package flash-attn-4'):
         CONFIGS["flash4"]().build()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    with pytest.raises(ValueError, match="capability 8.0; torch calls FlashAttention 4 on 9 and 10.x alone"):
+    with pytest.raises(
+        ValueError, match="capability 8.0; torch calls FlashAttention 4 only on 9.x and 10.x; attention="
+    ):
         CONFIGS["flash4"]().build()

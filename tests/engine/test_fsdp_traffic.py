@@ -1,4 +1,4 @@
-"""What two ranks of FSDP2 read from a Hugging Face directory, hold of it, and gather from each other."""
+"""Traffic of two FSDP2 ranks: the bytes that each reads from a Hugging Face directory, holds, and gathers from the other."""
 
 from collections import Counter
 from functools import cache
@@ -23,7 +23,7 @@ def bytes_by_name(requests: list[tuple[str, int]]) -> Counter:
 
 
 def count_reads(monkeypatch) -> list[tuple[str, int]]:
-    """(name, bytes) of all that is read from safetensors from here on."""
+    """A list that gets (name, bytes) of everything read from safetensors from now on."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     reads: list[tuple[str, int]] = []
@@ -38,7 +38,7 @@ def count_reads(monkeypatch) -> list[tuple[str, int]]:
 
 
 def count_gathers(monkeypatch) -> list[str]:
-    """What FSDP gathers from here on: the first parameter of the group."""
+    """A list that gets the first parameter of every group that FSDP gathers from now on."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     gathers: list[str] = []
@@ -88,7 +88,7 @@ def pushed(engine) -> dict:
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory):
-    """observed(model, policy) -> (the directory, what each of two ranks saw)"""
+    """observed(model, policy) -> (the directory, the result of `observe` on each of two ranks)"""
 
     @cache
     def run(model: str, policy: str):
@@ -118,10 +118,14 @@ def test_each_rank_reads_and_pushes_its_half_of_every_tensor(observed, model):
 
 
 def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str, dict[str, int]]:
-    """Of blocks and of the group of the head, which holds a tied embedding; an untied embedding is as a block."""
+    """Number of gathers of each block and of the head's group. A tied embedding is in the head's group; an untied one is gathered as a block is."""
     m = num_microbatches
-    blocks = {"default": (1, 2 * m), "always": (m, 2 * m), "never": (1, m)}[policy]  # of forward and forward_backward
-    again = 1 if policy == "always" else 0  # for the head, behind the norm of the same group
+    blocks = {"default": (1, 2 * m), "always": (m, 2 * m), "never": (1, m)}[
+        policy
+    ]  # in a forward, and in a forward_backward
+    again = (
+        1 if policy == "always" else 0
+    )  # for the head: its group was freed after the norm, which is in the same group
     head = (m * (1 + again), m * (2 + again), m * (3 + again))
 
     def counts(block: int, head: int) -> dict[str, int]:
@@ -135,7 +139,7 @@ def expected_gathers(model: str, policy: str, num_microbatches: int) -> dict[str
         "forward of one microbatch": counts(1, 1 + again),
         "forward_backward": counts(blocks[1], head[1]),
         "forward in an open step": counts(blocks[0], head[0]),
-        # Two passes through the head, and the norm's backward pass.
+        # Two passes through the head, and the backward pass of the norm.
         "forward_backward of whole sequences": counts(blocks[1], head[2]),
         "step": {},
     }

@@ -56,17 +56,17 @@ class Unchecked(TrainerConfig):
 
 
 def upstream_rows(row_length: int) -> None:
-    """What torch says to a row that is not of whole blocks on every rank."""
+    """Give torch a row that does not split into whole blocks on every rank."""
     from rl_actors.engine.train_engine import TrainEngine
 
-    layouts.row_multiple = lambda config: row_length  # of this process, which ends with the call
+    layouts.row_multiple = lambda config: row_length  # only in this process, which ends with the call
     config = Unchecked(model=TIED, max_sequence_length=row_length, tokens_per_row=row_length)
     config.parallelism.context_parallel_degree = 2
     TrainEngine(config).forward(ppo_samples([row_length]))
 
 
 def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
-    """What torchtitan says to experts that do not come out even, or cannot be put back together."""
+    """Give torchtitan experts that do not divide evenly among the ranks, or whose outputs cannot be put back together."""
     from rl_actors.engine.train_engine import TrainEngine
 
     model = replace(EXPERTS, num_experts=num_experts)
@@ -77,7 +77,7 @@ def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
 
 
 def upstream_local_map() -> bool:
-    """Whether what local_map makes of an input whose all-gather is under way has a gradient."""
+    """True if an output of local_map has a gradient when the all-gather of its input is still under way."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import local_map

@@ -1,4 +1,4 @@
-"""Adapters: what trains, what is saved, what is pushed and exported, against peft."""
+"""Adapters: which parameters train, which tensors are saved, pushed and exported; compared with peft."""
 
 from dataclasses import replace
 

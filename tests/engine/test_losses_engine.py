@@ -1,6 +1,6 @@
-"""Every loss through the whole engine: loss and gradients against transformers in float64 and closed forms written here.
+"""Every loss through the whole engine: loss and gradients compared with transformers in float64 and closed forms written here.
 
-Each closed form takes one sample alone: p [T] its logprobs, c its columns, h [T] the entropy of the whole distribution.
+Each closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropy of the whole distribution.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def model(tied_qwen3):
 
 @pytest.fixture(scope="module")
 def everything(model) -> list[Sample]:
-    """Every column that a loss may read; old and generator logprobs near the model's own, so that ratios are on both sides of 1."""
+    """Samples with every column that a loss may read. Old and generator logprobs are near the model's own, so ratios are on both sides of 1."""
     samples = ppo_samples(LENGTHS)
     generator = torch.Generator().manual_seed(1)
     made = []
@@ -146,7 +146,7 @@ def in_order(output, pieces) -> list[Tensor]:
 
 
 def gradients(engine) -> dict[str, Tensor]:
-    """Under Hugging Face names, whole, float64."""
+    """Gradients under Hugging Face names, whole, float64."""
     found = {n: p.grad for n, p in engine.built.model.named_parameters() if p.grad is not None}
     return {n: g.full_tensor().double() for n, g in engine.built.hf_adapter.to_hf(found).items()}
 
@@ -176,7 +176,7 @@ def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float6
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    assert error < 5e-6  # what a float32 model rounds; the losses themselves are held to 1e-6 in test_losses.py
+    assert error < 5e-6  # the rounding of a float32 model; test_losses.py holds the losses themselves to 1e-6
 
 
 @pytest.mark.parametrize("name", ["gspo", "ppo with everything", "reinforce with entropy", "cross_entropy top-K"])

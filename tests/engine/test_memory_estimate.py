@@ -76,7 +76,7 @@ def test_a_trainer_that_only_infers_holds_neither_gradients_nor_optimizer_state(
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.parametrize(("num_ranks", "less"), [(2, (1, 1)), (3, (1, 1)), (3, (2, 1)), (4, (1, 2)), (4, (0, 0))])
 def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ranks, less, schedule):
-    # With so large a vocabulary it is one of the ends.
+    # With such a large vocabulary the fullest rank is the first or the last.
     config = TrainerConfig(model=replace(MODELS["untied"], num_hidden_layers=14, vocab_size=151_936))
     parallel = config.parallelism
     parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule = num_ranks, schedule
@@ -112,7 +112,9 @@ def test_the_first_rank_of_a_pipeline_has_as_much_under_way_as_torch_starts(num_
 def test_context_parallelism_holds_the_keys_and_values_of_whole_rows():
     one, two = of_layout(), of_layout(context_parallel=2)
     model = one.model
-    others = 128 * 15 * 4 * 2 * model.num_key_value_heads * model.head_dim  # of the other rank; one block is run again
+    others = (
+        128 * 15 * 4 * 2 * model.num_key_value_heads * model.head_dim
+    )  # of the other rank, in 14 blocks and the one that is recomputed
     assert memory(two).activations - memory(one).activations == int(_gathered(two, 4)) + others
 
 
@@ -141,10 +143,12 @@ def peak_of(call) -> int:
 @pytest.mark.parametrize("recomputed", ["none", "products", "selective", "full"])
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_activations_are_estimated_within_a_factor(make_engine, name, recomputed):
-    """Of 1.5; estimated over measured was 1.01 without recomputation, 1.02 to 1.08 with selective, 1.12 and 1.14 with products, 0.75 and 0.81 with full."""
+    """The factor is 1.5. Estimated over measured was 1.01 without recomputation, 1.02 to 1.08 with selective, 1.12 and 1.14 with products,
+    0.75 and 0.81 with full.
+    """
     engine = make_engine("", model=MODELS[name], rows_per_microbatch=32, activation_checkpointing=recomputed)
     samples = ppo_samples([64] * 32)
-    train(engine, [64] * 32)  # gradients are there before the call that is measured
+    train(engine, [64] * 32)  # so that gradients exist before the measured call
     measured, estimated = peak_of(lambda: engine.forward_backward(samples, PPO())), memory(engine.config).activations
     print(f"{name}, {recomputed}: measured {measured:,}, estimated {estimated:,}, ratio {estimated / measured:.2f}")
     assert 1 / 1.5 < estimated / measured < 1.5
@@ -157,5 +161,5 @@ def test_expert_parallelism_takes_its_ranks_from_the_others():
         config.parallelism.data_parallel_shard_degree, config.parallelism.expert_parallel_degree = 4, expert
         held.append(memory(config))
     assert held[0].parameters == held[1].parameters == held[2].parameters
-    # Whole experts are gathered where FSDP has them in parts.
+    # FSDP gathers all experts of a block; under expert parallelism only those of the rank.
     assert held[0].activations > held[1].activations > held[2].activations

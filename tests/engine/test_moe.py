@@ -1,4 +1,4 @@
-"""A mixture of experts in training: counters and load-balancing bias for any split, packing and recomputation."""
+"""A mixture of experts in training: counters and load-balancing bias do not depend on split, packing or recomputation."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The plan of a call, over generated sample lengths and limits, and its figures on a long-tailed distribution."""
+"""The plan of a call for generated sample lengths and limits, and its padding and balance on a long-tailed distribution."""
 
 import random
 import time
@@ -169,7 +169,7 @@ def test_policies_of_one_call():
 
 
 def test_ranks_share_the_samples_rather_than_get_padding():
-    # One row would hold all three; a rank alone with padding would let the others wait.
+    # One row would hold all three samples. The other rank would then compute only padding.
     ranks = plan([100, 40, 30], tokens_per_row=192, rows_per_microbatch=4, num_ranks=2)
     assert ranks == [
         [Microbatch(rows=((0,),), row_length=128)],
@@ -182,7 +182,7 @@ def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_
     assert plan([128, 128, 100], min_microbatches=2, **limits) == [
         [Microbatch(rows=((0,), (1,)), row_length=128), Microbatch(rows=((2,), ()), row_length=128)]
     ]
-    # One row would hold all three; beside it there would be one of padding.
+    # One row would hold all three samples, beside a row of padding.
     assert plan([60, 30, 20], min_microbatches=2, **limits) == [
         [Microbatch(rows=((0,),), row_length=64), Microbatch(rows=((1, 2),), row_length=64)]
     ]
@@ -190,7 +190,7 @@ def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_
     assert shapes == [4, 4]
     limits["rows_per_microbatch"] = 3
     shapes = [len(batch.rows) for batch in plan([128] * 8, min_microbatches=2, microbatch_multiple=2, **limits)[0]]
-    assert shapes == [2, 2, 2, 2]  # three of three rows would take one of padding with them
+    assert shapes == [2, 2, 2, 2]  # three microbatches of three rows would need a fourth, of padding
 
 
 def test_a_rank_without_samples_gets_rows_of_padding():
@@ -201,7 +201,7 @@ def test_a_rank_without_samples_gets_rows_of_padding():
 def test_tokens_per_row_is_rounded_down_to_the_multiple():
     limits = {"tokens_per_row": 200, "rows_per_microbatch": 1, "num_ranks": 1}
     assert [batch.row_length for batch in plan([70, 64], row_multiple=64, **limits)[0]] == [192]
-    message = "sample 1 has 193 positions but tokens_per_row=200, of which 192 are a multiple of 64"
+    message = "sample 1 has 193 positions but tokens_per_row=200, rounded down to 192, a multiple of 64"
     with pytest.raises(ValueError, match=message):
         plan([8, 193], row_multiple=64, **limits)
 
@@ -221,7 +221,7 @@ def test_ten_thousand_long_tailed_samples_are_planned_in_no_time_with_little_pad
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": rows_per_microbatch, "num_ranks": num_ranks}
     pipeline = {"uniform": True, "min_microbatches": 4, "microbatch_multiple": 4} if uniform else {}
     seconds = []
-    for _ in range(3):  # in one of them Python may look for garbage in all that tests have imported
+    for _ in range(3):  # a garbage collection over everything that the tests have imported may fall into one of them
         start = time.process_time()
         ranks = plan(lengths, row_multiple=row_multiple, **limits, **pipeline)
         seconds.append(time.process_time() - start)
@@ -233,15 +233,15 @@ def test_ten_thousand_long_tailed_samples_are_planned_in_no_time_with_little_pad
 
 @pytest.mark.parametrize(("num_samples", "allowed"), [(256, 0.30), (1000, 0.05), (10_000, 0.01)])
 def test_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowed):
-    """Of the attention cost, summed over microbatches, each as long as its slowest rank; measured: 23 %, 2.6 %, 0.3 %.
+    """The slowest rank's attention cost, summed over microbatches, beside the mean of the ranks. Measured: 23 %, 2.6 %, 0.3 % more.
 
-    What is left comes from samples of 4,096: one of them costs more than any row of several.
+    The rest is due to samples of 4,096 positions: one such sample costs more than any row of several samples.
     """
     lengths = long_tailed(num_samples)
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": 1, "num_ranks": 8}
     mean = sum(length**2 for length in lengths) / 8
     assert time_of(lengths, plan(lengths, **limits))[1] < (1 + allowed) * mean
-    # Dealt by count alone, in the order of the samples:
+    # The same rows, dealt only by count, in the order of the samples:
     rows = sorted(first_fit_decreasing(lengths, 4096), key=min)
     rows += [()] * (-len(rows) % 8)
     by_count = [[Microbatch(rows=(row,), row_length=4096) for row in rows[rank::8]] for rank in range(8)]

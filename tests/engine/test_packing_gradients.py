@@ -1,4 +1,4 @@
-"""Samples in shared rows, in rows of their own and in any order give the gradient and logprobs of one sample at a time.
+"""Samples in shared rows, in rows of their own and in any order have the gradients and logprobs of one sample at a time.
 
 Lengths, order and limits are new in every run; hypothesis prints what it would take to repeat a failure.
 """
@@ -19,7 +19,7 @@ LOSS = PPO(ratio_low=0.8, ratio_high=1.28)
 
 @st.composite
 def calls(draw):
-    """Sample lengths, the seed of their content, their order, and how they are packed."""
+    """Sample lengths, the seed of the samples' content, their order, and the limits for packing."""
     lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=10))
     limits = {
         "packing": draw(st.sampled_from(["packed", "token_budget", "fixed"])),

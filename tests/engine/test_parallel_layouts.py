@@ -1,6 +1,6 @@
 """Every parallel layout gives the numbers of one process: real processes over gloo, float32, packed samples of which few are long.
 
-A row of the table is a layout; layout_work.py has what its processes do.
+A row of the table is a layout; layout_work.py has the work of its processes.
 """
 
 import math
@@ -92,7 +92,7 @@ class Numbers:
 
 
 def merged(answers: list[dict[str, Any]]) -> Numbers:
-    """What the client makes of the ranks' answers; of gradients and weights each rank of a pipeline has its own."""
+    """The ranks' answers as the client merges them. Each rank of a pipeline adds the gradients and weights of its own stages."""
     first = answers[0]
     gradients: dict[str, dict[str, Tensor]] = {"policy": {}, "sequence": {}}
     pushed: dict[str, Tensor] = {}
@@ -125,7 +125,9 @@ def one_process(run, directory_of):
 
 
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
-    """The worst of each kind: logprobs and entropies of a position to 1 + their size, a gradient by its norm and 1e-7 of all."""
+    """The largest error of each kind: for logprobs and entropies relative to 1 + their size; for a gradient relative to its norm, after
+    subtracting 1e-7 of the norm of all gradients.
+    """
     errors: dict[str, float] = {}
 
     def note(name: str, error: float) -> None:
@@ -182,7 +184,7 @@ def test_a_layout_gives_the_numbers_of_one_process(run, one_process, directory_o
     if not config.num_experts or "load_balance_coeff" not in fields:
         weights = load_file(f"{directory_of(model)}/model.safetensors")
         assert actual.pushed.keys() == weights.keys()
-        if parallelism["pipeline_parallel_degree"] == 1:  # else a rank has those of its stage
+        if parallelism["pipeline_parallel_degree"] == 1:  # a rank of a pipeline has only the weights of its stages
             assert all(answer["pushed"].keys() == weights.keys() for answer in answers)
         assert all(torch.equal(actual.pushed[name], weight) for name, weight in weights.items())
     degrees = {name.removesuffix("_degree"): n for name, n in parallelism.items() if name.endswith("_degree")}
@@ -224,4 +226,6 @@ def test_a_checkpoint_of_one_layout_goes_on_under_another(
             for answers in (saved, loaded)
         )
         assert after == pytest.approx(before, rel=1e-6)
-        assert loaded[0][step][1] == pytest.approx(saved[0][step][1], rel=5e-6)  # gradients of two layouts: seen, 2e-6
+        assert loaded[0][step][1] == pytest.approx(
+            saved[0][step][1], rel=5e-6
+        )  # gradients of two layouts; measured: 2e-6

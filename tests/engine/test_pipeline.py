@@ -57,7 +57,7 @@ CASES = {
     "TP2 without sequence parallelism": Case(layout={"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
     "TP2 Interleaved1F1B": Case(layout={"tensor_parallel_degree": 2, **INTERLEAVED}),
 }
-# Cases that one group of processes runs: starting it takes most of the time.
+# One group of processes runs all cases of a group: starting the processes takes most of the time.
 GROUPS = {
     "1F1B": ["1F1B"],
     "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "float8"],
@@ -76,7 +76,9 @@ def make_config(path: str, **fields) -> TrainerConfig:
 
 
 def record(engine, directory: Path) -> dict:
-    """Two steps: a loss of single positions and one of whole samples, calls of other shapes, forwards between them and after."""
+    """Results of two steps. They have a loss of single positions and one of whole samples, calls of several shapes, and forwards between
+    and after the calls that train.
+    """
     outputs = [
         engine.forward_backward(MANY, PPO(), entropy=True),
         engine.forward(IDS, entropy=True),
@@ -98,7 +100,7 @@ def record(engine, directory: Path) -> dict:
 
 
 def going_on(engine, checkpoint: Path) -> dict:
-    """A step from a checkpoint: its weights and its optimizer."""
+    """Results of a step that begins with the weights and the optimizer of a checkpoint."""
     version = engine.load_checkpoint(str(checkpoint))
     outputs = [engine.forward_backward(MANY, PPO())]
     steps = [engine.optim_step(STEP)]
@@ -118,7 +120,7 @@ class FailsHalfWay(PPO):
 
 
 def refusing(engine) -> dict:
-    """A loss that fails half way, on the last stage, and a gradient that is not finite on one stage. The weights stay."""
+    """Results around a loss that fails half way on the last stage, and a gradient that is not finite on one stage. The weights stay."""
     with pytest.raises(ArithmeticError, match="the loss is broken"):
         engine.forward_backward(MANY, FailsHalfWay())
     state = engine.step.state
@@ -139,9 +141,9 @@ def refusing(engine) -> dict:
 
 
 def interrupted(engine, directory: Path) -> None:
-    """What torch leaves half way, and a checkpoint that only the last stage cannot read, which all ranks name."""
+    """A call that fails inside torch's schedule, and a checkpoint that does not fit only the last stage: all ranks name it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # behind the last microbatch
+        patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # after the last microbatch
         with pytest.raises(ZeroDivisionError):
             engine.forward_backward(MANY, PPO())
     engine.discard_gradients()
@@ -150,7 +152,7 @@ def interrupted(engine, directory: Path) -> None:
 
 
 def num_received(engine) -> list[int]:
-    """How many received tensors, and outputs to be sent, a stage has before each microbatch of long calls, and behind them."""
+    """Numbers of received tensors and of outputs to be sent that a stage holds before each microbatch of long calls; 0 after the calls."""
     counts: list[int] = []
     stages = set()
     forward_one_chunk = PipelineStage.forward_one_chunk
@@ -180,7 +182,7 @@ def pushed(engine, directory: Path) -> None:
 
 
 def in_one_chunk(engine, expected: dict) -> None:
-    """Where the logits of a microbatch fit into one chunk, FSDP still finds gradients of one dtype."""
+    """FSDP finds gradients of one dtype even if the logits of a microbatch fit into one chunk."""
     outputs = [engine.forward_backward(MANY, PPO(), entropy=True), engine.forward_backward(FEW, GSPO())]
     assert torch.equal(outputs[0].logprobs, expected["outputs"][0].logprobs)
     assert engine.optim_step(STEP).grad_norm == pytest.approx(expected["steps"][0].grad_norm, rel=1e-2)
@@ -215,7 +217,7 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
 
 @pytest.fixture(scope="module")
 def run_group(tmp_path_factory):
-    """run_group(name, make_engine) -> the folder with what its cases left; each group is spawned once."""
+    """run_group(name, make_engine) -> the folder with the results of its cases. Each group is spawned once."""
     folders: dict[str, Path] = {}
 
     def run(group: str, make_engine) -> Path:
@@ -278,11 +280,11 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     trained = [rank["trained"] for rank in ranks]
     assert_same(trained, one["trained"], case.tolerance)
     assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
-    # What one process saved goes on as a pipeline, and the other way round.
+    # A checkpoint of one process goes on as a pipeline, and a checkpoint of the pipeline goes on in one process.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
     engine = make_engine(str(folder / f"{name} base"), **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
-    # What the pipeline exported is what it saved.
+    # The pipeline exported the same weights that it saved.
     engine.load_checkpoint(str(folder / name / "checkpoint"))
     for kind, file in (("export", "model.safetensors"), ("adapters", "adapter_model.safetensors")):
         if (folder / name / kind).is_dir():

@@ -30,9 +30,9 @@ def test_float8_trains_near_float32_and_its_masters_are_float32(make_engine):
         assert kinds.count("Float8Linear") == 3 * 5  # fused qkv, wo, w1, w2, w3 in 3 blocks
         found.append(two_steps(engine))
         assert found[-1] == pytest.approx(expected, rel=0.05)
-        assert found[-1] != pytest.approx(expected, rel=1e-4)  # it was at work
+        assert found[-1] != pytest.approx(expected, rel=1e-4)  # the numbers are those of float8
         assert {p.dtype for p in engine.built.model.parameters()} == {torch.float32}
-    # The gradients of the weights show in the second step alone.
+    # The recipes differ in the gradients of the weights, which change only the second step.
     assert found[0][0] != found[1][0] and found[1][0] == found[2][0] and found[1][2:] != found[2][2:]
 
 
@@ -60,7 +60,7 @@ COMPILE = CompileConfig(enable=True, components=["model"])
 COMPILED = {  # model, fields, how near
     "dense": (BASE, {}, 1e-5),
     "adapters": (BASE, {"lora": LoRAConfig(rank=4, train_unembed=True)}, 1e-5),
-    # bfloat16 is rounded at other places.
+    # Compiled kernels round to bfloat16 at other places.
     "experts": (MOE, {"compute_dtype": "bfloat16", "load_balance_coeff": 0.01}, 2e-2),
 }
 
@@ -72,7 +72,7 @@ def test_compiled_blocks_give_the_same_numbers(make_engine, tmp_path, case):
     path = save_random(tmp_path / "model", model)
     engine, compiled = (make_engine(path, **fields, **options) for options in ({}, {"compile": COMPILE}))
     assert two_steps(compiled) == pytest.approx(two_steps(engine), rel=tolerance)
-    # Neither do they change a name.
+    # Compiling changes no name either.
     assert compiled.built.model.state_dict().keys() == engine.built.model.state_dict().keys()
     names = [[name for name, _ in made.built.model.named_parameters()] for made in (engine, compiled)]
     assert names[0] == names[1]
