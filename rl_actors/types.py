@@ -17,6 +17,9 @@ IGNORE_TARGET = -100
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """The columns of shape [T, K], the same K in all samples of a call; every other column is [T] float32."""
 
+MAX_NAMES_REPORTED = 10
+"""Names of parameters that an error message or a result lists at most."""
+
 
 def column_dtype(name: str) -> torch.dtype:
     return TOP_K_COLUMNS.get(name, torch.float32)

@@ -1,4 +1,4 @@
 """The trainer on one rank, without Monarch and without vLLM."""
 
-# Before any other torchtitan module: they copy the device when they are imported, and cpu.py sets it.
+# cpu.py sets torchtitan's device. It is imported before any other torchtitan module, because those copy the device when imported.
 import rl_actors.engine.cpu  # noqa: F401

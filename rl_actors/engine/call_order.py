@@ -2,7 +2,7 @@
 
 IDLE, OPEN, BROKEN, WEIGHTS_BROKEN = "idle", "open", "broken", "mixed"
 
-# state -> calls that may begin there. Reading calls (forward, push, export, info) leave the state as it is.
+# state -> calls that are legal in it. Reading calls (forward, push, export, info) leave the state as it is.
 LEGAL = {
     IDLE: {
         "forward",
@@ -36,13 +36,15 @@ _HINT = {
 
 
 class StepState:
-    """Begins with the first forward_backward, ends with optim_step or discard_gradients; a failure in between breaks it."""
+    """The state of the current step. The first forward_backward opens a step, optim_step or discard_gradients closes it, and a failure
+    in between breaks it.
+    """
 
     def __init__(self) -> None:
         self.state = IDLE
 
     def require(self, call: str) -> None:
-        """Raises RuntimeError that names the state when `call` may not begin in it."""
+        """Raises RuntimeError, naming the state, when `call` is not legal in it."""
         if call not in LEGAL[self.state]:
             raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
 
@@ -53,5 +55,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: the failed call may have changed some of them, so that dropping gradients mends nothing."""
+        """weights: the failed call may have changed some of the weights, so that dropping the gradients does not repair the trainer."""
         self.state = WEIGHTS_BROKEN if weights else BROKEN

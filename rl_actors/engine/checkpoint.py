@@ -1,7 +1,7 @@
-"""Read and write DCP directories of the whole trainer. Collective over all ranks; hf.py knows Hugging Face directories."""
+"""Read and write DCP directories of the whole trainer. Collective over all ranks. hf.py knows Hugging Face directories."""
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
@@ -11,54 +11,60 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import by_rank, on_all_ranks
 from rl_actors.engine.lora import checkpointed
+from rl_actors.types import MAX_NAMES_REPORTED
 
 METADATA = ".metadata"
-MAX_NAMES_REPORTED = 5
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """DCP writes its metadata last, so its presence is what makes a directory a checkpoint."""
+    """Whether the directory is a whole checkpoint. DCP writes its metadata last, so the metadata's presence decides."""
     return (Path(path) / METADATA).is_file()
 
 
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
-    """Raises ValueError on every rank when any rank finds no such checkpoint of this model there; nothing was touched."""
+    """Raises ValueError on every rank when any rank finds no such checkpoint of this model there. Nothing was changed then."""
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
-    differing = [
-        f"{name} is {there.get(name)} and {shape} here" for name, shape in here.items() if there.get(name) != shape
-    ]
-    known = set().union(*by_rank(list(here)))  # under pipeline parallelism the ranks of a stage have their own
-    differing += [f"{name} is unknown here" for name in there if name.startswith("model.") and name not in known]
-    # Under pipeline parallelism each rank knows of its own parts alone.
-    differing = list(dict.fromkeys(text for of_rank in by_rank(differing) for text in of_rank))
+    # Under pipeline parallelism a rank knows only the names of its own stages.
+    known = set().union(*by_rank(list(here)))
+    differing = []
+    for name, shape in here.items():
+        if there.get(name) != shape:
+            differing.append(f"{name} is {there.get(name)} and {shape} here")
+    for name in there:
+        if name.startswith("model.") and name not in known:
+            differing.append(f"{name} is unknown here")
+    differing = list(dict.fromkeys(text for texts in by_rank(differing) for text in texts))
     if differing:
         raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
-    if not on_all_ranks(not optimizer or any(name.startswith("optimizer.") for name in saved)):
-        raise ValueError(f"{path} holds no optimizer state; optimizer=False loads its weights alone")
+    has_optimizer = any(name.startswith("optimizer.") for name in saved)
+    if not on_all_ranks(has_optimizer or not optimizer):
+        raise ValueError(f"{path} holds no optimizer state; optimizer=False loads only its weights")
 
 
 def require_replaceable(path: str | Path) -> None:
     """Raises ValueError on every rank when saving to path would delete something other than a checkpoint."""
     target = Path(path)
-    taken = target.exists() and not is_checkpoint(target) and not (target.is_dir() and not any(target.iterdir()))
-    if not on_all_ranks(not taken):
+    is_empty = target.is_dir() and not any(target.iterdir())
+    if not on_all_ranks(not target.exists() or is_checkpoint(target) or is_empty):
         raise ValueError(f"{path} exists and is not a checkpoint: it holds no {METADATA}, so it is not replaced")
 
 
 class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on, over a process group of its own.
 
-    Its collectives run in another thread than training's, so in one group the two would meet in an order of their own on each rank.
+    The writer's collectives run in another thread than training's. In one process group the two would meet in a different order on
+    each rank.
     """
 
     def __init__(self) -> None:
@@ -66,62 +72,65 @@ class CheckpointWriter:
 
     @cached_property
     def _group(self) -> dist.ProcessGroup:
-        return dist.new_group(backend="gloo")  # at the first save, which all ranks reach together
+        return dist.new_group(backend="gloo")  # made at the first save, which all ranks reach together
 
     def start(
-        self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, add: Callable[[Path], None]
+        self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, extra_files: Sequence[Path]
     ) -> "Future[None]":
-        """Copy the state to the CPU and return; the answer comes when the directory is whole on disk.
+        """Copy the state to the CPU and return. The future is done when the directory is whole on disk.
 
-        add(directory) puts more files into it, on rank 0.
-        It raises RuntimeError with path and rank when a rank could not write; then `path` is what it was before.
+        extra_files: copied into the directory by rank 0.
+        The future raises RuntimeError with path and rank when a rank could not write. `path` is then as it was before.
         """
         self.wait()
         upload = dcp.async_save(
             _state(built, policy_version, optimizer=optimizer),
-            storage_writer=_WholeDirectoryWriter(path, add),
+            storage_writer=_WholeDirectoryWriter(path, extra_files),
             process_group=self._group,
         )
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # a waiter that goes away does not cancel it
+        written.set_running_or_notify_cancel()  # a caller that gives up waiting does not cancel it
         upload.add_done_callback(lambda done: _settle(written, done, f"saving {path}"))
         self._written = written
         return written
 
     def wait(self) -> None:
-        """Until nothing is being written any more. A failure belongs to whoever holds the answer of `start`."""
+        """Wait until no checkpoint is being written. Raises no failure: the holder of the future of `start` gets it."""
         if self._written is not None:
             self._written.exception()
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes beside the path and renames once all ranks have written: a directory is a whole checkpoint or is not there.
+    """Writes into a directory beside the path and renames it once all ranks have written, so the path never holds half a checkpoint.
 
-    DCP runs prepare_global_plan and finish on its first rank alone, between its own collectives, and spreads their errors.
+    DCP runs prepare_global_plan and finish only on its first rank, between its own collectives, and sends their errors to all ranks.
     """
 
-    def __init__(self, path: str, add: Callable[[Path], None]) -> None:
+    def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
         super().__init__(f"{path}.partial")
-        self.target, self.add = Path(path), add
+        self.target, self.extra_files = Path(path), extra_files
 
-    def prepare_global_plan(self, plans):
-        shutil.rmtree(self.path)  # what a killed save left may hold files of more ranks than there are now
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        # A killed save may have left files of more ranks than there are now.
+        shutil.rmtree(self.path)
         self.path.mkdir()
         return super().prepare_global_plan(plans)
 
-    def finish(self, metadata, results) -> None:
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         super().finish(metadata, results)
-        self.add(self.path)
+        for file in self.extra_files:
+            shutil.copyfile(file, self.path / file.name)
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            # Removing it in place would leave half a checkpoint under its name; a kill between the two renames leaves both beside it.
+            # Deleting the target in place could leave half a checkpoint under its name. A kill between the two renames leaves both
+            # the former and the new checkpoint, under their temporary names.
             self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)
 
 
-def _settle(written: "Future[None]", upload: "Future[Any]", what: str) -> None:
+def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> None:
     try:
         with plain_errors(what):
             upload.result()
@@ -132,7 +141,10 @@ def _settle(written: "Future[None]", upload: "Future[Any]", what: str) -> None:
 
 
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
-    """Load in place, resharding to this layout, and return the policy_version; without its state the optimizer starts anew."""
+    """Load in place, resharding to this layout, and return the policy_version.
+
+    optimizer=False: the optimizer starts as that of a new trainer.
+    """
     state = _state(built, 0, optimizer=optimizer)
     with plain_errors(f"loading {path}"):
         dcp.load(state, checkpoint_id=str(path))
@@ -140,30 +152,34 @@ def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
     if optimizer:
         built.optimizers.load_state_dict(state["optimizer"])
     else:
-        for part in built.optimizers.optimizers:
-            part.state.clear()
+        for fresh in built.optimizers.optimizers:
+            fresh.state.clear()
     return int(state["policy_version"])
 
 
 def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> dict[str, Any]:
     state = {"model": checkpointed(built.model), "policy_version": torch.tensor(policy_version)}
-    return state | {"optimizer": _optimizer_state(built)} if optimizer else state
+    if optimizer:
+        state["optimizer"] = _optimizer_state(built)
+    return state
 
 
 def _optimizer_state(built: BuiltModel) -> dict[str, Any]:
-    # torchtitan makes missing optimizer state by a step of zeros, which Adam would count in its bias correction.
-    fresh = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
-    optimizer_state = built.optimizers.state_dict()
-    for optimizer in fresh:
+    # torchtitan creates missing optimizer state by a step with zero gradients, which Adam would count in its bias correction.
+    without_state = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
+    state_dict = built.optimizers.state_dict()
+    for optimizer in without_state:
         for state in optimizer.state.values():
             if "step" in state:
                 state["step"].zero_()
-    return optimizer_state
+    return state_dict
 
 
 @contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """torch's CheckpointException is no Exception; out of an endpoint it would end the actor instead of reaching the caller."""
+    """Raise torch's CheckpointException as a RuntimeError. It is no Exception: out of an endpoint it would end the actor instead of
+    reaching the caller.
+    """
     try:
         yield
     except CheckpointException as error:

@@ -1,43 +1,52 @@
-"""What the ranks tell each other of themselves: small values, and whole tensors one at a time. Collective; knows no model."""
+"""Collectives between the ranks of a trainer: small values, errors, and whole tensors one at a time. Knows no model."""
 
 import contextlib
 import pickle
 import traceback
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+Value = TypeVar("Value")
 
-def by_rank(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """What every rank of the group gave, by rank. torch.distributed prefers the CPU for objects, so it works beside NCCL."""
-    values = [None] * dist.get_world_size(group)
+
+def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """The values that the ranks of the group passed, in the order of the ranks.
+
+    torch.distributed sends objects over the CPU backend, so this works beside NCCL.
+    """
+    values: list[Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """The logical and over the ranks, on CPU tensors, so that the same call works over gloo and beside NCCL."""
+    """The logical and over the ranks. Its tensor is on the CPU, so that the same call works over gloo and beside NCCL."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank when one failed: its own failure where there is one, elsewhere the first failing rank's.
+    """Raises on every rank when any rank passes a failure: a failing rank raises its own, the others raise the first failing rank's.
 
-    That has the rank as its attribute `rank` and the traceback as a note; one that cannot be pickled becomes a RuntimeError with its words.
+    The exception has the rank that failed as its attribute `rank`. One from another rank also has that rank's traceback as a note;
+    if it cannot be pickled, it is a RuntimeError with its repr.
     """
     if on_all_ranks(failure is None):
         return
-    failures = by_rank(failure and _sendable(failure))
-    rank = next(rank for rank, sent in enumerate(failures) if sent is not None)
-    first = failure or pickle.loads(failures[rank])
-    setattr(first, "rank", dist.get_rank() if failure else rank)  # noqa: B010
-    raise first
+    failures = by_rank(None if failure is None else _sendable(failure))
+    rank, sent = next((rank, sent) for rank, sent in enumerate(failures) if sent is not None)
+    if failure is not None:
+        rank, raised = dist.get_rank(), failure
+    else:
+        raised = pickle.loads(sent)
+    setattr(raised, "rank", rank)  # noqa: B010
+    raise raised
 
 
 def _sendable(failure: Exception) -> bytes:
@@ -49,21 +58,22 @@ def _sendable(failure: Exception) -> bytes:
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor that any rank has in its state, one at a time: whole and on the CPU on rank 0, None elsewhere.
+    """Every tensor that any rank has in its state, one at a time: whole and on the CPU on rank 0, None on the other ranks.
 
-    Under pipeline parallelism the ranks of a stage have names of their own; the first of them sends to rank 0.
+    Under pipeline parallelism the ranks of different stages have different names. The first rank that has a name sends to rank 0.
     """
     rank = dist.get_rank()
-    held = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})
-    for name in dict.fromkeys(name for names in held for name in names):
-        sender = next(r for r, names in enumerate(held) if name in names)
+    specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})
+    names = dict.fromkeys(name for specs in specs_by_rank for name in specs)
+    for name in names:
+        sender = next(other for other, specs in enumerate(specs_by_rank) if name in specs)
         if name in state:
             tensor = state[name].detach()
             whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
             if rank == sender != 0:
                 dist.send(whole.cpu().contiguous(), dst=0)
         elif rank == 0:
-            shape, dtype = held[sender][name]
+            shape, dtype = specs_by_rank[sender][name]
             whole = torch.empty(shape, dtype=dtype)
             dist.recv(whole, src=sender)
         yield name, whole.cpu() if rank == 0 else None

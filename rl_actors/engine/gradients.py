@@ -1,6 +1,7 @@
 """The gradients that a rank holds: their norm over all ranks, their scale, and which of them are not finite. Steps nothing.
 
-They are plain tensors here, a rank's own shards: of the 17 ms that a host took for an optim_step of 28 blocks, 11 were DTensor's dispatch.
+They are plain tensors here, a rank's own shards. DTensor's dispatch took 11 of the 17 ms that a host spent on an optim_step of 28
+blocks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,83 +14,86 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from rl_actors.engine.collectives import by_rank
-
-MAX_NAMES_REPORTED = 10
+from rl_actors.types import MAX_NAMES_REPORTED
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
-"""Of a parameter and of its gradient; None: whole on every rank."""
+"""Mesh and placements of a parameter and of its gradient; None for one that is whole on every rank."""
+
+ParametersByLayout = Mapping[Layout, Sequence[tuple[str, nn.Parameter]]]
 
 
-def by_layout(named: Iterable[tuple[str, nn.Parameter]]) -> dict[Layout, list[tuple[str, nn.Parameter]]]:
-    """The parameters that are trained; what is looked up of hundreds of DTensors here need not be at every step."""
-    found: dict[Layout, list[tuple[str, nn.Parameter]]] = {}
+def by_layout(named: Iterable[tuple[str, nn.Parameter]]) -> ParametersByLayout:
+    """Trained parameters grouped by layout. Computed once: looking up the layouts of hundreds of DTensors every step is slow."""
+    groups: dict[Layout, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
             layout = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
-            found.setdefault(layout, []).append((name, parameter))
-    return found
+            groups.setdefault(layout, []).append((name, parameter))
+    return groups
 
 
 class Gradients:
-    """Of the parameters that have one."""
+    """The gradients of the parameters that have one."""
 
     @torch.no_grad()
     def __init__(
-        self,
-        trained: Mapping[Layout, Sequence[tuple[str, nn.Parameter]]],
-        pipeline: dist.ProcessGroup | None,
-        device: torch.device,
+        self, parameters: ParametersByLayout, pipeline_group: dist.ProcessGroup | None, device: torch.device
     ) -> None:
-        """pipeline: the ranks that hold other parameters of the model, where there are any."""
-        self.pipeline, self.device = pipeline, device
+        """pipeline_group: one rank of each pipeline stage, this rank among them; None without a pipeline."""
+        self.pipeline_group, self.device = pipeline_group, device
         self.names: list[str] = []
         self.shards: list[Tensor] = []
         self.norms: dict[Layout, Sequence[Tensor]] = {}
-        for layout, named in trained.items():
-            held = [(name, local(parameter.grad)) for name, parameter in named if parameter.grad is not None]
-            if held:
-                self.names += [name for name, _ in held]
-                self.shards += (shards := [shard for _, shard in held])
+        for layout, named in parameters.items():
+            with_gradient = [(name, parameter.grad) for name, parameter in named if parameter.grad is not None]
+            if with_gradient:
+                shards = [local(gradient) for _, gradient in with_gradient]
+                self.names += [name for name, _ in with_gradient]
+                self.shards += shards
                 self.norms[layout] = torch._foreach_norm(shards)
 
     def norm(self) -> Tensor:
-        """The 2-norm of all gradients over all ranks, which nobody has divided yet: [] float64, not waited for."""
+        """The 2-norm of all gradients over all ranks, [] float64. The host does not wait for it."""
         totals = [_squared(layout, norms) for layout, norms in self.norms.items()]
         total = torch.stack([*totals, torch.zeros((), dtype=torch.float64, device=self.device)]).sum()
-        if self.pipeline is not None:
-            dist.all_reduce(total, group=self.pipeline)
+        if self.pipeline_group is not None:
+            dist.all_reduce(total, group=self.pipeline_group)
         return total.sqrt()
 
     @torch.no_grad()
     def scale(self, factor: Tensor) -> None:
-        """Multiply all of them by a [], in place."""
+        """Multiply all gradients by a factor [], in place."""
         if self.shards:
             torch._foreach_mul_(self.shards, factor.to(self.shards[0].dtype))
 
     def nonfinite(self) -> tuple[str, ...]:
-        """The names of those that are not finite on some rank, at most MAX_NAMES_REPORTED. Collective."""
-        # A shard may be finite where its neighbour is not, and a pipeline stage has names of its own: all ranks say, so that they agree.
+        """The names of the gradients that are not finite on some rank, at most MAX_NAMES_REPORTED. Collective."""
         norms = list(chain.from_iterable(self.norms.values()))
-        finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
-        everywhere = by_rank([name for name, is_finite in zip(self.names, finite, strict=True) if not is_finite])
-        return tuple(dict.fromkeys(name for of_rank in everywhere for name in of_rank))[:MAX_NAMES_REPORTED]
+        are_finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
+        broken = [name for name, is_finite in zip(self.names, are_finite, strict=True) if not is_finite]
+        # A shard may be finite where another rank's shard of the same gradient is not, and pipeline stages hold different names.
+        # With the names of all ranks every rank returns the same ones.
+        everywhere = dict.fromkeys(chain.from_iterable(by_rank(broken)))
+        return tuple(everywhere)[:MAX_NAMES_REPORTED]
 
 
 def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
-    """The square of the norm of gradients of one layout, [] float64. All ranks of its mesh get the same, also when one's replica is
-    not finite where its neighbour's is: what they do next depends on it.
+    """The squared norm of the gradients of one layout over all ranks of its mesh, [] float64.
+
+    All ranks get the same value, even when one replica of a gradient is finite and another is not: their next calls depend on it.
     """
-    # The squares of float32 norms would leave float32's range, and the order of the ranks shows less.
+    # In float64 because the squares of float32 norms could leave float32's range, and the order of the ranks then matters less.
     total = torch.stack(list(norms)).double().square().sum()
     if layout is not None:
         mesh, placements = layout
         for dim, placement in enumerate(placements):
             if mesh.size(dim) > 1:
-                total = total / mesh.size(dim) if placement.is_replicate() else total
+                if placement.is_replicate():
+                    total = total / mesh.size(dim)
                 dist.all_reduce(total, group=mesh.get_group(dim))
     return total
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of it, without autograd. `to_local` makes a tensor anew of each parameter."""
+    """This rank's shard of a DTensor, without autograd, or the plain tensor itself. `to_local` would make a new tensor every time."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,6 @@
-"""Read and write Hugging Face directories of the model: config.json and safetensors. Collective over all ranks; knows no optimizer.
+"""Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files. Collective over all ranks.
 
-checkpoint.py knows the trainer's own directories.
+Knows no optimizer. checkpoint.py knows the trainer's own directories.
 """
 
 import json
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.models.qwen3 import Qwen3StateDictAdapter
+from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
 
 from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
@@ -32,8 +32,8 @@ from rl_actors.engine.hf_names import (
     to_hf_names,
 )
 from rl_actors.engine.optimizer import named_parameters
+from rl_actors.types import MAX_NAMES_REPORTED
 
-MAX_NAMES_REPORTED = 5
 MAX_FILE_BYTES = 4 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -49,29 +49,32 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing missing and unexpected tensors and differing shapes; reads the headers of the files alone."""
+    """Raises ValueError listing missing and unexpected tensors and differing shapes. Reads only the headers of the files."""
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in metadata.items()}
     here = tensor_shapes(config)
-    # Published directories of tied models may hold the head all the same, and old ones the rotary embedding's table.
-    known = here | ({"lm_head.weight": here["model.embed_tokens.weight"]} if config.tie_word_embeddings else {})
+    # Some published directories of tied models hold the head all the same, and old ones hold the rotary embedding's table.
+    known = dict(here)
+    if config.tie_word_embeddings:
+        known["lm_head.weight"] = here["model.embed_tokens.weight"]
+    other_shapes = []
+    for name, shape in known.items():
+        if there.get(name, shape) != shape:
+            other_shapes.append(f"{name} ({list(there[name])} there, {list(shape)} here)")
     findings = {
         "missing": [name for name in here if name not in there],
         "unexpected": [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")],
-        "of another shape": [
-            f"{name} ({list(there[name])} there, {list(shape)} here)"
-            for name, shape in known.items()
-            if there.get(name, shape) != shape
-        ],
+        "of another shape": other_shapes,
     }
-    if texts := [f"{len(names)} {kind}: {_first(names)}" for kind, names in findings.items() if names]:
+    texts = [f"{len(names)} {kind}: {_first(names)}" for kind, names in findings.items() if names]
+    if texts:
         raise ValueError(f"the tensors of {path} do not fit its config.json: {'; '.join(texts)}")
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of this model in a Hugging Face directory, whatever the layout."""
+    """Name and shape of every tensor of this model in a Hugging Face directory, independent of the layout."""
     model_config = qwen3_config(config)
     with torch.device("meta"):
         state = model_config.build().state_dict()
@@ -79,90 +82,100 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load(built: BuiltModel, path: str) -> None:
-    """Load a directory of safetensors into the sharded model, in place; each rank reads its part. An expert bias keeps its value."""
-    state = _parameters(built.model)
-    cut = {name: empty_split_over_rows(tensor) for name, tensor in state.items() if is_joined(name)}
-    split = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in cut.items() if FUSED in name}
-    whole = {name: tensor for name, tensor in (state | cut).items() if name not in split}
-    named = to_hf_names(
-        built.hf_adapter, whole | {part: rows for of_one in split.values() for part, rows in of_one.items()}
-    )
+    """Load a directory of safetensors into the sharded model, in place. Each rank reads its part. An expert bias keeps its value."""
+    parameters = _parameters(built.model)
+    # A joined parameter is loaded into tensors of its own, which are joined and copied into the parameter below.
+    joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
+    fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
+    loaded: dict[str, Tensor] = {}
+    for name, tensor in parameters.items():
+        if name in fused:
+            loaded |= fused[name]
+        else:
+            loaded[name] = joined.get(name, tensor)
     with plain_errors(f"loading {path}"):
-        dcp.load(named, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
-    for name, tensor in cut.items():
-        if name in split:
-            tensor = join_qkv(built.hf_adapter, list(split[name].values()))
-        state[name].copy_(tensor.redistribute(placements=state[name].placements))
+        dcp.load(to_hf_names(built.hf_adapter, loaded), storage_reader=built.hf_adapter.get_hf_storage_reader(path))
+    for name, tensor in joined.items():
+        if name in fused:
+            tensor = join_qkv(built.hf_adapter, list(fused[name].values()))
+        parameter = parameters[name]
+        parameter.copy_(tensor.redistribute(placements=parameter.placements))
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names in this dtype, sharded as they lie; tied heads appear once, adapters merged.
+    """The weights under their Hugging Face names in this dtype, sharded over the ranks. Tied heads appear once, adapters are merged.
 
     Every name is on every rank, or under pipeline parallelism on every rank of its stage.
     """
-    state = {name: x.to(dtype) for name, x in lora.merged(built.model, _parameters(built.model)).items()}
-    return to_hf_names(
-        built.hf_adapter, {name: split_over_rows(x) if is_joined(name) else x for name, x in state.items()}
-    )
+    state: dict[str, Tensor] = {}
+    for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
+        tensor = tensor.to(dtype)
+        state[name] = split_over_rows(tensor) if is_joined(name) else tensor
+    return to_hf_names(built.hf_adapter, state)
 
 
 def require_tokenizer(path: str) -> None:
-    """Raises ValueError when path is no tokenizer's directory."""
+    """Raises ValueError when path is not a tokenizer's directory."""
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ValueError(
             f"tokenizer_path={path!r} holds no tokenizer_config.json, so it is not a tokenizer's directory"
         )
 
 
-def copy_tokenizer(source: str, target: Path) -> None:
-    """Copy the tokenizer files that `source` has; what one rank does for all."""
-    for name in TOKENIZER_FILES:
-        if source and (Path(source) / name).is_file():
-            shutil.copyfile(Path(source) / name, target / name)
+def tokenizer_files(source: str) -> list[Path]:
+    """The tokenizer files that the directory `source` has; none for an empty source."""
+    if not source:
+        return []
+    files = [Path(source) / name for name in TOKENIZER_FILES]
+    return [file for file in files if file.is_file()]
 
 
 def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The adapters alone, under peft's names in this dtype, sharded as they lie."""
+    """Only the adapters, under peft's names in this dtype, sharded as in the model."""
     state = lora.peft_state_dict(built.model, built.hf_adapter.to_hf)
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
 
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
-    """Write a directory that transformers and vLLM load: under a temporary name and renamed, so it is whole or is not there.
+    """Write a directory that transformers and vLLM load. It is written under a temporary name and renamed, so it is whole or not there.
 
-    Tensors are gathered one at a time; rank 0 holds at most MAX_FILE_BYTES and one tensor. source: where tokenizer files are copied from.
+    Tensors are gathered one at a time: rank 0 holds at most MAX_FILE_BYTES and one tensor. source: the directory whose tokenizer
+    files are copied.
     """
-    target, partial = Path(path), Path(f"{path}.partial")
+    target, temporary = Path(path), Path(f"{path}.partial")
 
     def begin() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
         values = config.to_hf() | {"torch_dtype": dtype}
-        (partial / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-        copy_tokenizer(source, partial)
+        (temporary / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+        for file in tokenizer_files(source):
+            shutil.copyfile(file, temporary / file.name)
 
     _on_first_rank(begin)
-    files = SafetensorsWriter(partial)
-    adapter = _adapter(qwen3_config(config))  # plain tensors leave no trace of the layout in built.hf_adapter
+    files = SafetensorsWriter(temporary)
+    # torchtitan's adapter records the layout of sharded experts that it renames. This one only sees whole tensors.
+    adapter = _adapter(qwen3_config(config))
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
         if whole is not None and failure is None:
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
-            except OSError as error:  # raised below, on all ranks: the others are in the next gather
+            except OSError as error:
+                # commit raises it on all ranks together. Raised here, it would leave the others waiting in the next gather.
                 failure = error
 
     def commit() -> None:
         if failure is not None:
             raise failure
         files.finish()
-        partial.rename(target)
+        temporary.rename(target)
 
     _on_first_rank(commit)
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters as peft and vLLM load them over the weights of `base`; whole or not there."""
+    """Write the adapters as peft and vLLM load them over the weights of `base`. The directory is whole or not there."""
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
 
     def write() -> None:
@@ -172,7 +185,7 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
 
 
 def require_exportable(path: str, dtype: str) -> None:
-    """Raises ValueError on every rank when path is taken, or the dtype unknown: an export never deletes anything."""
+    """Raises ValueError on every rank when path is taken or the dtype is unknown. An export never deletes anything."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     target = Path(path)
@@ -181,15 +194,16 @@ def require_exportable(path: str, dtype: str) -> None:
 
 
 class SafetensorsWriter:
-    """model.safetensors, or model-00001-of-0000N.safetensors with their index, when there is more than one file's worth."""
+    """Writes model.safetensors or, for more than MAX_FILE_BYTES, model-00001-of-0000N.safetensors with an index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.pending: dict[str, Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
-        self.written: list[list[str]] = []
+        self.written: list[list[str]] = []  # the names of each file, in the order of the files
 
     def add(self, tensors: dict[str, Tensor]) -> None:
+        """Keep the tensors for the next file. Write the file first when they would make it too large."""
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
             if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
@@ -199,6 +213,7 @@ class SafetensorsWriter:
             self.total_bytes += num_bytes
 
     def finish(self) -> None:
+        """Write the last file. The files then get their final names, which hold their number."""
         self._write()
         count = len(self.written)
         if count == 1:
@@ -220,14 +235,14 @@ class SafetensorsWriter:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """As they lie on the ranks. model.state_dict() gathers the query, key and value of every block whole on every rank."""
+    """The parameters as they are sharded. model.state_dict() would gather every block's query, key and value whole on every rank."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
 
 
-def _adapter(model_config) -> Qwen3StateDictAdapter:
+def _adapter(model_config: Qwen3Model.Config) -> Qwen3StateDictAdapter:
     return Qwen3StateDictAdapter(model_config, None)
 
 
@@ -236,7 +251,7 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Do the file work that one rank does for all. Its error is raised on every rank, so that none goes on alone."""
+    """Do the file work of all ranks on rank 0. An error is raised on every rank, so that no rank continues without the others."""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:

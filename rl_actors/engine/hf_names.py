@@ -1,4 +1,6 @@
-"""Tensors that Hugging Face names apart and torchtitan keeps joined: experts, and query, key and value. Reads and writes no file.
+"""Tensors that torchtitan joins and Hugging Face keeps apart: the experts of a block, and query, key and value. Reads and writes no file.
+
+Hugging Face's tensors are parts of a joined tensor along its first dimension.
 
 G groups of key-value heads, R query heads in a group, W head width, D hidden size.
 """
@@ -12,73 +14,94 @@ EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 
 
 def is_joined(name: str) -> bool:
-    """Whether Hugging Face has several tensors for this one, along its first dimension: experts, or query, key and value."""
+    """Whether Hugging Face has several tensors for this one: experts, or query, key and value."""
     return EXPERTS in name or FUSED in name
 
 
 def _split_placements(joined: DTensor) -> list[Placement]:
-    """FSDP and expert parallelism lay whole experts and heads on ranks; a name that one rank alone has cannot be published. Cut every
-    one instead: same memory. (torchtitan's adapter would name a rank's own experts, and takes no replicas.)
+    """Placements under which every rank holds a piece of every expert or head.
+
+    FSDP and expert parallelism give each rank whole experts and heads, but a tensor that only one rank has cannot be published.
+    Sharding another dimension than the first splits every expert and head over all ranks and takes the same memory. (torchtitan's
+    adapter would name only a rank's own experts, and does not take replicas.)
     """
-    cut = {placement.dim for placement in joined.placements if not placement.is_replicate()}
-    free = next(dim for dim in range(1, joined.ndim) if dim not in cut)
-    return [
-        Shard(free) if not placement.is_replicate() and placement.dim == 0 else placement
-        for placement in joined.placements
-    ]
+    sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
+    free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
+    placements: list[Placement] = []
+    for placement in joined.placements:
+        is_first_dim = not placement.is_replicate() and placement.dim == 0
+        placements.append(Shard(free_dim) if is_first_dim else placement)
+    return placements
 
 
 def split_over_rows(joined: DTensor) -> DTensor:
+    """The tensor redistributed, so that every rank holds a piece of every expert or head."""
     return joined.redistribute(placements=_split_placements(joined))
 
 
 def empty_split_over_rows(joined: DTensor) -> DTensor:
+    """An uninitialised tensor like split_over_rows(joined)."""
     return torch.distributed.tensor.empty(
         joined.shape, dtype=joined.dtype, device_mesh=joined.device_mesh, placements=_split_placements(joined)
     )
 
 
 def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same under Hugging Face names; experts as views, query, key and value as copies where they are fused."""
+    """The state under Hugging Face names. Experts are views of the joined tensor; a fused query, key and value become copies."""
     others: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if EXPERTS in name:
+            # torchtitan's adapter would return only this rank's experts of a DTensor, so it names those of an empty tensor.
             names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
             experts.update(zip(names, tensor.unbind(0), strict=True))
+        elif FUSED in name:
+            others |= split_qkv(adapter, name, tensor)
         else:
-            others |= split_qkv(adapter, name, tensor) if FUSED in name else {name: tensor}
+            others[name] = tensor
     return adapter.to_hf(others) | experts
 
 
 def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A fused weight as torchtitan's unfused model would have it: wq, wk and wv, in this order."""
-    groups, queries, width = _heads(adapter)
-    # What a rank holds has all rows; DTensor's own arithmetic takes several times as long.
+    """A fused weight as the three weights of torchtitan's unfused model, by name: wq, wk and wv, in this order."""
+    num_groups, num_queries, width = _heads(adapter)
+    # Every rank holds a piece of every row, so plain tensors suffice. DTensor's own arithmetic takes several times as long.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    heads_GRWD = local.unflatten(0, (groups, queries + 2, width))
-    split = {"wq": heads_GRWD[:, :queries], "wk": heads_GRWD[:, queries], "wv": heads_GRWD[:, queries + 1]}
-    return {
-        name.replace("wqkv", part): _like(tensor, heads.reshape(-1, local.shape[1])) for part, heads in split.items()
+    heads_GRWD = local.unflatten(0, (num_groups, num_queries + 2, width))
+    heads = {
+        "wq": heads_GRWD[:, :num_queries],
+        "wk": heads_GRWD[:, num_queries],
+        "wv": heads_GRWD[:, num_queries + 1],
     }
+    split: dict[str, Tensor] = {}
+    for part, part_heads in heads.items():
+        rows = part_heads.reshape(-1, local.shape[1])
+        split[name.replace("wqkv", part)] = _distributed_like(tensor, rows)
+    return split
 
 
-def _like(whole: Tensor, rows: Tensor) -> Tensor:
-    """Some rows of a tensor that is cut through every row, distributed as it is."""
+def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
+    """Local rows of a tensor of which every rank holds a piece of every row, as a DTensor with the tensor's placements."""
     if not isinstance(whole, DTensor):
         return rows
     shape = torch.Size((len(rows), whole.shape[1]))
-    where = {"device_mesh": whole.device_mesh, "placements": whole.placements}
-    return DTensor.from_local(rows, **where, run_check=False, shape=shape, stride=(shape[1], 1))
+    return DTensor.from_local(
+        rows,
+        device_mesh=whole.device_mesh,
+        placements=whole.placements,
+        run_check=False,
+        shape=shape,
+        stride=(shape[1], 1),
+    )
 
 
 def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
-    """The fused weight of a query, a key and a value."""
-    groups, _, width = _heads(adapter)
-    return torch.cat([part.unflatten(0, (groups, -1, width)) for part in split], dim=1).flatten(0, 2)
+    """The fused weight of a query, a key and a value weight, in this order."""
+    num_groups, _, width = _heads(adapter)
+    return torch.cat([part.unflatten(0, (num_groups, -1, width)) for part in split], dim=1).flatten(0, 2)
 
 
 def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """G groups of key-value heads, query heads in a group, W: torchtitan lays a group's queries, key and value one after another."""
+    """G, the query heads in a group, W. torchtitan lays the queries, the key and the value of a group one after another."""
     attention = adapter.model_config.layers[0].attention
     return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim

@@ -4,11 +4,10 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
 
@@ -19,30 +18,40 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Under the names of the model itself: activation checkpointing puts a segment of its own into torch's."""
+    """The parameters under the model's own names. Activation checkpointing adds a segment of its own to torch's names."""
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
-class _OfShards:
-    """Adam goes element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch."""
+class _StepsShards:
+    """Adam works element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch."""
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
-            tensors[:] = map(local, tensors)
+            tensors[:] = [local(tensor) for tensor in tensors]
         return has_complex
 
 
-class Adam(_OfShards, torch.optim.Adam):
-    """torch's, and its state is DTensors as torch's."""
+class Adam(_StepsShards, torch.optim.Adam):
+    """torch's Adam, stepping shards. Its state is DTensors, as in torch's."""
 
 
-class AdamW(_OfShards, torch.optim.AdamW):
-    """torch's, and its state is DTensors as torch's."""
+class AdamW(_StepsShards, torch.optim.AdamW):
+    """torch's AdamW, stepping shards. Its state is DTensors, as in torch's."""
+
+
+class _CanonicalNames:
+    """A model for torchtitan's _build_param_groups, which only calls named_parameters()."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return named_parameters(self.model)
 
 
 class Optimizers(OptimizersContainer):
-    """Adam and AdamW with torchtitan's arguments; "module:Class" as that class makes itself."""
+    """torchtitan's container. Adam and AdamW get torchtitan's arguments; a "module:Class" gets only those of the config."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -58,31 +67,32 @@ class Optimizers(OptimizersContainer):
         return {} if is_path else OptimizersContainer._build_impl_kwargs(config)
 
     @staticmethod
-    def _build_param_groups(model: nn.Module, *args: Any) -> tuple[dict[str, list], dict[str, list[str]]]:
-        # It asks for names and parameters alone, and would search the patterns in torch's names.
-        renamed: Any = SimpleNamespace(named_parameters=lambda: named_parameters(model))
-        return OptimizersContainer._build_param_groups(renamed, *args)
+    def _build_param_groups(
+        model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
+    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        # torchtitan would search the patterns in torch's names, which activation checkpointing changes.
+        return OptimizersContainer._build_param_groups(_CanonicalNames(model), configs, impl_kwargs)
 
 
 class NoOptimizers:
-    """In the place of torchtitan's container where nothing is trained."""
+    """The container of a trainer that trains nothing."""
 
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     def zero_grad(self) -> None:
-        """There are no gradients."""
+        """Does nothing: there are no gradients."""
 
 
 class Hyperparameters:
-    """Writes an OptimParams into the parameter groups, each with its multipliers.
+    """Writes an OptimParams into the parameter groups of an optimizer. A group multiplies learning rate and weight decay by its factors.
 
-    A group of the config holds the parameters whose name its pattern is found in and no earlier one's; the rest is a last group.
+    A group of the config holds the parameters whose names match its pattern and no earlier pattern. A last group holds the rest.
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
-        """trained: the names of all trained parameters, of which a rank's pipeline stages hold some.
+        """trained: the names of all trained parameters. The model has some of them, those of this rank's pipeline stages.
 
-        Raises ValueError for a pattern that is found in none of them that is left.
+        Raises ValueError for a pattern that matches no name that is left by the patterns before it.
         """
         self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
@@ -92,9 +102,10 @@ class Hyperparameters:
                 raise ValueError(f"optimizer.groups: the pattern {pattern!r} is found in none of {trained}")
             if any(re.search(pattern, name) for name in names):
                 groups[pattern] = multipliers
-            names, trained = ([name for name in some if not re.search(pattern, name)] for some in (names, trained))
+            names = [name for name in names if not re.search(pattern, name)]
+            trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # Every hyperparameter comes with optim_step; lr=0 would only be used by a step that nobody asked for.
+        # Every hyperparameter comes with optim_step. lr=0 would only be used by a step that nobody asked for.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,
@@ -107,11 +118,11 @@ class Hyperparameters:
 
     @property
     def supported(self) -> tuple[str, ...]:
-        """Fields of validation.HYPERPARAMETERS that the optimizer has."""
+        """The fields of validation.HYPERPARAMETERS that the optimizer has."""
         return supported_hyperparameters(self.optimizer.param_groups[0])
 
     def set(self, params: OptimParams) -> None:
-        """The next step uses these."""
+        """Make the next step use these values."""
         keys = {"lr", *(HYPERPARAMETERS[name] for name in self.supported)}
         for group, (rate, decay) in zip(self.optimizer.param_groups, self.multipliers, strict=True):
             values = {

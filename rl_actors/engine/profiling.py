@@ -1,4 +1,4 @@
-"""torch.profiler traces of whole training steps, one file a rank. Decides nothing about when a step ends."""
+"""torch.profiler traces of whole training steps, one file a rank. The engine says when a step is done."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 class StepProfiler:
-    """Traces from `start` until the given number of optimizer steps is done."""
+    """Traces this rank from `start` until the given number of optimizer steps is done."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -16,9 +16,9 @@ class StepProfiler:
         self._steps_left = 0
 
     def start(self, directory: str, steps: int) -> None:
-        """Write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open, when `steps` more steps are done.
+        """Trace the next `steps` steps, then write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open.
 
-        Raises ValueError for steps below 1, RuntimeError while a trace is being taken; neither changes anything.
+        Raises ValueError for steps below 1, RuntimeError while a trace is being taken. Neither error changes anything.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps}; it must be an integer of at least 1")
@@ -26,11 +26,14 @@ class StepProfiler:
             raise RuntimeError(f"profile: {self._file} is being taken, with {self._steps_left} steps to go")
         self._file = Path(directory) / f"rank-{self.rank}.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
         self._trace, self._steps_left = profile(activities=activities), steps
         self._trace.start()
 
     def step_done(self) -> None:
+        """Count one step. Write the file after the last one."""
         if self._trace is None:
             return
         self._steps_left -= 1

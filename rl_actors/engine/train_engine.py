@@ -1,13 +1,12 @@
-"""The trainer on one rank: forward, backward, optimizer step, weights. Knows neither Monarch nor who calls it.
+"""The trainer on one rank: forward, backward, optimizer step, weights. Knows neither Monarch nor its callers.
 
 B rows, L row length, D hidden size, V vocabulary.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,10 +33,10 @@ from rl_actors.validation import require_optimizer, validate_optim_params, valid
 
 
 class TrainEngine:
-    """The trainer on one rank of an SPMD program: every rank makes the same calls with the same arguments in the same order."""
+    """The trainer on one rank of an SPMD program. Every rank makes the same calls with the same arguments in the same order."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """Build, shard and initialise the model. Raises ValueError for a config or a Hugging Face directory that does not fit."""
+        """Build, shard and initialise the model. Raises ValueError for a bad config or a Hugging Face directory of another model."""
         config.validate()
         if config.hf_path:
             hf.require_same_tensors(config.model, config.hf_path)
@@ -45,43 +44,27 @@ class TrainEngine:
             hf.require_tokenizer(config.tokenizer_path)
         self.config = config
         self.built: BuiltModel = build(config)
-        stages = self.built.stages
-        head = stages[-1].submod if stages else self.built.model
-        self.logprobs = ChunkedLogprobs(
-            head,
-            config.logprob_chunk_tokens,
-            fuse=this_machine().fuse,
-            keep_head=config.parallelism.fsdp_reshard_after_forward != "always",
-            # In a pipeline the last norm's gradient waits in float32, and FSDP reduces the head's beside it: its chunks are added in float32.
-            min_chunks=2 if stages else 1,
-        )
-        self.runner = (
-            PipelineRunner(self.built, self.logprobs, config)
-            if stages
-            else SingleRunner(self.built, self.logprobs, config)
-        )
+        self.logprobs = self._make_logprobs()
+        runner_class: type[PipelineRunner | SingleRunner] = PipelineRunner if self.built.stages else SingleRunner
+        self.runner = runner_class(self.built, self.logprobs, config)
         self.step = StepState()
-        self.writer = checkpoint.CheckpointWriter()
+        self.checkpoint_writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
         self.policy_version = 0
         self.steps_skipped = 0
-        self.trained = by_layout(named_parameters(self.built.model))
-        pp_mesh = self.built.parallel_dims.get_optional_mesh("pp")
-        self.pipeline = pp_mesh.get_group() if pp_mesh is not None else None
-        mesh = self.built.parallel_dims.get_optional_mesh("batch")
-        self.data_rank: int = mesh.get_local_rank() if mesh is not None else 0
-        self.num_data_ranks: int = mesh.size() if mesh is not None else 1
-        tensor_mesh = self.built.parallel_dims.get_optional_mesh("tp")
-        context_mesh = self.built.parallel_dims.get_optional_mesh("cp")
-        self.reports_metrics = self.runner.reports_metrics and (
-            tensor_mesh is None or tensor_mesh.get_local_rank() == 0
-        )
-        self.reports_samples = self.reports_metrics and (context_mesh is None or context_mesh.get_local_rank() == 0)
+        self.parameters_by_layout = by_layout(named_parameters(self.built.model))
+        pipeline_mesh = self.built.parallel_dims.get_optional_mesh("pp")
+        self.pipeline_group = pipeline_mesh.get_group() if pipeline_mesh is not None else None
+        self.data_rank, self.num_data_ranks = self._rank_and_size("batch")
+        tensor_rank, _ = self._rank_and_size("tp")
+        context_rank, _ = self._rank_and_size("cp")
+        self.reports_metrics = self.runner.reports_metrics and tensor_rank == 0
+        self.reports_samples = self.reports_metrics and context_rank == 0
         if config.hf_path:
             hf.load(self.built, config.hf_path)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """Raises ValueError, on every rank alike, before any of them works."""
+        """Raises the same ValueError on every rank, before any rank works on the samples."""
         validate_samples(
             samples,
             loss,
@@ -95,13 +78,13 @@ class TrainEngine:
     ) -> RankOutput:
         """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched.
 
-        A loss adds the metrics that forward_backward would report, the column target_ids the logprobs of its K ids, and `entropy`
-        the entropy of the whole distribution.
+        With a loss the output has the metrics that forward_backward would report; with the column target_ids, the logprobs of its
+        K ids; with `entropy`, the entropy of the whole distribution.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
-        # Validated: of a loss the columns are what it reads, alike in all samples.
+        # With a loss, `validate` has checked that all samples have the same columns, which are those that the loss reads.
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
@@ -109,15 +92,15 @@ class TrainEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
 
-        Raises ValueError for bad input, which changes nothing; any other failure leaves the step broken. The answer does not
-        wait for the last backward pass on a GPU, so a kernel that fails there fails the next call.
+        Raises ValueError for bad input, which changes nothing. Any other failure leaves the step broken. On a GPU the call returns
+        before the last backward pass is done, so an error of a kernel there is raised by the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
-        with self._breaking():
-            # Validated: the columns are what the loss reads, alike in all samples.
+        with self._broken_on_failure():
+            # `validate` has checked that all samples have the same columns, which are those that the loss reads.
             batches = self._batches(samples, samples[0].columns)
             outputs = self.runner.forward_backward(batches, loss, with_entropy=entropy)
         self.step.open()
@@ -130,21 +113,22 @@ class TrainEngine:
         hyperparameters = self.built.hyperparameters
         assert hyperparameters is not None
         validate_optim_params(params, hyperparameters.name, hyperparameters.supported)
-        with self._breaking():
-            gradients = Gradients(self.trained, self.pipeline, self.built.device)
+        with self._broken_on_failure():
+            gradients = Gradients(self.parameters_by_layout, self.pipeline_group, self.built.device)
             norm = gradients.norm() / params.grad_divisor
-            arrival = self.built.to_host(norm)  # a GPU scales while the host waits for it
-            # FSDP sums (divide factor 1), so the division by the global count belongs here: in one pass with the clipping.
+            norm_copy = self.built.to_host(norm)  # before the scaling: the host waits for the norm while a GPU scales
+            # FSDP sums (divide factor 1), so the division by the global count belongs here, in one pass with the clipping.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
             gradients.scale(clip / params.grad_divisor)
-            grad_norm = arrival.wait().item()
-            finite = grad_norm < float("inf")
-            broken = () if finite else gradients.nonfinite()
-        if finite:
-            with self._breaking(weights=True):
-                self._apply(params)
+            grad_norm = norm_copy.wait().item()
+            is_finite = grad_norm < float("inf")
+            nonfinite_parameters = () if is_finite else gradients.nonfinite()
+        if is_finite:
+            with self._broken_on_failure(weights=True):
+                hyperparameters.set(params)
+                self.built.optimizers.step()
             self.policy_version += 1
         else:
             self.steps_skipped += 1
@@ -152,56 +136,64 @@ class TrainEngine:
         self.step.close()
         self.profiler.step_done()
         return OptimResult(
-            policy_version=self.policy_version, grad_norm=grad_norm, skipped=not finite, nonfinite_parameters=broken
+            policy_version=self.policy_version,
+            grad_norm=grad_norm,
+            skipped=not is_finite,
+            nonfinite_parameters=nonfinite_parameters,
         )
 
     def discard_gradients(self) -> None:
-        """Drop what was accumulated and close the step; does nothing when there is nothing. Mends a broken step."""
+        """Drop the accumulated gradients and close the step, also a broken one. Does nothing when no gradients are accumulated."""
         self.step.require("discard_gradients")
         self._clear()
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
-        """Copy model, optimizer and version, and write them as a DCP directory while training goes on, beside the tokenizer's
-        files, where there are any. Refused in an open step.
+        """Copy model, optimizer and version, and write them as a DCP directory while training goes on, with the tokenizer's files, if
+        there are any. Refused in an open step.
 
-        The answer is there when the directory is whole on disk; a second save waits for the first. Raises ValueError when path
-        holds something else, and RuntimeError with path and rank, from the answer, when it could not be written.
+        The future is done when the directory is whole on disk. A second save waits for the first. Raises ValueError when path
+        holds something other than a checkpoint. The future raises RuntimeError with path and rank when a rank could not write.
         """
         self.step.require("save_checkpoint")
         if optimizer:
             require_optimizer("save_checkpoint(optimizer=True)", self.config.optimizer)
-        self.writer.wait()
+        self.checkpoint_writer.wait()
         checkpoint.require_replaceable(path)
-        add_tokenizer = partial(hf.copy_tokenizer, self.config.tokenizer_path or self.config.hf_path)
-        return self.writer.start(self.built, path, self.policy_version, optimizer=optimizer, add=add_tokenizer)
+        tokenizer = hf.tokenizer_files(self.config.tokenizer_path or self.config.hf_path)
+        return self.checkpoint_writer.start(
+            self.built, path, self.policy_version, optimizer=optimizer, extra_files=tokenizer
+        )
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
-        """Read what save_checkpoint wrote, under any layout, and return its policy_version. Refused in an open step.
+        """Read a directory of save_checkpoint, written under any layout, and return its policy_version. Refused in an open step.
 
-        optimizer=False: the weights alone; the optimizer then starts as that of a new trainer.
+        optimizer=False: read only the weights. The optimizer then starts as that of a new trainer.
         Raises ValueError, which changes nothing, when path is not a checkpoint of this model or holds no optimizer state.
         """
         self.step.require("load_checkpoint")
         if optimizer:
             require_optimizer("load_checkpoint(optimizer=True)", self.config.optimizer)
-        self.writer.wait()
+        self.checkpoint_writer.wait()
         checkpoint.require_checkpoint(self.built, path, optimizer=optimizer)
-        with self._breaking(weights=True):
+        with self._broken_on_failure(weights=True):
             self.policy_version = checkpoint.load(self.built, path, optimizer=optimizer)
         self.step.close()
         return self.policy_version
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """What a push publishes, sharded, cast to dtype: the weights under their Hugging Face names, tied heads once, adapters merged;
-        with lora.sync="adapter" the adapters alone, under peft's names.
+        """The tensors that a push publishes, sharded, cast to dtype.
+
+        They are the weights under their Hugging Face names, tied heads once, adapters merged. With lora.sync="adapter" they are only
+        the adapters, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
-        make = hf.adapter_state_dict if self.config.lora.syncs_adapter else hf.state_dict
-        return make(self.built, dtype)
+        if self.config.lora.syncs_adapter:
+            return hf.adapter_state_dict(self.built, dtype)
+        return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and, where there are any, tokenizer files: whole or not there. Changes nothing here.
+        """Write config.json, safetensors and tokenizer files, if there are any. The directory is whole or not there. Changes nothing here.
 
         Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
         """
@@ -212,7 +204,9 @@ class TrainEngine:
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters as peft reads them: whole or not there. Raises ValueError when there are none or path is taken."""
+        """Write the adapters as peft reads them. The directory is whole or not there. Raises ValueError when the model has no adapters
+        or path is taken.
+        """
         self.step.require("export_lora")
         if not self.config.lora.rank:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
@@ -220,7 +214,7 @@ class TrainEngine:
         hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
-        """Trace the next `steps` steps into <directory>/rank-N.json. Refused in an open step: a trace holds whole ones."""
+        """Trace the next `steps` steps into <directory>/rank-N.json. Refused in an open step, because a trace holds whole steps."""
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
         self.profiler.start(directory, steps)
@@ -249,7 +243,25 @@ class TrainEngine:
             peak_memory_bytes=this_machine().peak_memory_bytes(),
         )
 
-    def _batches(self, samples: Sequence[Sample], columns) -> Iterator[PackedBatch]:
+    def _make_logprobs(self) -> ChunkedLogprobs:
+        stages = self.built.stages
+        return ChunkedLogprobs(
+            stages[-1].submod if stages else self.built.model,
+            self.config.logprob_chunk_tokens,
+            fuse=this_machine().fuse,
+            keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
+            # FSDP reduces the gradients of the last norm and the head together, so they need one dtype. In a pipeline the norm's
+            # is float32; with at least two chunks the head's is accumulated in float32 too.
+            min_chunks=2 if stages else 1,
+        )
+
+    def _rank_and_size(self, dimension: str) -> tuple[int, int]:
+        """This rank's place in a dimension of the layout, and the dimension's size: (0, 1) for one that the layout does not have."""
+        mesh = self.built.parallel_dims.get_optional_mesh(dimension)
+        return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
+
+    def _batches(self, samples: Sequence[Sample], columns: Iterable[str]) -> Iterator[PackedBatch]:
+        """This rank's microbatches, each made when the runner asks for it."""
         config = self.config
         ranks = plan(
             [len(sample) for sample in samples],
@@ -266,7 +278,8 @@ class TrainEngine:
     def _output(self, outputs: list[MicrobatchOutput]) -> RankOutput:
         reporting = outputs if self.reports_samples else []
         values = [output.values() for output in reporting]
-        joined = {name: torch.cat([of_one[name] for of_one in values]) for name in (values[0] if values else ())}
+        names = values[0].keys() if values else ()
+        joined = {name: torch.cat([microbatch[name] for microbatch in values]) for name in names}
         return RankOutput(
             rank=torch.distributed.get_rank(),
             indices=[index for output in reporting for index in output.indices],
@@ -277,18 +290,13 @@ class TrainEngine:
             policy_version=self.policy_version,
         )
 
-    def _apply(self, params: OptimParams) -> None:
-        assert self.built.hyperparameters is not None
-        self.built.hyperparameters.set(params)
-        self.built.optimizers.step()
-
     def _clear(self) -> None:
         self.built.optimizers.zero_grad()
         self.built.routers.reset()
 
     @contextmanager
-    def _breaking(self, *, weights: bool = False):
-        """What fails half way leaves the step broken: gradients, or with `weights` the weights, may be half done."""
+    def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
+        """Mark the step broken when the body raises, because the gradients may be half done, or with `weights` the weights."""
         try:
             yield
         except BaseException:
@@ -296,7 +304,8 @@ class TrainEngine:
             raise
 
     @contextmanager
-    def _evaluation(self):
+    def _evaluation(self) -> Iterator[None]:
+        """Eval mode for the body. torchtitan's routers count tokens only in training mode, so the body adds nothing to the counts."""
         self.built.model.eval()
         try:
             yield

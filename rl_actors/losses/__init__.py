@@ -11,11 +11,12 @@ from rl_actors.losses.custom import LogprobGradient
 from rl_actors.losses.options import KL, IcePop, TruncatedImportanceSampling
 from rl_actors.losses.policy import CISPO, DRO, GSPO, PPO, ImportanceSampling, PolicyLoss, Reinforce
 from rl_actors.losses.supervised import CrossEntropy
+from rl_actors.metrics import Partials
 
-Loss = Callable[..., tuple[Tensor, dict[str, Any]]]
+Loss = Callable[..., tuple[Tensor, Partials]]
 """loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
 
-A loss with a true attribute `whole_sequence` gets one sample a row, padded with zeros; any other may get any piece of any rows.
+A loss with a true attribute `whole_sequence` gets one sample a row, padded with zeros. Any other loss may get any piece of any rows.
 """
 
 LOSSES: dict[str, type] = {
@@ -29,8 +30,8 @@ LOSSES: dict[str, type] = {
 }
 
 MADE = frozenset({"entropy", "target_logprobs"})
-"""What a loss may read besides columns, made by the engine: entropy [B, L] of the whole distribution, and the logprobs [B, L, K]
-of the column target_ids where samples have it."""
+"""Arguments of a loss that the engine computes: the entropy [B, L] of the whole distribution, and the logprobs [B, L, K] of the
+column target_ids, where samples have it."""
 
 __all__ = [
     "CISPO",
@@ -56,8 +57,8 @@ __all__ = [
 
 
 def resolve(loss: "str | Loss") -> Loss:
-    """A loss by its name with default options, one of your own by "module:name" (a function, an instance, or a class that needs no
-    arguments), or the loss itself. Raises ValueError for anything else.
+    """The loss of a name in LOSSES with default options, of a "module:name" of your own (a function, an instance, or a class that
+    needs no arguments), or the given loss itself. Raises ValueError for anything else.
     """
     if isinstance(loss, str) and ":" in loss:
         loss = _imported(loss)
@@ -67,13 +68,13 @@ def resolve(loss: "str | Loss") -> Loss:
         return LOSSES[loss]()
     if not callable(loss) or isinstance(loss, type):
         raise ValueError(
-            f"unknown loss {loss!r}; give a name out of {', '.join(sorted(LOSSES))} or an instance such as PPO()"
+            f"unknown loss {loss!r}; give one of the names {', '.join(sorted(LOSSES))} or an instance such as PPO()"
         )
     return loss
 
 
 def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
-    """The (required, optional) columns of a loss: the keyword-only arguments of its call, or what its columns() says.
+    """The (required, optional) columns of a loss: the keyword-only arguments of its call, or the result of its columns() method.
 
     columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"}, {"generator_logprobs"})
     """
@@ -82,11 +83,12 @@ def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def made_for(loss: Loss) -> frozenset[str]:
-    """What the loss reads that the engine makes: a subset of MADE."""
+    """The arguments of the loss that the engine computes: a subset of MADE."""
     return frozenset().union(*_reads(loss)) & MADE
 
 
-def name_of(loss: Any) -> str:
+def name_of(loss: Loss | None) -> str:
+    """The name of a loss for error texts."""
     return getattr(loss, "__name__", type(loss).__name__)
 
 
@@ -94,9 +96,9 @@ def _reads(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
     if hasattr(loss, "columns"):
         return loss.columns()
     parameters = inspect.signature(loss).parameters.values()
-    columns = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
-    required = frozenset(p.name for p in columns if p.default is p.empty)
-    return required, frozenset(p.name for p in columns) - required
+    keywords = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    required = frozenset(keyword.name for keyword in keywords if keyword.default is keyword.empty)
+    return required, frozenset(keyword.name for keyword in keywords) - required
 
 
 def _imported(name: str) -> Any:

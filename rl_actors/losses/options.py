@@ -1,6 +1,6 @@
-"""What combines with every policy loss: KL to a reference, and corrections for a generator that is not the trainer. No loss by itself.
+"""Options of every policy loss: KL to a reference, and corrections for a generator whose probabilities differ from the trainer's.
 
-B rows, L row length; at level "sequence" a row is one sample.
+None of them is a loss by itself. B rows, L row length; at level "sequence" a row is one sample.
 """
 
 import math
@@ -18,7 +18,7 @@ class KL:
     """Adds coefficient * sum_i w_i kl_i, an estimate of KL(trainer, reference) with d_i = logprob_i - ref_logprob_i:
 
     k1: d_i;  k2: d_i^2 / 2;  k3: exp(-d_i) - 1 + d_i  (Schulman, "Approximating KL divergence", 2020).
-    On samples of the trainer itself the gradient of k2 is that of the KL and the gradient of k1 is 0 in the mean
+    On samples of the trainer itself the gradient of k2 is the gradient of the KL, and the gradient of k1 is 0 in the mean
     (Tang and Munos, arXiv 2506.09477). coefficient=0 only reports kl_reference:mean.
     """
 
@@ -30,6 +30,7 @@ class KL:
         _require_choice("KL.estimator", self.estimator, ("k1", "k2", "k3"))
 
     def __call__(self, logprobs_BL: Tensor, ref_logprobs: Tensor) -> Tensor:
+        """The estimates kl_i, [B, L], without the coefficient."""
         difference_BL = logprobs_BL - ref_logprobs
         match self.estimator:
             case "k1":
@@ -56,13 +57,15 @@ class TruncatedImportanceSampling:
         _require_choice("TruncatedImportanceSampling.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
+        """The factor of each w_i, [B, L]. difference_BL: log q."""
         return at_level(self.level, difference_BL, is_trained_BL).exp().clamp(max=self.cap)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Multiplies w_i by 0 where q_i = p_trainer / p_generator is outside [low, high]. With reweights=True it also multiplies by q_i
-    inside, as in the paper (Ling team, "Every step evolves", arXiv 2510.18855). At level "sequence" q is the geometric mean.
+    """Multiplies w_i by 0 where q_i = p_trainer / p_generator is outside [low, high]. With reweights=True it also multiplies w_i by
+    q_i inside the bounds, as in the paper (Ling team, "Every step evolves", arXiv 2510.18855). At level "sequence" q is the
+    geometric mean over the sample's trained positions.
     """
 
     low: float = 0.5
@@ -76,6 +79,7 @@ class IcePop:
         _require_choice("IcePop.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
+        """The factor of each w_i, [B, L]. difference_BL: log q."""
         ratio_BL = at_level(self.level, difference_BL, is_trained_BL).exp()
         kept_BL = (self.low <= ratio_BL) & (ratio_BL <= self.high)
         return torch.where(kept_BL, ratio_BL if self.reweights else 1.0, 0.0)
@@ -85,14 +89,16 @@ Correction = TruncatedImportanceSampling | IcePop
 
 
 def sequence_mean(values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """The mean over a row's trained positions, [B, 1]; 0 where there are none."""
+    """The mean over a row's trained positions, [B, 1]; 0 for a row without any."""
     total_B1 = torch.where(is_trained_BL, values_BL, 0.0).sum(1, keepdim=True)
     return total_B1 / is_trained_BL.sum(1, keepdim=True).clamp(min=1)
 
 
 def at_level(level: Level, values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """The values, or at every position of a row their mean."""
-    return values_BL if level == "token" else sequence_mean(values_BL, is_trained_BL).expand_as(values_BL)
+    """The values as they are, or at level "sequence" their mean over the row at every position of it."""
+    if level == "token":
+        return values_BL
+    return sequence_mean(values_BL, is_trained_BL).expand_as(values_BL)
 
 
 def _require_number(name: str, value: float, *, low: float, above: bool = False) -> None:

@@ -1,29 +1,32 @@
-"""Policy-gradient losses: pure functions of the trainer's logprobs, the sampler's logprobs and advantages.
+"""Policy-gradient losses: pure functions of the trainer's logprobs, the generator's logprobs and advantages.
 
-All share PolicyLoss's options. A loss says what it maximises at a position; weights, options and metrics are added here once.
+A subclass of PolicyLoss defines the objective at a position. PolicyLoss adds weights, options and metrics. A trained position is one
+whose loss weight is not 0.
 
 B rows, L row length; for a loss that is `whole_sequence` a row is one sample.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from rl_actors.losses.options import KL, Correction, sequence_mean
+from rl_actors.metrics import Partials
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyLoss:
     """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
-    with J the subclass's objective, c the correction (1 without), H the entropy of the whole distribution.
-    The correction compares the trainer with the column generator_logprobs; then old_logprobs are the trainer's own, from
-    before the update, and q = exp(old_logprobs - generator_logprobs). Without that column old_logprobs are the generator's, and
+    with J the subclass's objective, c the correction (1 without one), H the entropy of the whole distribution.
+    With the column generator_logprobs, old_logprobs are the trainer's own, from before the update, and the correction is a
+    function of q = exp(old_logprobs - generator_logprobs). Without that column old_logprobs are the generator's, and
     q = exp(logprobs - old_logprobs) with no gradient.
-    sequence_mean divides a sample's w by the sum of their absolute values, so that every sample counts the same: GRPO's 1 / |o|.
+    sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the same:
+    GRPO's 1 / |o|.
     """
 
     kl: KL | None = None  # reads ref_logprobs
@@ -31,7 +34,7 @@ class PolicyLoss:
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    corrects: ClassVar[bool] = True  # J holds the ratio to old_logprobs, which corrects for the generator, too
+    corrects: ClassVar[bool] = True  # J holds the ratio to old_logprobs, so it corrects for the generator by itself
     needs_old_logprobs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -44,21 +47,23 @@ class PolicyLoss:
         return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """(required, optional), options included; `entropy` is made by the engine."""
-        required, optional = {"loss_weights", "advantages"}, {"generator_logprobs"}
-        (required if self.needs_old_logprobs or self.correction else optional).add("old_logprobs")
-        if self.kl:
+        """The (required, optional) arguments of the call, with those that the options read. The engine computes `entropy`."""
+        required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
+        if self.needs_old_logprobs or self.correction is not None:
+            required.add("old_logprobs")
+        if self.kl is not None:
             required.add("ref_logprobs")
         if self.entropy_coefficient:
             required.add("entropy")
         if self.correction is not None and self.correction.reweights and self.corrects:
-            required.add("generator_logprobs")  # or the same ratio would be multiplied twice
+            # Without this column q would be the ratio to old_logprobs, which J holds already: it would be multiplied twice.
+            required.add("generator_logprobs")
         return frozenset(required), frozenset(optional - required)
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
-    ) -> tuple[Tensor, dict[str, Any]]:
-        """(what is maximised [B, L], metrics of this loss)."""
+    ) -> tuple[Tensor, Partials]:
+        """(J [B, L], which is maximised; metrics of this loss)."""
         raise NotImplementedError
 
     def __call__(
@@ -71,14 +76,17 @@ class PolicyLoss:
         generator_logprobs: Tensor | None = None,
         ref_logprobs: Tensor | None = None,
         entropy: Tensor | None = None,
-    ):
+    ) -> tuple[Tensor, Partials]:
         is_trained_BL = loss_weights != 0
         current_BL = logprobs_BL.detach()
-        # Where nothing is trained a ratio may overflow, and 0 * inf is NaN.
-        known = lambda column: torch.where(is_trained_BL, column, current_BL)  # noqa: E731
+
+        def where_trained(column: Tensor) -> Tensor:
+            # Ratios at the other positions are then 1. One that overflowed would give 0 * inf = NaN.
+            return torch.where(is_trained_BL, column, current_BL)
+
         advantages = torch.where(is_trained_BL, advantages, 0.0)
-        old_BL = known(old_logprobs) if old_logprobs is not None else current_BL
-        generator_BL = known(generator_logprobs) if generator_logprobs is not None else old_BL
+        old_BL = where_trained(old_logprobs) if old_logprobs is not None else current_BL
+        generator_BL = where_trained(generator_logprobs) if generator_logprobs is not None else old_BL
         weights_BL = loss_weights
         if self.sequence_mean:
             weights_BL = loss_weights / loss_weights.abs().sum(1, keepdim=True).clamp(min=1e-30)
@@ -95,7 +103,7 @@ class PolicyLoss:
         loss = -(policy_weights_BL * objective_BL).sum()
         if self.kl is not None:
             assert ref_logprobs is not None
-            kl_BL = self.kl(logprobs_BL, known(ref_logprobs))
+            kl_BL = self.kl(logprobs_BL, where_trained(ref_logprobs))
             loss = loss + self.kl.coefficient * (weights_BL * kl_BL).sum()
             metrics["kl_reference:mean"] = _mean(kl_BL.detach(), is_trained_BL)
         if entropy is not None:
@@ -104,18 +112,20 @@ class PolicyLoss:
         return loss, {"loss:sum": loss.detach(), **metrics}
 
 
-def policy_metrics(logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor) -> dict:
-    """What every policy loss reports: the verification of the sampler's logprobs against the trainer's, and the advantages.
+def policy_metrics(
+    logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor
+) -> Partials:
+    """Metrics of every policy loss, over trained positions: how far the generator's logprobs are from the trainer's, the advantages,
+    and an estimate of the entropy.
 
-    Over positions with a non-zero loss weight. The KL of the sampler from the trainer is the k3 estimate
-    r - 1 - log r with r = p_trainer / p_sampler (Schulman, "Approximating KL divergence", 2020). The effective sample
-    size, as a fraction, is 1 / E[r^2] (Kong 1992 with E[r] = 1): 1 when both agree; it merges over calls, and noise may lift it above 1.
+    The KL of the generator from the trainer is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman,
+    "Approximating KL divergence", 2020). The effective sample size, as a fraction, is 1 / E[r^2] (Kong 1992 with E[r] = 1).
+    It is 1 when both agree, it merges over calls, and noise may lift it above 1.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
     difference_BL = torch.where(is_trained_BL, logprobs_BL.detach() - generator_logprobs, 0.0)
     ratio_BL = difference_BL.exp()
-    extreme = lambda fill: torch.where(is_trained_BL, advantages, fill)  # noqa: E731
     return {
         "logprob_diff:mean": (difference_BL.abs().sum(), count),
         "logprob_diff:max": difference_BL.abs().max(),
@@ -124,8 +134,8 @@ def policy_metrics(logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: 
         "ratio:mean": _mean(ratio_BL, is_trained_BL),
         "ratio:max": torch.where(is_trained_BL, ratio_BL, 0.0).max(),
         "advantage:mean": _mean(advantages, is_trained_BL),
-        "advantage:min": extreme(math.inf).min(),
-        "advantage:max": extreme(-math.inf).max(),
+        "advantage:min": torch.where(is_trained_BL, advantages, math.inf).min(),
+        "advantage:max": torch.where(is_trained_BL, advantages, -math.inf).max(),
         "advantage_abs:mean": _mean(advantages.abs(), is_trained_BL),
         "entropy_estimate:mean": _mean(-logprobs_BL.detach(), is_trained_BL),
     }
@@ -133,12 +143,17 @@ def policy_metrics(logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reinforce(PolicyLoss):
-    """J_i = A_i logprob_i (Williams, "Simple statistical gradient-following algorithms", 1992). old_logprobs only verify."""
+    """J_i = A_i logprob_i (Williams, "Simple statistical gradient-following algorithms", 1992).
+
+    Only metrics and a correction read old_logprobs.
+    """
 
     corrects: ClassVar[bool] = False
     needs_old_logprobs: ClassVar[bool] = False
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
+    ) -> tuple[Tensor, Partials]:
         return logprobs_BL * advantages, {}
 
 
@@ -146,7 +161,9 @@ class Reinforce(PolicyLoss):
 class ImportanceSampling(PolicyLoss):
     """J_i = r_i A_i with r_i = exp(logprob_i - old_logprob_i) (Tinker's `importance_sampling`)."""
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
+    ) -> tuple[Tensor, Partials]:
         return (logprobs_BL - old_logprobs).exp() * advantages, {}
 
 
@@ -168,11 +185,14 @@ class PPO(PolicyLoss):
         if self.dual_clip is not None and not 1 < self.dual_clip < math.inf:
             raise ValueError(f"dual_clip={self.dual_clip}; it must be above 1, or None")
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
+    ) -> tuple[Tensor, Partials]:
         ratio_BL = (logprobs_BL - old_logprobs).exp()
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
-    def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor):
+    def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
+        """PPO's objective of any ratios: one a position, or GSPO's of a sample."""
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
@@ -186,10 +206,11 @@ class PPO(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(PPO):
-    """PPO with one ratio a sample: s = exp(mean over its trained i of logprob_i - old_logprob_i) (Zheng et al., arXiv 2507.18071).
+    """PPO with one ratio a sample: s = exp(mean of logprob_i - old_logprob_i over the sample's trained i) (Zheng et al.,
+    arXiv 2507.18071).
 
-    Equation 5 there is a mean over samples: GSPO(sequence_mean=True) with grad_divisor = the number of samples.
-    The bounds are the paper's; they are this narrow because s is a geometric mean.
+    Equation 5 of the paper is a mean over samples: GSPO(sequence_mean=True) with grad_divisor = the number of samples.
+    The bounds are the paper's. They are this narrow because s is a geometric mean.
     """
 
     ratio_low: float = 1 - 3e-4
@@ -199,15 +220,17 @@ class GSPO(PPO):
     def whole_sequence(self) -> bool:
         return True
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
+    ) -> tuple[Tensor, Partials]:
         ratio_B1 = sequence_mean(logprobs_BL - old_logprobs, is_trained_BL).exp()
         return self.clipped_objective(ratio_B1.expand_as(logprobs_BL), advantages, is_trained_BL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO(PolicyLoss):
-    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i, no gradient through the clipped ratio (MiniMax-M1, arXiv 2506.13585,
-    eq. 4; Tinker's `cispo`). Every position keeps a gradient.
+    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i, with no gradient through the clipped ratio, so that every position keeps
+    a gradient (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
     """
 
     ratio_low: float = 0.0
@@ -217,7 +240,9 @@ class CISPO(PolicyLoss):
         PolicyLoss.__post_init__(self)
         _require_bounds(self.ratio_low, self.ratio_high)
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
+    ) -> tuple[Tensor, Partials]:
         ratio_BL = (logprobs_BL.detach() - old_logprobs).exp()
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         clip_fraction = _mean((clipped_BL != ratio_BL).float(), is_trained_BL)
@@ -239,12 +264,15 @@ class DRO(PolicyLoss):
         if not 0 <= self.beta < math.inf:
             raise ValueError(f"beta={self.beta}; it must be finite and at least 0")
 
-    def objective(self, logprobs_BL, old_logprobs, advantages, is_trained_BL):
+    def objective(
+        self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
+    ) -> tuple[Tensor, Partials]:
         penalty_BL = (logprobs_BL - old_logprobs).square() * self.beta / 2
         return logprobs_BL * advantages - penalty_BL, {}
 
 
 def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """The partial of a mean over trained positions."""
     return torch.where(is_trained_BL, values_BL, 0.0).sum(), is_trained_BL.sum()
 
 

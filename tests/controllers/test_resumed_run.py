@@ -128,7 +128,7 @@ def run(make_engine, monkeypatch):
                     await saver.finish()
                 else:
                     saver._writing.cancel()
-                    trainer.engine.writer.wait()
+                    trainer.engine.checkpoint_writer.wait()
 
         monkeypatch.setattr(launch, "open_run", open_run)
         flags = {"config_name": "c", "eval_only": None, "dry_run": False, "plan": False, "verbose": False}

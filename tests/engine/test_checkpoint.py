@@ -224,7 +224,7 @@ def test_loading_an_optimizer_that_was_not_saved_is_refused_and_nothing_changed(
         train(other, [1])
     with pytest.raises(ValueError) as caught:
         engine.load_checkpoint(path)
-    assert str(caught.value) == f"{path} holds no optimizer state; optimizer=False loads its weights alone"
+    assert str(caught.value) == f"{path} holds no optimizer state; optimizer=False loads only its weights"
     assert engine.info().state == "idle" and engine.policy_version == 1
     assert train(engine, (5, 6)) == train(untouched, (5, 6))
 
