@@ -30,7 +30,7 @@ SHAPE = (3, 17)
 
 
 def data(seed=0):
-    """Logprobs and columns in float32; a third of the weights is 0, the others are not all 1; ratios reach beyond both bounds."""
+    """Logprobs and columns in float32. A third of the weights is 0, the others are not all 1, and ratios reach beyond both bounds."""
     generator = torch.Generator().manual_seed(seed)
     logprobs_BL = -3 * torch.rand(SHAPE, generator=generator)
     weights_BL = torch.rand(SHAPE, generator=generator) * (torch.rand(SHAPE, generator=generator) > 1 / 3)
@@ -104,7 +104,10 @@ def test_policy_metrics_are_over_trained_positions(loss):
     _, _, metrics = run(loss, logprobs_BL, columns)
     flat = [x.double().flatten().tolist() for x in (logprobs_BL, *columns.values())]
     trained = [(p - o, a, p) for p, o, a, w in zip(*flat, strict=True) if w != 0]
-    mean = lambda values: math.fsum(values) / len(trained)  # noqa: E731
+
+    def mean(values) -> float:
+        return math.fsum(values) / len(trained)
+
     expected = {
         "logprob_diff:mean": mean(abs(d) for d, _, _ in trained),
         "logprob_diff:max": max(abs(d) for d, _, _ in trained),
@@ -132,7 +135,7 @@ def test_positions_without_weight_add_nothing_whatever_their_columns_hold(loss):
     logprobs_BL, columns = data()
     value, gradient_BL, metrics = run(loss, logprobs_BL, columns)
     untrained_BL = columns["loss_weights"] == 0
-    # a ratio of e^1000 is infinite in float32
+    # A ratio of e^1000 is infinite in float32.
     wild = {"old_logprobs": torch.where(untrained_BL, -1000.0, columns["old_logprobs"])}
     wild["advantages"] = torch.where(untrained_BL, -1e30, columns["advantages"])
     wild_value, wild_gradient_BL, wild_metrics = run(loss, logprobs_BL, {**columns, **wild})
@@ -142,7 +145,7 @@ def test_positions_without_weight_add_nothing_whatever_their_columns_hold(loss):
 
 
 @pytest.mark.parametrize("loss", [resolve(name) for name in sorted(LOSSES)])
-def test_a_loss_over_padding_alone_is_0_with_metrics_that_are_finite(loss):
+def test_a_loss_over_nothing_but_padding_is_0_with_finite_metrics(loss):
     zeros_BL = torch.zeros(SHAPE)
     required, _ = columns_of(loss)
     value, metrics = loss(zeros_BL, **dict.fromkeys(required, zeros_BL))
@@ -232,7 +235,9 @@ def test_dro_is_logprob_times_advantage_with_a_quadratic_penalty():
 
 @pytest.mark.parametrize("low, high", [(0.0, 4.0), (0.8, 1.2)])
 def test_cispo_weighs_the_logprob_by_a_clipped_ratio_without_a_gradient(low, high):
-    clip = lambda p, o: min(max(math.exp(p - o), low), high)  # noqa: E731
+    def clip(p, o):
+        return min(max(math.exp(p - o), low), high)
+
     expect(
         CISPO(ratio_low=low, ratio_high=high),
         lambda p, o, a, w: -w * clip(p, o) * a * p,
@@ -297,15 +302,18 @@ ESTIMATORS = {
 
 
 def with_options(seed=3):
-    """data() with a reference, a generator that is not the old trainer, and entropies."""
+    """data() with a reference, and with a generator that is not the old trainer."""
     logprobs_BL, columns = data()
     generator = torch.Generator().manual_seed(seed)
-    near = lambda: logprobs_BL + 0.5 * torch.randn(SHAPE, generator=generator)  # noqa: E731
+
+    def near():
+        return logprobs_BL + 0.5 * torch.randn(SHAPE, generator=generator)
+
     return logprobs_BL, {**columns, "ref_logprobs": near(), "generator_logprobs": near()}
 
 
 def option_adds(base, optioned, value_of, gradient_of):
-    """The option adds the sum over positions of w value_of(d) with d = logprob - ref, and its derivative."""
+    """Assert that the option adds the sum over positions of w value_of(d) with d = logprob - ref, and the derivative of that sum."""
     logprobs_BL, columns = with_options()
     without, with_it = run(base, logprobs_BL, columns), run(optioned, logprobs_BL, columns)
     pairs = [x for row in rows_of(logprobs_BL, columns, "ref_logprobs", "loss_weights") for x in row]
@@ -395,15 +403,12 @@ def test_without_generator_logprobs_a_correction_compares_the_current_logprobs_w
     )
 
 
-def test_a_ratio_is_not_multiplied_twice_a_reweighting_then_needs_the_generators_own_column():
-    reweighting = [TruncatedImportanceSampling(), IcePop(reweights=True)]
-    for correction in reweighting:
-        needs = {
-            n
-            for n, c in LOSSES.items()
-            if n != "cross_entropy" and "generator_logprobs" in columns_of(c(correction=correction))[0]
-        }
-        assert needs == {"cispo", "gspo", "importance_sampling", "ppo"}
+def test_a_loss_with_a_ratio_takes_a_reweighting_only_with_the_generators_own_column():
+    policy_losses = {name: loss for name, loss in LOSSES.items() if name != "cross_entropy"}
+    for correction in (TruncatedImportanceSampling(), IcePop(reweights=True)):
+        required = {name: columns_of(loss(correction=correction))[0] for name, loss in policy_losses.items()}
+        needing = {name for name in required if "generator_logprobs" in required[name]}
+        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}  # or the ratio would be multiplied twice
     assert "generator_logprobs" not in columns_of(PPO(correction=IcePop()))[0]
 
 
@@ -445,7 +450,7 @@ def own_loss(logprobs_BL, *, loss_weights):
     return -(logprobs_BL * loss_weights).sum(), {}
 
 
-def test_a_loss_of_ones_own_is_a_module_and_a_name():
+def test_a_loss_of_ones_own_is_given_by_module_and_name():
     assert resolve(f"{__name__}:own_loss") is own_loss
     assert resolve("rl_actors.losses.policy:GSPO") == GSPO()
     for name in ("no_such_module:loss", f"{__name__}:no_such_loss", "rl_actors.losses:KL", f"{__name__}:SHAPE"):
@@ -485,6 +490,6 @@ def test_gradients_by_the_caller_are_those_of_the_built_in_loss():
         (lambda s, p: (p[0].sum(), {"mine": 1.0}), ValueError, "metric 'mine' ends in"),
     ],
 )
-def test_a_callers_loss_that_is_no_scalar_with_named_metrics_is_refused(loss, error, words):
+def test_a_loss_of_the_caller_must_return_a_scalar_and_named_metrics(loss, error, words):
     with pytest.raises(error, match=words):
         logprob_gradients(loss, [], [torch.zeros(3), torch.zeros(2)])

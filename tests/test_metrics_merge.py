@@ -29,7 +29,7 @@ def test_merge_does_not_depend_on_the_grouping():
     assert merge([merge(PARTS[:2]), merge(PARTS[2:])]) == MERGED
 
 
-def test_merge_leaves_its_arguments_alone():
+def test_merge_does_not_change_its_arguments():
     parts = [dict(part) for part in PARTS]
     merge(parts)
     assert parts == PARTS
@@ -59,7 +59,7 @@ def test_finish_divides_means_and_a_mean_over_nothing_is_0():
     assert finish({"a:mean": (0.0, 0.0)}) == {"a:mean": 0.0}
 
 
-def test_an_extreme_over_nothing_is_0_and_one_over_something_and_nothing_is_that_of_something():
+def test_an_extreme_over_nothing_is_0_and_does_not_change_other_extremes_in_a_merge():
     nothing = {"a:min": math.inf, "b:max": -math.inf}
     assert finish(nothing) == {"a:min": 0.0, "b:max": 0.0}
     assert finish(merge([nothing, {"a:min": 2.0, "b:max": -3.0}, nothing])) == {"a:min": 2.0, "b:max": -3.0}

@@ -1,4 +1,4 @@
-"""The one shift, and what a Sample goes through on the wire."""
+"""Samples: the one shift of the project, and pickling."""
 
 import pickle
 
@@ -39,7 +39,7 @@ def test_from_tokens_takes_tensors_and_the_callers_loss_weights():
     assert sample.columns["values"].tolist() == [0, 3, 4]
 
 
-def test_masking_a_target_leaves_the_tokens_alone():
+def test_masking_a_target_changes_no_token():
     sample = Sample.from_tokens([5, 6], [7, 8])
     sample.targets[0] = -100
     assert sample.tokens.tolist() == [5, 6, 7]

@@ -24,7 +24,7 @@ METADATA = ".metadata"
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """Whether the directory is a whole checkpoint. DCP writes its metadata last, so the metadata's presence decides."""
+    """True for a directory with a whole checkpoint: DCP writes the metadata last."""
     return (Path(path) / METADATA).is_file()
 
 

@@ -14,7 +14,7 @@ EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 
 
 def is_joined(name: str) -> bool:
-    """Whether Hugging Face has several tensors for this one: experts, or query, key and value."""
+    """True for experts and for fused query, key and value, which Hugging Face keeps in several tensors."""
     return EXPERTS in name or FUSED in name
 
 

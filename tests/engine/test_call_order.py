@@ -1,4 +1,4 @@
-"""The legal order of calls, and what each leaves behind."""
+"""The legal order of calls, and the state after each."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_a_call_is_legal_or_refused_with_call_state_and_remedy(call, state):
     assert step.state == state
 
 
-def test_what_is_refused_in_each_state():
+def test_each_state_refuses_these_calls():
     refused = {state: sorted(set(CALLS) - LEGAL[state]) for state in LEGAL}
     assert refused == {
         IDLE: ["optim_step"],
@@ -133,7 +133,7 @@ def test_a_nonfinite_gradient_skips_the_step_and_names_the_parameter(make_engine
     assert_bit_equal(parameters(engine), before)
 
 
-def test_a_loss_that_overflows_skips_the_step_and_the_next_one_is_as_if_it_had_not_been(make_engine):
+def test_a_loss_that_overflows_skips_the_step_and_leaves_no_trace_in_the_next(make_engine):
     clean, skipping = make_engine(), make_engine()
     huge = random_samples(LENGTHS, advantages=lambda *_: 3e38, old_logprobs=lambda *_: -60.0)
     skipping.forward_backward(huge, "importance_sampling")
@@ -197,7 +197,7 @@ def test_a_step_with_refused_calls_in_between_is_bit_identical_to_one_without(ma
     assert_bit_equal(parameters(pestered), parameters(clean))
 
 
-def test_a_trace_holds_whole_steps_and_is_there_when_the_last_is_done(make_engine, tmp_path):
+def test_a_trace_holds_whole_steps_and_is_written_after_the_last(make_engine, tmp_path):
     engine, file = make_engine(), tmp_path / "trace" / "rank-0.json"
     engine.profile(str(file.parent), steps=2)
     for steps_done in (1, 2):
@@ -210,7 +210,7 @@ def test_a_trace_holds_whole_steps_and_is_there_when_the_last_is_done(make_engin
     assert {"aten::mm", "aten::_fused_adamw_"} <= names
 
 
-def test_a_trace_of_no_steps_or_beside_another_is_refused(make_engine, tmp_path):
+def test_a_trace_of_no_steps_or_during_another_is_refused(make_engine, tmp_path):
     engine = make_engine()
     with pytest.raises(ValueError, match="steps=0; it must be an integer of at least 1"):
         engine.profile(str(tmp_path), steps=0)

@@ -1,4 +1,4 @@
-"""What a checkpoint brings back, and what is refused in its place."""
+"""Checkpoints: training goes on as if never interrupted, writing in the background, and directories that are refused."""
 
 import shutil
 import threading
@@ -48,7 +48,7 @@ def test_training_after_load_is_bit_equal_to_training_after_save(make_engine, tm
     train(other, [9])
     assert other.load_checkpoint(path) == steps_before
     assert train(other, (5, 6)) == first
-    # Saving is reading: it does not disturb the run.
+    # Saving does not change the run.
     assert train(uninterrupted, (5, 6)) == first
     assert_bit_equal(state(uninterrupted), state(other))
 
@@ -81,7 +81,7 @@ def test_a_saved_checkpoint_replaces_the_one_before_and_leaves_nothing_else(make
 
 
 @pytest.mark.parametrize("kind", ["nothing", "empty", "file", "unfinished"])
-def test_a_path_that_is_no_checkpoint_is_refused_and_nothing_changed(make_engine, tmp_path, kind):
+def test_loading_from_a_path_that_is_no_checkpoint_is_refused_and_nothing_changed(make_engine, tmp_path, kind):
     path = tmp_path / "checkpoint"
     if kind == "file":
         path.write_text("weights")
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs_and_nothing_
     assert_bit_equal(state(engine), before)
 
 
-def test_a_damaged_checkpoint_leaves_weights_that_only_a_whole_one_mends(make_engine, tmp_path):
+def test_after_a_damaged_checkpoint_only_loading_a_whole_one_is_possible(make_engine, tmp_path):
     path, whole = tmp_path / "checkpoint", tmp_path / "whole"
     engine = make_engine()
     engine.save_checkpoint(str(path))
@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_leaves_weights_that_only_a_whole_one_mends(make_en
 
 @pytest.fixture
 def held(monkeypatch) -> threading.Event:
-    """Every save stops half way, with its tensors on disk, until this is set."""
+    """Every save stops half way, with its tensors on disk, until this event is set."""
     event, finish = threading.Event(), _WholeDirectoryWriter.finish
 
     def wait_and_finish(*args, **kwargs):
@@ -141,22 +141,22 @@ def held(monkeypatch) -> threading.Event:
     event.set()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_show_in_it(make_engine, tmp_path, held):
+def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(make_engine, tmp_path, held):
     path = tmp_path / "checkpoint"
     engine, uninterrupted = make_engine(), make_engine()
     train(engine, range(3))
     train(uninterrupted, range(3))
     saved = engine.save_checkpoint(str(path))
-    on = train(engine, (5, 6, 7))
+    later = train(engine, (5, 6, 7))
     assert not saved.done() and not path.exists()
     held.set()
     saved.result(60)
     assert [found.name for found in tmp_path.iterdir()] == ["checkpoint"]
-    # Writing is reading: neither the run nor what is written knows of the other.
-    assert train(uninterrupted, (5, 6, 7)) == on
+    # Neither the run nor the checkpoint is changed by the other.
+    assert train(uninterrupted, (5, 6, 7)) == later
     loaded = make_engine()
     assert loaded.load_checkpoint(str(path)) == 3
-    assert train(loaded, (5, 6, 7)) == on
+    assert train(loaded, (5, 6, 7)) == later
     assert_bit_equal(state(loaded), state(engine))
 
 
@@ -194,14 +194,14 @@ def test_a_write_that_fails_half_way_leaves_the_former_checkpoint_and_says_so(ma
     assert engine.info().state == "idle" and not is_checkpoint(tmp_path / "other")
     assert engine.load_checkpoint(str(path)) == 3
     assert train(engine, (5, 6)) == expected
-    # The next save finds the remains and is not harmed by them.
+    # The next save finds the remains of the failed one and succeeds.
     engine.save_checkpoint(str(tmp_path / "other")).result()
     assert engine.load_checkpoint(str(tmp_path / "other")) == 5
     assert not (tmp_path / "other.partial").exists()
 
 
 @pytest.mark.parametrize("saved_with_optimizer", [True, False])
-def test_weights_alone_load_into_an_optimizer_that_starts_anew(make_engine, tmp_path, saved_with_optimizer):
+def test_loading_without_the_optimizer_starts_it_anew(make_engine, tmp_path, saved_with_optimizer):
     path = str(tmp_path / "checkpoint")
     engine = make_engine()
     train(engine, range(3))
@@ -252,7 +252,7 @@ def test_saving_never_deletes_what_is_no_checkpoint(make_engine, tmp_path, kind)
     assert precious.read_text() == "precious" and engine.info().state == "idle"
 
 
-def test_hugging_face_names_and_values_are_those_that_were_loaded(make_engine, untied_qwen3):
+def test_pushed_names_and_values_are_those_that_were_loaded(make_engine, untied_qwen3):
     from safetensors.torch import load_file
 
     expected = load_file(f"{untied_qwen3}/model.safetensors")

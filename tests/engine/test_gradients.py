@@ -1,4 +1,4 @@
-"""The norm, the scale and the names of a step's gradients, on plain tensors; the layouts' tests have the sharded ones."""
+"""The norm, the scale and the names of a step's gradients, on plain tensors. The tests of layouts have sharded ones."""
 
 import pytest
 import torch

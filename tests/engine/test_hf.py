@@ -1,4 +1,4 @@
-"""Hugging Face directories: what transformers wrote loads here, what is written here loads in transformers, with equal logits."""
+"""Hugging Face directories: transformers and the engine load each other's directories, and their logits are equal."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def directory(tmp_path_factory):
 
 
 def all_targets(vocab_size: int) -> list[Sample]:
-    """One sequence, once for every token of the vocabulary as the target of every position: the forward gives all log probabilities."""
+    """One sequence for every token of the vocabulary, with that token as every target: a forward gives all log probabilities."""
     tokens = random_samples([13], seed=3)[0].tokens
     return [Sample(tokens=tokens, targets=torch.full_like(tokens, target)) for target in range(vocab_size)]
 
@@ -70,7 +70,7 @@ def test_a_directory_of_transformers_gives_its_logits_here_and_back(make_engine,
     assert expected.std() > 1.0  # a model that guesses uniformly would show little
     assert worst(log_probabilities(engine), expected) < 1e-4
 
-    # Away from what was loaded, so that copying the source would be seen.
+    # Train first: an export that copied the loaded directory would then fail.
     engine.forward_backward(random_samples([31, 7], seed=1), "cross_entropy")
     engine.optim_step(OptimParams(learning_rate=1e-2))
     engine.export_hf(str(tmp_path / "export"))
@@ -174,7 +174,7 @@ def test_tensors_that_do_not_fit_are_refused_with_names_and_shapes(make_engine, 
     )
 
 
-def test_a_tied_directory_may_hold_its_head_all_the_same(make_engine, directory, tmp_path):
+def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, tmp_path):
     path = directory("2 query heads a key head, tied")
     tensors = load_file(f"{path}/model.safetensors")
     save_file(

@@ -1,4 +1,4 @@
-"""Hugging Face directories, experts and adapters over two processes: load, train, push and export as one process does."""
+"""Hugging Face directories, experts and adapters over two processes: loading, training, push and export as in one process."""
 
 import os
 from dataclasses import replace
@@ -20,14 +20,14 @@ LORA = LoRAConfig(rank=4, train_unembed=True)
 CASES = {
     "experts": (MOE, LoRAConfig(), "data_parallel_shard"),
     "adapters": (BASE, LORA, "data_parallel_shard"),
-    "adapters pushed alone": (BASE, replace(LORA, sync="adapter"), "data_parallel_shard"),
-    "adapters pushed alone, over tensor parallelism": (BASE, replace(LORA, sync="adapter"), "tensor_parallel"),
+    "only adapters pushed": (BASE, replace(LORA, sync="adapter"), "data_parallel_shard"),
+    "only adapters pushed, over tensor parallelism": (BASE, replace(LORA, sync="adapter"), "tensor_parallel"),
     "a vocabulary that the ranks do not divide": (SHAPES["odd vocabulary"], LoRAConfig(), "tensor_parallel"),
 }
 
 
 def numbers(engine, directory: Path) -> dict:
-    """Two steps, then what is pushed (names by rank, values gathered) and what is exported."""
+    """Train two steps, export, and return the gradient norms and the pushed tensors, gathered, under the names on this rank."""
     history = []
     for _ in range(2):
         engine.forward_backward(SAMPLES, "cross_entropy")

@@ -1,4 +1,4 @@
-"""What export_hf writes, vLLM loads: the real engine generates from each directory as transformers does."""
+"""vLLM loads the directories of export_hf: the real engine generates from each of them as transformers does."""
 
 from dataclasses import replace
 

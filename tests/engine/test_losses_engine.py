@@ -1,6 +1,8 @@
 """Every loss through the whole engine: loss and gradients compared with transformers in float64 and closed forms written here.
 
 Each closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropy of the whole distribution.
+Each closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropy of the whole distribution, all_TV all
+logprobs.
 """
 
 from dataclasses import replace
@@ -184,10 +186,10 @@ def test_packing_chunks_and_splits_do_not_change_a_loss_of_whole_samples(make_en
     loss = LOSSES[name][0]
     samples = with_columns_of(loss, everything, top_k="top-K" in name)
     packed = make_engine(tokens_per_row=128, rows_per_microbatch=2, logprob_chunk_tokens=24)
-    alone = make_engine(rows_per_microbatch=1, logprob_chunk_tokens=1000)
+    unpacked = make_engine(rows_per_microbatch=1, logprob_chunk_tokens=1000)
     whole = packed.forward_backward(samples, loss)
-    outputs = [alone.forward_backward([sample], loss) for sample in samples]
-    assert relative_error(packed, gradients(alone)) < 2e-6
+    outputs = [unpacked.forward_backward([sample], loss) for sample in samples]
+    assert relative_error(packed, gradients(unpacked)) < 2e-6
     merged = finish(merge(output.metrics for output in outputs))
     assert finish(whole.metrics) == pytest.approx(merged, rel=1e-4, abs=1e-5)
     pieces = torch.cat(in_order(whole, whole.logprobs))

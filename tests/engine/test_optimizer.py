@@ -1,4 +1,4 @@
-"""The optimizer against plain PyTorch, field by field: which optimizer, its parameter groups, what comes with each call."""
+"""The optimizer against plain PyTorch: which optimizer, its parameter groups, and every field of each call."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 
 def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
-    """Give plain PyTorch the engine's gradient at every step: only what the optimizer does with it is compared."""
+    """Give plain PyTorch the engine's gradient at every step, so that only the optimizers are compared."""
     mirror = {name: x.requires_grad_() for name, x in weights(engine).items()}
     optimizer = make_optimizer(mirror)
     for params in steps:
@@ -36,7 +36,7 @@ def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
             mirror[name].grad = parameter.grad.full_tensor().clone() / params.grad_divisor
         norm = torch.linalg.vector_norm(torch.stack([x.grad.norm() for x in mirror.values()]))
         result = engine.optim_step(params)
-        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)  # before clipping, whatever is clipped
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)  # the norm before clipping
         if params.grad_clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(mirror.values(), params.grad_clip_norm)
         for group in optimizer.param_groups:
@@ -55,7 +55,7 @@ def test_every_field_of_every_call_is_honoured(make_engine, field):
     varied = replace(PARAMS, **{field: VARIED[field]})
     step_by_step(make_engine(), lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS, varied, PARAMS])
     one, other = make_engine(), make_engine()
-    for params in (PARAMS, varied):  # the second step differs, so the field was at work
+    for params in (PARAMS, varied):  # the weights differ after the second step, so the field has an effect
         for engine, given in ((one, PARAMS), (other, params)):
             engine.forward_backward(SAMPLES, "cross_entropy")
             engine.optim_step(given)
@@ -64,7 +64,7 @@ def test_every_field_of_every_call_is_honoured(make_engine, field):
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for-loop"])
 @pytest.mark.parametrize("name", ["AdamW", "Adam"])
-def test_implementations_of_adam_are_pytorchs(make_engine, name, implementation):
+def test_every_implementation_of_adam_steps_as_pytorchs_does(make_engine, name, implementation):
     engine = make_engine(optimizer=OptimizerConfig(name=name, implementation=implementation))
     step_by_step(engine, lambda mirror: getattr(torch.optim, name)(mirror.values()), [PARAMS] * 3)
 
@@ -129,7 +129,10 @@ def test_parameter_groups_multiply_what_comes_with_each_call(make_engine):
 def test_groups_may_hold_every_parameter(make_engine):
     groups = {".": (0.5, 1.0)}
     engine = make_engine(optimizer=OptimizerConfig(groups=groups))
-    half = lambda mirror: torch.optim.AdamW([{"params": list(mirror.values()), "factors": (0.5, 1.0)}])  # noqa: E731
+
+    def half(mirror):
+        return torch.optim.AdamW([{"params": list(mirror.values()), "factors": (0.5, 1.0)}])
+
     step_by_step(engine, half, [PARAMS])
 
 
@@ -201,5 +204,5 @@ def test_a_gradient_that_is_not_finite_skips_the_step_and_is_counted_and_named(m
         assert result.skipped and result.policy_version == 0 and result.nonfinite_parameters == (name,)
         assert engine.info().steps_skipped == skipped and engine.info().state == "idle"
         assert all(torch.equal(x, before[n]) for n, x in weights(engine).items())
-    step_by_step(engine, lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS])  # as if nothing had been
+    step_by_step(engine, lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS])  # the skipped steps left no trace
     assert engine.policy_version == 1 and engine.info().steps_skipped == 2

@@ -1,4 +1,4 @@
-"""The engine's numbers against transformers, a plain PyTorch loop, and itself under other layouts of memory. All float32."""
+"""The engine's numbers against transformers, against a plain PyTorch loop, and against its own under other packings. All float32."""
 
 import math
 from dataclasses import replace
@@ -76,7 +76,9 @@ def test_ten_adamw_steps_follow_a_plain_pytorch_loop(make_engine, request, heads
     norms = [relative(a, e) for (_, a), (_, e) in zip(actual, expected, strict=True)]
     print(f"largest relative difference: loss {max(losses):.1e}, grad_norm {max(norms):.1e}")
     assert max(losses) < 1e-5 and max(norms) < 1e-5
-    assert expected[9][0] < 0.8 * expected[0][0] and expected[0][1] > 1.0  # it learns, and clipping was at work
+    assert (
+        expected[9][0] < 0.8 * expected[0][0] and expected[0][1] > 1.0
+    )  # the model learns, and gradients were clipped
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,14 @@ def test_ten_adamw_steps_follow_a_plain_pytorch_loop(make_engine, request, heads
 )
 def test_packed_equals_one_sample_at_a_time(make_engine, fields):
     samples = ppo_samples(ODD_LENGTHS)
-    alone, packed = make_engine(rows_per_microbatch=1), make_engine(**fields)
-    outputs = [alone.forward_backward([sample], PPO_CLIPPED) for sample in samples]
+    unpacked, packed = make_engine(rows_per_microbatch=1), make_engine(**fields)
+    outputs = [unpacked.forward_backward([sample], PPO_CLIPPED) for sample in samples]
     output = packed.forward_backward(samples, PPO_CLIPPED)
     loss = sum(output.metrics["loss:sum"] for output in outputs)
     assert relative(output.metrics["loss:sum"], loss) < 1e-5
     assert worst(in_order(output), [output.logprobs for output in outputs]) < 1e-5
     params = OptimParams(learning_rate=1e-3, grad_divisor=num_loss_tokens(samples))
-    assert relative(packed.optim_step(params).grad_norm, alone.optim_step(params).grad_norm) < 1e-5
+    assert relative(packed.optim_step(params).grad_norm, unpacked.optim_step(params).grad_norm) < 1e-5
 
 
 def test_rows_may_be_longer_than_the_models_context(make_engine):
@@ -195,14 +197,14 @@ def test_config_json_of_transformers_says_whether_heads_are_tied(request, heads)
     assert config.tie_word_embeddings == (heads == "tied") and config.rope_theta == 10_000.0
 
 
-def test_a_layout_that_does_not_use_the_processes_there_are_is_refused(make_engine, tied_qwen3):
+def test_a_layout_of_another_number_of_processes_than_there_are_is_refused(make_engine, tied_qwen3):
     config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), max_sequence_length=64, tokens_per_row=64)
     config.parallelism.tensor_parallel_degree = 2
     with pytest.raises(ValueError, match="tensor_parallel=2.* needs 2 processes but there are 1"):
         TrainEngine(config)
 
 
-def test_the_peak_of_memory_holds_what_is_gone(make_engine):
+def test_the_peak_of_memory_counts_memory_that_was_freed(make_engine):
     engine = make_engine()
     before = engine.info()
     num_bytes = torch.ones(64 << 20).nbytes
@@ -212,7 +214,7 @@ def test_the_peak_of_memory_holds_what_is_gone(make_engine):
     )
 
 
-def test_an_answer_is_on_its_way_before_the_backward_pass(make_engine):
+def test_results_are_copied_to_the_host_before_the_backward_pass(make_engine):
     engine, gradients = make_engine(), []
     block = next(p for n, p in engine.built.model.named_parameters() if n.endswith("layers.0.feed_forward.w1.weight"))
 
