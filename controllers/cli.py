@@ -6,6 +6,7 @@ It works on any dataclass with `steps: int`, `seed: int` and a `validate()` that
 import contextlib
 import difflib
 import json
+import os
 import shlex
 import sys
 from argparse import ArgumentParser
@@ -107,6 +108,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     config.validate()
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    _require_writable(output_dir)
     if not chosen.resume and RunFolder(output_dir).holds_run:
         command = f"{prog} --resume {shlex.quote(str(output_dir))}"
         raise ValueError(f"{output_dir} holds a run; to continue it: {command}")
@@ -182,6 +184,17 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
         if is_fixed and before.get(name) != after.get(name):
             change = f"from {before.get(name)!r} to {after.get(name)!r}"
             raise ValueError(f"{name} cannot change {change} in a resumed run; start a new one")
+
+
+def _require_writable(output_dir: Path) -> None:
+    """Raise ValueError when the folder cannot be made, or when nothing can be written to it."""
+    existing = output_dir
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise ValueError(f"--output-dir {output_dir}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
+        raise ValueError(f"--output-dir {output_dir}: {existing} is not writable")
 
 
 def print_config(config: "RunConfig") -> None:

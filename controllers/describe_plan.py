@@ -1,23 +1,50 @@
-"""Text of `--plan`: the layout, the memory of a rank, and which process runs where. Starts nothing."""
+"""Plan of a run: the layout, the memory of a rank, which process runs where, and whether the machine has the memory. Starts nothing."""
 
 import itertools
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from rl_actors import TrainerConfig, layouts, memory_estimate
+from rl_actors.vllm.cpu import KV_CACHE_BYTES
 
 if TYPE_CHECKING:
     from controllers.run import RunConfig
 
 RANKS_SHOWN = 16
 GIB = 1 << 30
-LESS_MEMORY = (
+BYTES = {"float32": 4, "bfloat16": 2}
+LESS_OF_A_GPU = (
     "less is taken with a smaller --trainer.tokens-per-row or --generator.gpu-memory-utilization, with "
     "--trainer.activation-checkpointing full, or of each GPU with a larger --trainer.parallelism.data-parallel-shard-degree"
 )
+LESS_OF_A_MACHINE = (
+    "less is taken with a smaller model, a smaller --trainer.tokens-per-row or --trainer.rows-per-microbatch, or with "
+    "--trainer.activation-checkpointing full; on a machine with GPUs the run takes their memory instead"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """Memory of one GPU, or of a machine without GPUs, and the bytes of it that each process takes."""
+
+    place: str
+    capacity: int
+    taken: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.taken.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total <= self.capacity
+
+    def parts(self) -> str:
+        """trainer-0 9.0 GiB + generator-0 35.0 GiB"""
+        return " + ".join(f"{name} {size_text(size)}" for name, size in self.taken.items())
 
 
 def describe(config: "RunConfig") -> str:
@@ -36,9 +63,42 @@ def describe(config: "RunConfig") -> str:
         *_ranks(trainer),
         *_reference(config),
         f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}",
-        *_gpus(config, held.total),
+        "totals, without what libraries take:",
+        *(_demand_line(demand) for demand in demands(config)),
     ]
     return "\n".join(lines)
+
+
+def require_memory(config: "RunConfig") -> None:
+    """Raise ValueError when the processes of a run take more memory than a GPU, or a machine without GPUs, has."""
+    for demand in demands(config):
+        if not demand.fits:
+            less = LESS_OF_A_GPU if torch.cuda.is_available() else LESS_OF_A_MACHINE
+            needed = f"the run takes {size_text(demand.total)} ({demand.parts()}), without what libraries take"
+            raise ValueError(f"{needed}, but {demand.place} has {size_text(demand.capacity)}; {less}")
+
+
+def demands(config: "RunConfig") -> list[Demand]:
+    """The memory that a run takes: one for each GPU of this machine that it uses, or one for a machine without GPUs."""
+    held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
+    ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
+    if not torch.cuda.is_available():
+        taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}
+        taken["generator-0"] = _held_by_generator(config)
+        return [Demand(place="this machine", capacity=_machine_memory(), taken=taken)]
+    found = []
+    for gpu in range(min(max(ranks, generator + 1), torch.cuda.device_count())):
+        capacity = torch.cuda.get_device_properties(gpu).total_memory
+        taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
+        if gpu == generator:
+            taken["generator-0"] = round(config.generator.gpu_memory_utilization * capacity)
+        found.append(Demand(place=f"GPU {gpu}", capacity=capacity, taken=taken))
+    return found
+
+
+def _demand_line(demand: Demand) -> str:
+    verdict = "" if demand.fits else ": too much"
+    return f"  {demand.place:<12} {demand.parts()} of {size_text(demand.capacity)}{verdict}"
 
 
 def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> list[str]:
@@ -46,8 +106,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
     for name, size in asdict(held).items():
         remark = " (estimated)" if name == "activations" else ""
         lines.append(f"  {name:<12} {size_text(size)}{remark}")
-    total = f"{size_text(held.total)} of {size_text(_machine_memory())} on this machine{_shared(trainer)}"
-    return [*lines, f"  {'total':<12} {total}"]
+    return [*lines, f"  {'total':<12} {size_text(held.total)}"]
 
 
 def _ranks(trainer: TrainerConfig) -> list[str]:
@@ -75,8 +134,7 @@ def _checkpoints(config: "RunConfig") -> list[str]:
     """The size of a checkpoint on disk: all trained parameters and their optimizer state, whatever the layout."""
     if not config.checkpoint_every:
         return []
-    degrees = {f"{name}_degree": 1 for name in (*layouts.DEGREES, "expert_parallel")}
-    whole = memory_estimate.memory(replace(config.trainer, parallelism=replace(config.trainer.parallelism, **degrees)))
+    whole = _whole_model(config.trainer)
     size = size_text(whole.gradients + whole.optimizer)  # gradients are as large as the trained parameters
     every, kept = config.checkpoint_every, config.keep_checkpoints
     return [f"checkpoints: {size} each on disk, every {every} steps; the newest {kept} are kept"]
@@ -95,39 +153,31 @@ def _held_by_reference(config: "RunConfig") -> int:
     return memory_estimate.memory(replace(config.trainer, optimizer=None)).total
 
 
+def _held_by_generator(config: "RunConfig") -> int:
+    """Bytes of the generator's weights and of its key-value cache on a CPU."""
+    num_parameters = _whole_model(config.trainer).parameters // memory_estimate.FLOAT32
+    return num_parameters * BYTES[config.generator.dtype] + (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
+
+
+def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:
+    """The memory of the trainer in one process, without any parallelism."""
+    degrees = {f"{name}_degree": 1 for name in (*layouts.DEGREES, "expert_parallel")}
+    return memory_estimate.memory(replace(trainer, parallelism=replace(trainer.parallelism, **degrees)))
+
+
 def _device(rank: int) -> str:
     if not torch.cuda.is_available():
         return "CPU"
     return f"GPU {rank}" + (", which is not here" if rank >= torch.cuda.device_count() else "")
 
 
-def _gpus(config: "RunConfig", held_by_rank: int) -> list[str]:
-    """One line for each GPU of this machine: which processes take how much of it."""
-    if not torch.cuda.is_available():
-        return []
-    lines = ["GPUs, without what libraries take:"]
-    ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
-    held = {"trainer": held_by_rank, "reference": _held_by_reference(config)}
-    for gpu in range(min(max(ranks, generator + 1), torch.cuda.device_count())):
-        capacity = torch.cuda.get_device_properties(gpu).total_memory
-        taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
-        if gpu == generator:
-            taken["generator-0"] = round(config.generator.gpu_memory_utilization * capacity)
-        parts = " + ".join(f"{name} {size_text(size)}" for name, size in taken.items())
-        verdict = "" if sum(taken.values()) <= capacity else f": too much; {LESS_MEMORY}"
-        lines.append(f"  {f'GPU {gpu}':<12} {parts} of {size_text(capacity)}{verdict}")
-    return lines
+def _ranks_text(name: str, count: int) -> str:
+    """_ranks_text("trainer", 4) -> "trainer-0 to trainer-3" """
+    return f"{name}-0" if count == 1 else f"{name}-0 to {name}-{count - 1}"
 
 
 def _machine_memory() -> int:
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(0).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _shared(trainer: TrainerConfig) -> str:
-    count = trainer.num_processes()
-    return "" if torch.cuda.is_available() or count == 1 else f", which {count} ranks share"
 
 
 def size_text(size: int) -> str:

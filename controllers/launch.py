@@ -49,17 +49,19 @@ def main(controller: str) -> None:
         sys.modules[controller] = running  # the configs import the module that runs, not a second one of the same code
     prog = f"python -m {controller}"
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
-    if invocation.plan:
-        print(describe_plan.describe(invocation.config))
-        return
     train: Train = import_module(controller).train
     try:
+        if invocation.plan:
+            print(describe_plan.describe(invocation.config), flush=True)
+        validation.require_gpus(invocation.config.trainer)
+        validation.require_gpu(invocation.config.generator)
+        describe_plan.require_memory(invocation.config)
+        if invocation.plan:
+            return
         if invocation.eval_only:
             checkpoints.read(invocation.eval_only)
         if invocation.resume:
             invocation.config.validate_resumed(RunFolder(invocation.resume))
-        validation.require_gpus(invocation.config.trainer)
-        validation.require_gpu(invocation.config.generator)
         environment, tokenizer = _environment_and_tokenizer(invocation.config)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)

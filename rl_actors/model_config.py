@@ -59,7 +59,12 @@ class ModelConfig:
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
-        values = json.loads(file.read_text())
+        try:
+            values = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{file} is not valid JSON: {error}") from error
+        if not isinstance(values, dict):
+            raise ValueError(f"{file} is not a JSON object")
         if values.get("model_type") not in HF_MODEL_TYPES:
             raise ValueError(f"{file} has model_type {values.get('model_type')!r}; supported is {HF_MODEL_TYPES}")
         # transformers 5 moved the rotary embedding into rope_parameters.

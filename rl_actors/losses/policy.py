@@ -277,5 +277,5 @@ def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _require_bounds(low: float, high: float) -> None:
-    if not 0 <= low <= 1 <= high:
-        raise ValueError(f"ratio_low={low}, ratio_high={high}; it must hold that 0 <= low <= 1 <= high")
+    if not 0 <= low <= 1 <= high < math.inf:
+        raise ValueError(f"ratio_low={low}, ratio_high={high}; it must hold that 0 <= low <= 1 <= high < inf")

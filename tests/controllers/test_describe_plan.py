@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from configs import CONFIGS
 from configs.qwen3 import qwen3_4b, qwen3_8b
 from configs.tiny import tiny
 from controllers import describe_plan
@@ -76,7 +77,7 @@ def test_the_plan_shows_the_place_of_a_rank_in_every_layout(degrees, fields, lay
     assert f"layout: {layout}\n" in text
     assert f"rows: at most {multiple} positions, multiples of {multiple}; packed" in text
     assert [line.split(": ")[1] for line in text.splitlines() if line.startswith("  trainer-")] == places
-    assert f"  {'total':<12} {describe_plan.size_text(memory(config.trainer).total)} of" in text
+    assert f"  {'total':<12} {describe_plan.size_text(memory(config.trainer).total)}\n" in text
 
 
 def test_a_long_list_of_ranks_is_shortened():
@@ -96,15 +97,48 @@ def two_gpus(monkeypatch):
 
 def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus):
     config = qwen3_8b()
-    first, second = describe_plan.describe(config).split("GPUs, without what libraries take:\n")[1].splitlines()
+    first, second = describe_plan.describe(config).split("\ntotals, without what libraries take:\n")[1].splitlines()
     held = describe_plan.size_text(memory(config.trainer).total)
     assert first == f"  GPU 0        trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
     assert second == f"  GPU 1        trainer-1 {held} of 140.0 GiB"
+    describe_plan.require_memory(config)
     config.generator.gpu_memory_utilization = 0.85
-    text = describe_plan.describe(config)
-    assert f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much; less is taken with" in text
+    assert (
+        f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much\n"
+        in describe_plan.describe(config)
+    )
+    refusal = (
+        "the run takes 216.9 GiB .*, but GPU 0 has 140.0 GiB; less is taken with a smaller --trainer.tokens-per-row"
+    )
+    with pytest.raises(ValueError, match=refusal):
+        describe_plan.require_memory(config)
     config.generator.gpu = 2
     assert "  generator-0  GPU 2, which is not here, vLLM in bfloat16\n" in describe_plan.describe(config)
+
+
+@pytest.mark.parametrize("make", CONFIGS["controllers.grpo"].values(), ids=CONFIGS["controllers.grpo"])
+def test_every_config_fits_the_gpus_that_it_is_for(two_gpus, make):
+    describe_plan.require_memory(make())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs shares their memory, not its own")
+def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch):
+    config = replace(tiny(), reference_kl=0.1)
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    config.generator.dtype, config.generator.kv_cache_bytes = "bfloat16", 1 << 30
+    (demand,) = describe_plan.demands(config)
+    reference = memory(replace(config.trainer, optimizer=None)).total
+    whole = memory(tiny().trainer).parameters
+    assert demand.taken == {
+        "trainer-0 to trainer-1": 2 * memory(config.trainer).total,
+        "reference-0 to reference-1": 2 * reference,
+        "generator-0": whole // 2 + (1 << 30),
+    }
+    monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total)
+    describe_plan.require_memory(config)
+    monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total - 1)
+    with pytest.raises(ValueError, match="but this machine has .*; less is taken with a smaller model"):
+        describe_plan.require_memory(config)
 
 
 def test_a_reference_is_on_the_trainers_gpus(two_gpus):

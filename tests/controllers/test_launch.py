@@ -1,0 +1,114 @@
+"""Refusals before a run starts anything: memory that the machine does not have, and folders that nothing can be written to."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from controllers import launch
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of a machine without GPUs is asked here")
+
+
+@pytest.fixture
+def command_line(monkeypatch, tmp_path, capsys):
+    """command_line("--dry-run"): exit status, stdout and stderr of `python -m controllers.grpo --dry-run`, run in this process."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["controllers.grpo", *map(str, arguments)])
+        try:
+            launch.main("controllers.grpo")
+            status = 0
+        except SystemExit as error:
+            status = error.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@on_cpu
+def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_with_what_takes_less(
+    command_line, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
+    for flag in ("--dry-run", "--eval-only", "--output-dir"):  # the last is a run
+        checkpoint = tmp_path / "checkpoint"
+        checkpoint.mkdir(exist_ok=True)
+        (checkpoint / "state.json").write_text("{}")
+        value = {"--eval-only": [checkpoint], "--output-dir": ["run"]}.get(flag, [])
+        status, out, err = command_line("--config", "qwen3_4b", flag, *value)
+        assert (status, out) == (2, ""), err
+        assert "error: the run takes 1" in err and "trainer-0 102.5 GiB + generator-0 " in err
+        assert "but this machine has " in err and "--trainer.tokens-per-row" in err
+        assert not (tmp_path / "run").exists()
+
+
+@on_cpu
+def test_the_plan_of_a_config_larger_than_the_memory_is_printed_and_refused(command_line):
+    status, out, err = command_line("--config", "qwen3_4b", "--plan")
+    assert status == 2
+    assert "  total        102.5 GiB\n" in out and "trainer-0 102.5 GiB + generator-0 " in out
+    assert "error: the run takes 1" in err and "but this machine has " in err
+
+
+def test_the_tiny_config_fits(command_line, tmp_path):
+    assert command_line("--config", "tiny", "--plan")[0] == 0
+    status, out, err = command_line("--config", "tiny", "--dry-run")
+    assert (status, err) == (0, "") and json.loads(out)["steps"] == 72
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["file", "file/run", "file/more/run"])
+def test_an_output_folder_that_cannot_be_made_is_refused(command_line, tmp_path, folder):
+    (tmp_path / "file").write_text("")
+    status, out, err = command_line("--config", "tiny", "--dry-run", "--output-dir", folder)
+    assert (status, out) == (2, ""), err
+    assert f"--output-dir {folder}: file is not a folder" in err
+
+
+@pytest.mark.parametrize("folder", ["", "run"])
+def test_an_output_folder_that_nothing_can_be_written_to_is_refused(command_line, tmp_path, folder):
+    parent = tmp_path / "parent"
+    parent.mkdir(mode=0o555)
+    user = os.geteuid()
+    if user == 0:  # root may write everywhere, nobody may not
+        tmp_path.chmod(0o755)
+        for above in list(tmp_path.parents)[:2]:
+            above.chmod(0o755)
+        os.seteuid(65534)
+    try:
+        status, out, err = command_line("--config", "tiny", "--dry-run", "--output-dir", parent / folder)
+    finally:
+        os.seteuid(user)
+    assert (status, out) == (2, ""), err
+    assert f"--output-dir {parent / folder}: {parent} is not writable" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ratio-high", "inf", "ratio_low=0.8, ratio_high=inf; it must hold that 0 <= low <= 1 <= high < inf"),
+        ("ratio-high", "nan", "ratio_high=nan"),
+        ("ratio-low", "nan", "ratio_low=nan"),
+        ("ratio-low", "1.1", "ratio_low=1.1"),
+        ("ratio-high", "0.9", "ratio_high=0.9"),
+    ],
+)
+def test_a_bound_of_the_probability_ratio_that_the_loss_does_not_take_is_refused(command_line, name, value, message):
+    status, out, err = command_line("--config", "tiny", "--dry-run", f"--{name}", value)
+    assert (status, out) == (2, ""), err
+    assert message in err
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "qwen3", "hid', "", "[1]"])
+def test_a_config_json_that_is_cut_off_is_named(command_line, tmp_path, text):
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(text)
+    status, out, err = command_line("--config", "tiny", "--dry-run", "--trainer.hf-path", "model")
+    assert (status, out) == (2, ""), err
+    assert f"{Path('model') / 'config.json'} is not " in err
