@@ -16,7 +16,7 @@ from controllers.metrics import MetricsLogger, Timer
 from controllers.rollouts import greedy_accuracy
 from controllers.run_folder import RunFolder
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
-from rl_actors.processes.spawn import LogRoute
+from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.validation import validate_optim_params
 

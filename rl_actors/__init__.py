@@ -16,6 +16,7 @@ from rl_actors.losses import (
     Reinforce,
     TruncatedImportanceSampling,
 )
+from rl_actors.processes.output import LogRoute
 from rl_actors.types import (
     Completion,
     ForwardBackwardOutput,
@@ -64,6 +65,7 @@ __all__ = [
     "IcePop",
     "ImportanceSampling",
     "LoRAConfig",
+    "LogRoute",
     "MemoryTransport",
     "ModelConfig",
     "OptimParams",

@@ -1,6 +1,7 @@
 """The generator as a Monarch actor around the real vLLM engine, its model in Hugging Face layout. Any number of callers may call at the same time."""
 
 import asyncio
+import os
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
 from rl_actors.processes.errors import sends_errors
+from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
@@ -41,13 +43,23 @@ class Generator(Actor):
         """Start vLLM on first call."""
         async with self.setting_up:
             if self._engine is None:
+                route_library_logs("generator")
                 if self.transport is not None:
                     await announce(self.transport, self.config.dtype)
                 self._engine = await asyncio.to_thread(self._start)
+        return self.described()
+
+    @concurrent_endpoint
+    @sends_errors
+    async def info(self) -> GeneratorInfo:
+        return self.described()
+
+    def described(self) -> GeneratorInfo:
         return GeneratorInfo(
             policy_version=self.engine.version,
             max_model_len=self.config.max_model_len,
             vocab_size=self.vocab_size,
+            logs=os.environ[LOG_VARIABLE],
         )
 
     @concurrent_endpoint

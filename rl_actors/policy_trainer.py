@@ -20,6 +20,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss
 from rl_actors.processes.errors import sends_errors
+from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Transport
 from rl_actors.transports.publisher import Publisher
@@ -79,6 +80,7 @@ class PolicyTrainer(Actor):
         return self.engine.info()
 
     def build(self) -> None:
+        route_library_logs("trainer")
         # Only the rank's process imports torchtitan, and an error of the import reaches the caller as it is.
         from rl_actors.engine.collectives import by_rank
         from rl_actors.engine.train_engine import TrainEngine

@@ -212,6 +212,7 @@ class TrainerInfo:
     optimizer_fields: tuple[str, ...]  # of beta1, beta2, eps and weight_decay those that it has
     memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
     peak_memory_bytes: int  # the most that it was since the process started
+    logs: str  # file with the output and the logs of the rank's process
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,6 +222,7 @@ class GeneratorInfo:
     policy_version: int  # -1 before the first pull
     max_model_len: int
     vocab_size: int
+    logs: str  # file with the output and the logs of the process
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

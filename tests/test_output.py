@@ -1,6 +1,9 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
+
+from rl_actors.processes.output import LOG_VARIABLE
 
 ROOT = Path(__file__).parents[1]
 WRITES = """
@@ -80,3 +83,26 @@ def test_verbose_logging_carries_the_label_on_the_terminal(tmp_path):
     assert done.stderr.startswith("[controller] ")
     assert done.stderr.count("a library speaks") == 1
     assert "a library speaks" in (tmp_path / "controller.log").read_text()
+
+
+LIBRARY_LINES = """
+import logging, os, warnings
+from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
+
+route_library_logs("trainer")
+logging.getLogger("vllm.engine").warning("a library's line")
+logging.getLogger("mine").warning("my line")
+warnings.warn_explicit("a library's warning", UserWarning, "/venv/site-packages/vllm/x.py", 1)
+warnings.warn_explicit("my warning", UserWarning, "mine.py", 1)
+print(open(os.environ[LOG_VARIABLE]).read().upper())
+"""
+
+
+def test_in_somebody_elses_process_only_the_libraries_lines_go_to_a_file():
+    environment = {key: value for key, value in os.environ.items() if key != LOG_VARIABLE}
+    command = [sys.executable, "-c", LIBRARY_LINES]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment, check=True)
+    assert "my line" in run.stderr and "my warning" in run.stderr
+    assert "a library's" not in run.stderr
+    assert "A LIBRARY'S LINE" in run.stdout and "A LIBRARY'S WARNING" in run.stdout
+    assert "MY LINE" not in run.stdout and "MY WARNING" not in run.stdout

@@ -6,6 +6,7 @@ Computes nothing.
 import asyncio
 import atexit
 import contextlib
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import ActorError
 
 from rl_actors.clients.call import Call, in_background
-from rl_actors.processes.spawn import LogRoute, Probe, ProcessMesh, collect, spawn_processes
+from rl_actors.processes.output import LogRoute, default_log_route
+from rl_actors.processes.spawn import Probe, ProcessMesh, collect, spawn_processes
 
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh, Endpoint, ProcMesh
@@ -36,7 +38,10 @@ class Client:
         """mesh: None, when the client is to spawn its own. A subclass makes the rest of its fields and then calls `_start`."""
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh = mesh
-        self._logs = logs
+        self._logs = default_log_route() if mesh is None and logs is None else logs
+        self._is_quiet = (
+            logs is not None or mesh is not None
+        )  # whoever gave a route, or spawned the mesh, shows the start
         self._processes: ProcessMesh | None = None
         self._probes: Sequence[Probe] = ()  # on processes of the caller's
         self._spawning = asyncio.Lock()
@@ -122,6 +127,14 @@ class Client:
     async def __aexit__(self, *_) -> None:
         await self.close()
 
+    def _show_start(self) -> None:
+        """At the first call of a person: say that something is starting, and where its output is."""
+        if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
+            return
+        self._is_quiet = True
+        assert self._logs is not None
+        print(f"{self.name} is starting; its output: {self._logs.directory}", file=sys.stderr)
+
     def _require_open(self, what: str) -> None:
         if self._closed:
             raise RuntimeError(f"{self.name}: {what} after close")
@@ -157,11 +170,14 @@ class Client:
         try:
             await asyncio.wait((answers, end), return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
-                raise RuntimeError(f"{self.name}: the process of {end.result()} ended during {phase}")
+                raise RuntimeError(f"{self.name}: the process of {end.result()} ended during {phase}{self._output()}")
             return answers.result()
         finally:
             answers.cancel()
             end.cancel()
+
+    def _output(self) -> str:
+        return "" if self._logs is None else f"; its last words are in {self._logs.directory}"
 
 
 def _close_all() -> None:

@@ -12,7 +12,7 @@ from rl_actors.clients.call import Call, in_background
 from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
-from rl_actors.processes.spawn import LogRoute
+from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import require_gpu
@@ -92,6 +92,13 @@ class GeneratorClient(Client):
         if info.policy_version >= 0:
             self._version = info.policy_version
 
+    def info(self) -> Call[GeneratorInfo]:
+        """The generator's version and limits, and the file of its output."""
+        return self._call("info", self._info)
+
+    async def _info(self) -> GeneratorInfo:
+        return await self._one("info")
+
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Call[list[list[Completion]]]:
@@ -123,6 +130,7 @@ class GeneratorClient(Client):
     def _call(self, what: str, send: Callable[..., Any], *arguments: Any, check: Check | None = None) -> Call[Any]:
         """Check the call now, and send it when the generator is up."""
         self._require_open(what)
+        self._show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None

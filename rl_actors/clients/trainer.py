@@ -24,7 +24,7 @@ from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.losses import LogprobGradient, Loss, resolve
 from rl_actors.losses.custom import CustomLoss, logprob_gradients
 from rl_actors.policy_trainer import Order, PolicyTrainer
-from rl_actors.processes.spawn import LogRoute
+from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport, announce
 from rl_actors.types import (
     ForwardBackwardOutput,
@@ -384,6 +384,7 @@ class TrainerClient(Client):
     ) -> Call[T]:
         """Check the call now, and send it when all calls before it have answered. mends: also while the client is broken."""
         self._require_open(what)
+        self._show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None

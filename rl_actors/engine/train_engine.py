@@ -28,6 +28,7 @@ from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.single_runner import SingleRunner
 from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import merge
+from rl_actors.processes.output import LOG_VARIABLE
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
 from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
 
@@ -241,6 +242,7 @@ class TrainEngine:
             optimizer_fields=self.built.hyperparameters.supported if self.built.hyperparameters is not None else (),
             memory_bytes=this_machine().memory_bytes(),
             peak_memory_bytes=this_machine().peak_memory_bytes(),
+            logs=os.environ.get(LOG_VARIABLE, ""),
         )
 
     def _make_logprobs(self) -> ChunkedLogprobs:

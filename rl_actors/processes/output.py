@@ -2,13 +2,71 @@
 
 import atexit
 import ctypes
+import functools
 import logging
 import os
 import sys
+import tempfile
 import threading
+import warnings
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+LOG_VARIABLE = "RL_ACTORS_LOG"
+"""Environment variable of an actor's process: the file that holds its output and logs."""
+
+LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtitan", "transformers", "vllm")
+"""Loggers whose lines go to a file in a process that also runs other people's code."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogRoute:
+    """Files for the output and the logs of the processes that a client spawns: `<directory>/<name>-<rank>.log`.
+
+    TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)) shows each line on the terminal, too.
+    Without one, the files are in a new temporary directory; `info().result()[0].logs` says where.
+    """
+
+    directory: Path
+    tee: bool = False
+
+    def file(self, name: str, rank: int) -> Path:
+        return self.directory / f"{name}-{rank}.log"
+
+
+@functools.cache
+def default_log_route() -> LogRoute:
+    """Files in a temporary directory that is made once a process. It stays when the process ends: it holds the last words of a crash."""
+    return LogRoute(directory=Path(tempfile.mkdtemp(prefix="rl_actors_logs_")))
+
+
+def route_library_logs(name: str) -> None:
+    """In a process that this package did not spawn: send the log lines and warnings of LIBRARIES to a file, and nothing else.
+
+    The process belongs to somebody else, so its fd 1 and 2, its other loggers and its own warnings stay as they are. Does nothing in
+    a process whose output has a file already.
+    """
+    if LOG_VARIABLE in os.environ:
+        return
+    path = default_log_route().file(f"{name}-pid", os.getpid())
+    os.environ[LOG_VARIABLE] = str(path)
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM would give its logger a terminal handler again
+    handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    for library in LIBRARIES:
+        logger = logging.getLogger(library)
+        logger.handlers, logger.propagate = [handler], False
+    show = warnings.showwarning
+
+    def show_or_log(message, category, filename, lineno, file=None, line=None) -> None:
+        if "site-packages" in filename and file is None:
+            logging.getLogger("torch").warning(warnings.formatwarning(message, category, filename, lineno, line))
+        else:
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_or_log
 
 
 class RoutedOutput(AbstractContextManager):

@@ -15,7 +15,6 @@ import sys
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import monarch.actor
@@ -23,7 +22,7 @@ from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this
 from torch.distributed import TCPStore
 
 from rl_actors.processes import threads
-from rl_actors.processes.output import route_logs, route_process_output
+from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
 
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
@@ -35,14 +34,6 @@ _SUPERVISION = {
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
     "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE": "3s",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LogRoute:
-    """Where output and logging of spawned processes go: `<directory>/<name>-<rank>.log`, and with tee also to the terminal."""
-
-    directory: Path
-    tee: bool = False
 
 
 class Probe(Actor):
@@ -152,6 +143,8 @@ async def spawn_processes(
     def command(point):
         # The last is for people who look at a process list.
         rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point["gpus"]), "RL_ACTORS_PROCESS": f"{name}-{point.rank}"}
+        if logs is not None:
+            rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
         return default_bootstrap_cmd().with_env({**common, **rank})
 
     bootstrap = functools.partial(_prepare_rank, name, logs)
@@ -176,8 +169,8 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     # A terminal sends Ctrl-C to all processes of the program; its own answers it and, when it ends, the ranks end.
     ctypes.CDLL(None).signal(signal.SIGINT, ctypes.c_void_p(signal.SIG_IGN))
     if logs is not None:
-        rank = os.environ["RANK"]
-        path, label = logs.directory / f"{name}-{rank}.log", f"{name} {rank}"
+        rank = int(os.environ["RANK"])
+        path, label = logs.file(name, rank), f"{name} {rank}"
         route_process_output(path, f"[{label}] " if logs.tee else None)
         route_logs(path, label=label)
 

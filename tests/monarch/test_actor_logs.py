@@ -8,7 +8,8 @@ import sys
 import support
 from monarch.actor import endpoint
 
-from rl_actors.processes.spawn import LogRoute, spawn_processes
+from rl_actors.processes.output import LogRoute
+from rl_actors.processes.spawn import spawn_processes
 
 
 class TalkingTrainer(support.TestTrainer):
