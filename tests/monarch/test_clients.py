@@ -36,6 +36,11 @@ def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
     assert info.memory_bytes > info.num_parameters * 4
 
 
+def test_the_collector_leaves_out_what_setup_made_in_a_process_that_was_spawned_for_the_trainer(trainer, trainer_mesh):
+    trainer.info().result()
+    assert trainer_mesh.num_frozen.call_one().get(timeout=60) > 100_000
+
+
 def test_result_works_in_a_running_loop_as_in_jupyter(trainer):
     async def cell():
         return trainer.forward(random_samples()).result()
