@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
-from monarch.actor import ActorError
+from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
 
 T = TypeVar("T")
+SHUTDOWN_TIMEOUT = 15.0
+"""Seconds that the end of the program waits for Monarch."""
+
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 
@@ -192,3 +195,6 @@ def _close_all() -> None:
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
+    # Monarch's own handler waits one second, too few on a busy machine, and then prints a traceback.
+    with contextlib.suppress(Exception):
+        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
