@@ -105,7 +105,7 @@ class Controller:
 
 
 def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
-    step = draw.randrange(WARMUP_STEPS + GRPO_STEPS - 5)  # the run must not be over before the moment comes
+    step = 1 + draw.randrange(WARMUP_STEPS + GRPO_STEPS - 5)  # the run must not be over before the moment comes
     chosen = {"victim": draw.choice(VICTIMS), "moment": draw.choice(MOMENTS), "step": step, "delay": draw.random() / 2}
     return Kill(**(chosen | {key: value for key, value in (("victim", victim), ("moment", moment)) if value}))
 

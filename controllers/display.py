@@ -37,10 +37,10 @@ COLUMNS = (  # title, width, key of the record, format
 class LineDisplay:
     """One aligned line a step, with a header line every 20 steps and at the start of a phase."""
 
-    def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
+    def __init__(self, console: Console, total_steps: int | None):
         self.console, self.total_steps = console, total_steps
         self.setups: dict[str, float] = {}  # label of an unfinished setup -> time of its start
-        self.record: Record = {"step": first_step - 1, "phase": ""}  # of the last step
+        self.record: Record = {"step": 0, "phase": ""}  # of the last step
         self._start = time.perf_counter()
         self._recent = deque[float](maxlen=20)  # seconds of the last steps
         self._num_rows, self._phase = 0, ""
@@ -76,7 +76,7 @@ class LineDisplay:
 
     @property
     def done(self) -> str:
-        return f"{self.record['step'] + 1}/{self.total_steps or '?'}"
+        return f"{self.record['step']}/{self.total_steps or '?'}"
 
     @property
     def elapsed(self) -> str:
@@ -86,7 +86,7 @@ class LineDisplay:
     def left(self) -> str:
         if not self.total_steps or not self._recent:
             return "-"
-        return _clock((self.total_steps - self.record["step"] - 1) * sum(self._recent) / len(self._recent))
+        return _clock((self.total_steps - self.record["step"]) * sum(self._recent) / len(self._recent))
 
     def print(self, line: str) -> None:
         print(line, file=self.console.file, flush=True)
@@ -98,8 +98,8 @@ class LineDisplay:
 class LiveDisplay(LineDisplay):
     """A panel at the bottom of a terminal. Every step with a validation leaves a line above the panel."""
 
-    def __init__(self, console: Console, total_steps: int | None, first_step: int = 0):
-        super().__init__(console, total_steps, first_step)
+    def __init__(self, console: Console, total_steps: int | None):
+        super().__init__(console, total_steps)
         self._known = self.record  # the last value of each key
         redirect = console.file is sys.stdout  # other prints then appear above the panel instead of inside it
         self._live = Live(
@@ -131,7 +131,7 @@ class LiveDisplay(LineDisplay):
         if setups or not self._known["phase"]:
             return Group(*(Text(f"{spinner} {label}: {now - start:.0f} s") for label, start in setups))
         bar = Table.grid(padding=(0, 2))
-        progress = ProgressBar(total=self.total_steps, completed=self._known["step"] + 1, width=32)
+        progress = ProgressBar(total=self.total_steps, completed=self._known["step"], width=32)
         times = Text(f"{self.elapsed} elapsed, {self.left} left", style="dim")
         bar.add_row(Text(self._known["phase"], style="bold"), progress, self.done, times)
         cells = []

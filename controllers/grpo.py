@@ -85,12 +85,12 @@ async def train(run: Run[GRPOConfig]) -> None:
     """Supervised steps until the policy is worth sampling, then GRPO: generate, train, sync."""
     config = run.config
     sft_steps, cursor = await train_sft_phase(run)
-    first_step = max(run.state.get("step", 0), sft_steps)
+    steps_done = max(run.state.get("step", 0), sft_steps)
     last_step = sft_steps + config.steps
     run.log.display.total_steps = last_step
     reference = None
     if config.reference_kl:
-        reference = await start_reference(run, has_begun=first_step > sft_steps, sft_steps=sft_steps)
+        reference = await start_reference(run, has_begun=steps_done > sft_steps, sft_steps=sft_steps)
     rollouts = Rollouts(
         config.rollouts,
         run.environment,
@@ -103,7 +103,7 @@ async def train(run: Run[GRPOConfig]) -> None:
     )
     schedule = config.schedule.build(config.steps)
     await sync(run)
-    for step in range(first_step, last_step):
+    for step in range(steps_done + 1, last_step + 1):
         with run.timer("generate"):
             batch = await rollouts.next_batch()
         values = batch.metrics()
@@ -116,14 +116,14 @@ async def train(run: Run[GRPOConfig]) -> None:
                 updates = await train_step(run, samples, learning_rate)
             await sync(run)
             values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": learning_rate}
-        done, is_last = step + 1 - sft_steps, step + 1 == last_step
-        if is_last or done % config.validate_every == 0:
+        grpo_step, is_last = step - sft_steps, step == last_step
+        if is_last or grpo_step % config.validate_every == 0:
             values["validation/accuracy"] = await run.accuracy()
         run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=not batch.samples)
         run.log.rollouts(step, batch.shown())
         # After the step's line: a run that is killed in between writes that line again, and loses none.
-        state = {"step": step + 1, "cursor": rollouts.cursor, "sft_steps": sft_steps}
-        await run.checkpoint(state, done=done, is_last=is_last)
+        state = {"step": step, "cursor": rollouts.cursor, "sft_steps": sft_steps}
+        await run.checkpoint(state, phase_step=grpo_step, is_last=is_last)
 
 
 async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
@@ -155,19 +155,19 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
     if "sft_steps" in run.state or config.sft_steps == 0:
         return run.state.get("sft_steps", 0), run.state.get("cursor", 0)
     phase = SFTPhase(run, config.sft, total_steps=config.sft_steps)
-    for step in range(run.state.get("step", 0), config.sft_steps):
+    for step in range(run.state.get("step", 0) + 1, config.sft_steps + 1):
         values = await phase.train_step(step)
-        is_last = step + 1 == config.sft_steps or phase.should_stop()
-        state = {"step": step + 1, **phase.state()}
+        is_last = step == config.sft_steps or phase.should_stop()
+        state = {"step": step, **phase.state()}
         if is_last:
-            state["sft_steps"] = step + 1
+            state["sft_steps"] = step
             await sync(run)
             values["validation/accuracy"] = await run.accuracy()
         run.log.step(step, values | run.timer.reset(), phase="sft")
-        await run.checkpoint(state, done=step + 1, is_last=is_last)
+        await run.checkpoint(state, phase_step=step, is_last=is_last)
         if is_last:
             break
-    return step + 1, phase.cursor
+    return step, phase.cursor
 
 
 def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:

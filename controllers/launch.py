@@ -160,7 +160,7 @@ async def _train(
     try:
         with MetricsLogger(
             folder,
-            first_step=state.get("step", 0),
+            steps_done=state.get("step", 0),
             wandb_project=config.wandb_project,
             config=asdict(config),
             lines=invocation.verbose,

@@ -1,6 +1,7 @@
 """Metrics of a run: they go to a display, metrics.jsonl, rollouts.jsonl, TensorBoard and wandb. Decides nothing.
 
-A step is one training step; supervised and GRPO steps share one count from 0. A record is the line of one step in metrics.jsonl.
+The number of a training step is the number of steps done after it: the first step is 1. Supervised and GRPO steps share one count.
+A record is the line of one step in metrics.jsonl.
 """
 
 import time
@@ -54,7 +55,7 @@ class MetricsLogger(AbstractContextManager):
 
     with MetricsLogger(RunFolder("runs/tiny"), total_steps=200) as log:
         with log.setup("starting trainer"): ...
-        log.step(0, {"loss": 0.7, **timer.reset()}, phase="grpo")
+        log.step(1, {"loss": 0.7, **timer.reset()}, phase="grpo")
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class MetricsLogger(AbstractContextManager):
         folder: RunFolder,
         *,
         total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` later
-        first_step: int = 0,  # lines of this step and of later ones are removed: a resumed run writes them again
+        steps_done: int = 0,  # lines of later steps are removed: a resumed run writes them again
         tensorboard: bool = True,
         wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are supported
         config: Mapping[str, object] | None = None,  # shown by wandb
@@ -71,14 +72,14 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.drop_from(first_step)
-        self.folder, self._last_step, self._rollouts_per_step = folder, first_step - 1, rollouts_per_step
-        self._tensorboard = _tensorboard(folder, first_step) if tensorboard else None
+        folder.drop_after(steps_done)
+        self.folder, self._last_step, self._rollouts_per_step = folder, steps_done, rollouts_per_step
+        self._tensorboard = _tensorboard(folder, steps_done) if tensorboard else None
         self._wandb = _wandb(folder, wandb_project, config) if wandb_project else None
         self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
         console = console or Console()
         live = console.is_terminal and not lines
-        self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps, first_step)
+        self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
         self._write_outcome("running")
 
     def setup(self, label: str) -> AbstractContextManager[None]:
@@ -119,7 +120,12 @@ class MetricsLogger(AbstractContextManager):
         file.flush()
 
     def _write_outcome(self, status: str, error: str | None = None) -> None:
-        outcome = {"status": status, "error": error, "total_steps": self.display.total_steps}
+        outcome = {
+            "status": status,
+            "error": error,
+            "step": self._last_step,
+            "total_steps": self.display.total_steps,
+        }
         self.folder.outcome.write_text(to_json(outcome) + "\n")
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -129,7 +135,7 @@ class MetricsLogger(AbstractContextManager):
         elif error is not None:  # KeyboardInterrupt, SystemExit, CancelledError
             self._write_outcome("interrupted", kind.__name__)
         else:
-            whole = self._last_step + 1 >= (self.display.total_steps or 0)
+            whole = self._last_step >= (self.display.total_steps or 0)
             self._write_outcome("finished" if whole else "stopped early")
         self._metrics.close()
         self._rollouts.close()
@@ -139,12 +145,12 @@ class MetricsLogger(AbstractContextManager):
             self._wandb.finish(exit_code=0 if error is None else 1)
 
 
-def _tensorboard(folder: RunFolder, first_step: int) -> "SummaryWriter":
+def _tensorboard(folder: RunFolder, steps_done: int) -> "SummaryWriter":
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ImportError("TensorBoard events need `pip install tensorboard`") from error
-    return SummaryWriter(str(folder.tensorboard), purge_step=first_step or None, flush_secs=10)
+    return SummaryWriter(str(folder.tensorboard), purge_step=steps_done + 1 if steps_done else None, flush_secs=10)
 
 
 def _wandb(folder: RunFolder, project: str, config: Mapping[str, object] | None) -> "WandbRun":

@@ -141,13 +141,13 @@ class Run(Generic[Config]):
                 self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
             )
 
-    async def checkpoint(self, state: dict[str, Any], *, done: int, is_last: bool) -> None:
-        """Begin to write a checkpoint beside training, if one is due after `done` steps.
+    async def checkpoint(self, state: dict[str, Any], *, phase_step: int, is_last: bool) -> None:
+        """Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.
 
         Raises RuntimeError or OSError when the checkpoint before could not be written.
         """
         every = self.config.checkpoint_every
-        if every and (is_last or done % every == 0):
+        if every and (is_last or phase_step % every == 0):
             with self.timer("checkpoint"):
                 await self.checkpoints.save(self.trainer, state | {"config": asdict(self.config)})
 

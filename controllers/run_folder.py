@@ -30,14 +30,14 @@ class RunFolder:
         """log("trainer-0") -> logs/trainer-0.log"""
         return self.path / "logs" / f"{name}.log"
 
-    def drop_from(self, step: int) -> None:
-        """Remove the lines of steps >= step, and a line that a killed run left half written. Each file is replaced in one rename."""
+    def drop_after(self, step: int) -> None:
+        """Remove the lines of steps after this one, and a line that a killed run left half written. Each file is replaced in one rename."""
         for file in (self.metrics, self.rollouts):
             if not file.exists():
                 continue
             with file.with_suffix(".tmp").open("w") as temporary:
                 for record in read_jsonl(file):
-                    if record["step"] < step:
+                    if record["step"] <= step:
                         temporary.write(to_json(record) + "\n")
                 temporary.flush()
                 os.fsync(temporary.fileno())

@@ -1,6 +1,6 @@
 """Learning rates as functions of the step. They hold no state, so a resumed run gets the rates of an uninterrupted one.
 
-Steps count from 0. A linear warm-up of W steps reaches the full rate at step W - 1, and its first step has a rate above 0.
+Steps count from 1. A linear warm-up of W steps reaches the full rate at step W, and its first step has a rate above 0.
 """
 
 import math
@@ -14,7 +14,7 @@ Kind = Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"]
 class Schedule:
     """Learning rate of a step: `schedule(step)`.
 
-    A decay goes from the full rate at step W to min_ratio of it at total_steps, and stays there.
+    A decay goes from the full rate at the step after the warm-up to min_ratio of it at the step after total_steps, and stays there.
     Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
     Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
     """
@@ -32,11 +32,12 @@ class Schedule:
         return rate * (self.min_ratio + (1 - self.min_ratio) * self._decay(step))
 
     def _warmup(self, step: int) -> float:
-        return min(1.0, (step + 1) / self.warmup_steps) if self.warmup_steps else 1.0
+        return min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
 
     def _decay(self, step: int) -> float:
-        """1 until the end of the warm-up, 0 from total_steps on."""
-        progress = min(1.0, max(0, step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        """1 until the step after the warm-up, 0 after total_steps."""
+        done = max(0, step - 1 - self.warmup_steps)  # decaying steps before this one
+        progress = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear_warmup_cosine":
             return (1 + math.cos(math.pi * progress)) / 2
         return 1 - progress
@@ -51,7 +52,7 @@ class ScheduleConfig:
     warmup_steps: int = 0
     """Steps of the linear warm-up."""
     total_steps: int | None = None
-    """Step at which the decay ends; None: after the run's last step."""
+    """Number of steps after which the decay has ended; None: the steps of the run."""
     min_ratio: float = 0.0
     """The lowest rate, as a share of the highest."""
 

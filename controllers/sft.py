@@ -111,17 +111,17 @@ async def train(run: Run[SFTConfig]) -> None:
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)
-    for step in range(run.state.get("step", 0), config.steps):
+    for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         metrics = await phase.train_step(step)
-        is_last = step + 1 == config.steps or phase.should_stop()
-        if is_last or (step + 1) % config.validate_every == 0:
+        is_last = step == config.steps or phase.should_stop()
+        if is_last or step % config.validate_every == 0:
             with run.timer("sync"):
                 version = await run.trainer.push_model_state_dict()
                 await run.generator.pull_model_state_dict(version)
             metrics["validation/accuracy"] = await run.accuracy()
         run.log.step(step, metrics | run.timer.reset(), phase="sft")
         # After the step's line: a run that is killed in between writes that line again, and loses none.
-        await run.checkpoint({"step": step + 1, **phase.state()}, done=step + 1, is_last=is_last)
+        await run.checkpoint({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
 

@@ -150,8 +150,8 @@ def test_checkpoints_are_written_every_so_many_steps_and_after_the_last_or_never
     run = SimpleNamespace(config=config, checkpoints=kept, trainer=trainer, timer=Timer())
 
     async def seven_steps() -> None:
-        for done in range(1, 8):
-            await Run.checkpoint(run, {"step": done}, done=done, is_last=done == 7)
+        for step in range(1, 8):
+            await Run.checkpoint(run, {"step": step}, phase_step=step, is_last=step == 7)
         await kept.finish()
 
     asyncio.run(seven_steps())

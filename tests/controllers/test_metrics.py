@@ -27,11 +27,11 @@ def record_steps(folder: RunFolder, steps, **options) -> None:
 def test_a_record_has_every_key_and_is_on_disk_before_the_next_step(tmp_path):
     folder = RunFolder(tmp_path / "run")
     with logger(folder) as log:
-        log.step(0, {"policy_version": 1, "loss": torch.tensor(0.5), "policy_lag": 0}, phase="sft")
-        log.step(1, {"validation/accuracy": 0.25}, phase="grpo", skipped=True)
+        log.step(1, {"policy_version": 1, "loss": torch.tensor(0.5), "policy_lag": 0}, phase="sft")
+        log.step(2, {"validation/accuracy": 0.25}, phase="grpo", skipped=True)
         first, second = read_jsonl(folder.metrics)
     assert set(KEYS) <= set(first) & set(second)
-    assert (first["step"], first["phase"], first["loss"], first["reward/mean"]) == (0, "sft", 0.5, None)
+    assert (first["step"], first["phase"], first["loss"], first["reward/mean"]) == (1, "sft", 0.5, None)
     assert "validation/accuracy" not in first and "skipped" not in first
     assert (second["skipped"], second["validation/accuracy"]) == (True, 0.25)
 
@@ -39,7 +39,7 @@ def test_a_record_has_every_key_and_is_on_disk_before_the_next_step(tmp_path):
 def test_nan_and_infinity_become_null_and_are_named(tmp_path):
     folder = RunFolder(tmp_path)
     with logger(folder) as log:
-        log.step(0, {"loss": float("nan"), "grad_norm": torch.tensor(float("inf")), "learning_rate": 0.1}, phase="grpo")
+        log.step(1, {"loss": float("nan"), "grad_norm": torch.tensor(float("inf")), "learning_rate": 0.1}, phase="grpo")
     (line,) = folder.metrics.read_text().splitlines()
     record = json.loads(line, parse_constant=pytest.fail)
     assert (record["loss"], record["grad_norm"], record["learning_rate"]) == (None, None, 0.1)
@@ -49,27 +49,27 @@ def test_nan_and_infinity_become_null_and_are_named(tmp_path):
 
 def test_resuming_leaves_one_line_a_step_though_the_last_line_was_half_written(tmp_path):
     folder = RunFolder(tmp_path)
-    record_steps(folder, range(5))
+    record_steps(folder, range(1, 6))
     with folder.metrics.open("a") as file:
-        file.write('{"step": 5, "lo')
-    record_steps(folder, range(3, 6), first_step=3)
-    assert [line["step"] for line in read_jsonl(folder.metrics)] == [0, 1, 2, 3, 4, 5]
-    assert [line["step"] for line in read_jsonl(folder.rollouts)] == [0, 1, 2, 3, 4, 5]
+        file.write('{"step": 6, "lo')
+    record_steps(folder, range(4, 7), steps_done=3)
+    assert [line["step"] for line in read_jsonl(folder.metrics)] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_jsonl(folder.rollouts)] == [1, 2, 3, 4, 5, 6]
     assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_a_failure_while_dropping_leaves_the_file_as_it_was(tmp_path, monkeypatch):
     folder = RunFolder(tmp_path)
-    record_steps(folder, range(3))
+    record_steps(folder, range(1, 4))
     before = folder.metrics.read_bytes()
     monkeypatch.setattr("controllers.run_folder.os.fsync", lambda fd: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        folder.drop_from(1)
+        folder.drop_after(1)
     assert folder.metrics.read_bytes() == before
 
 
 def test_a_step_is_recorded_once_and_in_order(tmp_path):
-    with logger(RunFolder(tmp_path), first_step=4) as log:
+    with logger(RunFolder(tmp_path), steps_done=3) as log:
         log.step(4, {}, phase="grpo")
         with pytest.raises(ValueError, match="step 4 comes after step 4"):
             log.step(4, {}, phase="grpo")
@@ -80,9 +80,9 @@ def test_without_a_terminal_a_step_is_one_aligned_line_under_a_header(tmp_path):
     with logger(RunFolder(tmp_path), out, total_steps=3) as log:
         with log.setup("starting generator"):
             pass
-        log.step(0, {"loss": 2.0, "time/step": 0.5, "tokens/trained": 1000}, phase="sft")
-        log.step(1, {"reward/mean": 0.5, "validation/accuracy": 0.25, "policy_lag": 1, "time/step": 1}, phase="grpo")
-        log.step(2, {"reward/mean": float("nan")}, phase="grpo", skipped=True)
+        log.step(1, {"loss": 2.0, "time/step": 0.5, "tokens/trained": 1000}, phase="sft")
+        log.step(2, {"reward/mean": 0.5, "validation/accuracy": 0.25, "policy_lag": 1, "time/step": 1}, phase="grpo")
+        log.step(3, {"reward/mean": float("nan")}, phase="grpo", skipped=True)
     started, ready, header, sft, header_again, grpo, skipped = out.getvalue().splitlines()
     assert (started, ready) == ("starting generator ...", "starting generator: 0.0 s")
     assert header == header_again
@@ -96,7 +96,7 @@ def test_without_a_terminal_a_step_is_one_aligned_line_under_a_header(tmp_path):
 def test_the_header_comes_back_every_twenty_lines(tmp_path):
     out = io.StringIO()
     with logger(RunFolder(tmp_path), out) as log:
-        for step in range(41):
+        for step in range(1, 42):
             log.step(step, {}, phase="grpo")
     assert [i for i, line in enumerate(out.getvalue().splitlines()) if "grad_norm" in line] == [0, 21, 42]
 
@@ -107,8 +107,8 @@ def test_a_terminal_shows_a_live_panel_and_leaves_the_lines_with_a_validation(tm
     with MetricsLogger(RunFolder(tmp_path), total_steps=2, console=console, tensorboard=False) as log:
         with log.setup("starting trainer"):
             log.display._live.refresh()
-        log.step(0, {"loss": 0.125, "validation/accuracy": 0.75, "time/step": 3661.0}, phase="grpo")
-        log.step(1, {"learning_rate": 0.1}, phase="grpo")
+        log.step(1, {"loss": 0.125, "validation/accuracy": 0.75, "time/step": 3661.0}, phase="grpo")
+        log.step(2, {"learning_rate": 0.1}, phase="grpo")
         log.display._live.refresh()
     shown = out.getvalue()
     assert "starting trainer: 0 s" in shown and "starting trainer: 0.0 s" in shown
@@ -138,7 +138,7 @@ def test_the_outcome_is_written_down(tmp_path, error, status):
     def run():
         with logger(folder, total_steps=1) as log:
             assert json.loads(folder.outcome.read_text())["status"] == "running"
-            log.step(0, {}, phase="grpo")
+            log.step(1, {}, phase="grpo")
             if error is not None:
                 raise error
 
@@ -154,19 +154,20 @@ def test_the_outcome_is_written_down(tmp_path, error, status):
 
 def test_fewer_steps_than_planned_is_not_finished(tmp_path):
     folder = RunFolder(tmp_path)
-    record_steps(folder, range(2), total_steps=3)
-    assert json.loads(folder.outcome.read_text())["status"] == "stopped early"
+    record_steps(folder, range(1, 3), total_steps=3)
+    outcome = json.loads(folder.outcome.read_text())
+    assert (outcome["status"], outcome["step"], outcome["total_steps"]) == ("stopped early", 2, 3)
 
 
 def test_tensorboard_shows_a_resumed_step_once(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     folder = RunFolder(tmp_path)
-    record_steps(folder, range(4), tensorboard=True)
-    with logger(folder, tensorboard=True, first_step=2) as log:
-        log.step(2, {"loss": 9.0, "grad_norm": float("nan")}, phase="grpo")
+    record_steps(folder, range(1, 5), tensorboard=True)
+    with logger(folder, tensorboard=True, steps_done=2) as log:
+        log.step(3, {"loss": 9.0, "grad_norm": float("nan")}, phase="grpo")
     events = EventAccumulator(str(folder.tensorboard)).Reload()
-    assert [(e.step, pytest.approx(e.value)) for e in events.Scalars("loss")] == [(0, 0.0), (1, 0.1), (2, 9.0)]
+    assert [(e.step, pytest.approx(e.value)) for e in events.Scalars("loss")] == [(1, 0.1), (2, 0.2), (3, 9.0)]
     assert "grad_norm" not in events.Tags()["scalars"]
 
 

@@ -51,13 +51,13 @@ class Tags(HTMLParser):
 
 
 def whole_run(path: Path) -> RunFolder:
-    sft = [{"step": s, "phase": "sft", "loss": 2.0 - s, "time/step": 0.5, "tokens/trained": 500} for s in range(2)]
+    sft = [{"step": s, "phase": "sft", "loss": 2.0 - s, "time/step": 0.5, "tokens/trained": 500} for s in (1, 2)]
     sft[1]["validation/accuracy"] = 0.25
-    grpo = [grpo_record(step) for step in range(2, 6)]
+    grpo = [grpo_record(step) for step in range(3, 7)]
     grpo[1] |= {"skipped": True, "loss": None, "reward/std": None}
     grpo[2]["validation/accuracy"] = 0.875
     grpo[3]["validation/accuracy"] = 0.75
-    rollouts = [{"step": s, "prompt": f"p{s}", "completion": f"c{s}", "reward": 1.0} for s in range(2, 6)]
+    rollouts = [{"step": s, "prompt": f"p{s}", "completion": f"c{s}", "reward": 1.0} for s in range(3, 7)]
     return write_run(path, sft + grpo, rollouts, {"status": "finished", "error": None, "total_steps": 6})
 
 
@@ -68,7 +68,7 @@ def test_the_report_summarizes_the_run_and_draws_every_chart(tmp_path):
     for text in (
         "0.750",
         "0.250 after the supervised steps",
-        "best 0.875 at step 4",
+        "best 0.875 at step 5",
         "2 supervised, 1 skipped",
         "5,000",
     ):
@@ -76,7 +76,7 @@ def test_the_report_summarizes_the_run_and_draws_every_chart(tmp_path):
     for text in ("finished", "8,000 generated", "0 min 9 s", "loss, supervised", "loss, GRPO", "logprob difference"):
         assert text in page.text
     assert page.tags.count("svg") == 7
-    assert [step for step in range(2, 6) if f"p{step}" in page.text] == [2, 4, 5]
+    assert [step for step in range(3, 7) if f"p{step}" in page.text] == [3, 5, 6]
     assert folder.reward_png.read_bytes().startswith(b"\x89PNG")
 
 
@@ -91,9 +91,9 @@ def test_the_report_needs_no_other_file_and_no_network(tmp_path):
 
 
 def test_the_text_of_a_model_or_a_config_is_escaped(tmp_path):
-    rollout = {"step": 0, "prompt": "<script>alert(1)</script>", "completion": "a & b <img src=x>", "reward": None}
+    rollout = {"step": 1, "prompt": "<script>alert(1)</script>", "completion": "a & b <img src=x>", "reward": None}
     outcome = {"status": "failed", "error": "ValueError: <b>boom</b>"}
-    folder = write_run(tmp_path / "<i>run", [grpo_record(0)], [rollout], outcome)
+    folder = write_run(tmp_path / "<i>run", [grpo_record(1)], [rollout], outcome)
     write_report(folder.path)
     page = Tags(folder.report.read_text())
     assert not {"script", "img", "i"} & set(page.tags) and page.tags.count("b") == 5
@@ -103,7 +103,9 @@ def test_the_text_of_a_model_or_a_config_is_escaped(tmp_path):
 
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_an_interrupted_run_of_any_length_has_a_report(tmp_path, num_steps):
-    folder = write_run(tmp_path, [grpo_record(step) for step in range(num_steps)], outcome={"status": "interrupted"})
+    folder = write_run(
+        tmp_path, [grpo_record(step) for step in range(1, num_steps + 1)], outcome={"status": "interrupted"}
+    )
     with folder.metrics.open("a") as file:
         file.write('{"step": 9, "loss')
     write_report(folder.path)

@@ -180,3 +180,20 @@ def test_a_checkpoint_holds_all_of_the_controllers_state(whole):
     assert state["step"] == 11 and state["sft_steps"] == 5 and state["cursor"] >= 5 * 8 + 6 * 4
     assert state["config"] == json.loads(cli.config_to_json(grpo_config()))
     assert set(state["random"]) == {"python", "numpy", "torch"}
+
+
+def test_the_number_of_a_step_is_the_number_of_steps_done_after_it_everywhere(whole):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    records = read_jsonl(whole.metrics)
+    assert [record["step"] for record in records] == list(range(1, 12))
+    assert [record["step"] for record in records if "validation/accuracy" in record] == [5, 7, 9, 11]
+    assert {rollout["step"] for rollout in read_jsonl(whole.rollouts)} == set(range(6, 12))
+    assert [path.name for path in checkpoints.complete(whole.checkpoints)] == ["step-9", "step-11"]
+    outcome = json.loads(whole.outcome.read_text())
+    assert (outcome["step"], outcome["total_steps"]) == (11, 11)
+    losses = EventAccumulator(str(whole.tensorboard)).Reload().Scalars("loss")
+    assert [event.step for event in losses] == [record["step"] for record in records if record["loss"] is not None]
+    rates = [record["learning_rate"] for record in records]
+    assert rates[:5] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3])
+    assert rates[5:7] == pytest.approx([5e-4, 1e-3])

@@ -7,26 +7,26 @@ from controllers.schedules import Schedule, ScheduleConfig
 
 def test_constant_is_constant_after_its_warmup():
     rate = Schedule(kind="constant", learning_rate=2.0, total_steps=10)
-    assert [rate(step) for step in (0, 5, 10**6)] == [2.0, 2.0, 2.0]
+    assert [rate(step) for step in (1, 5, 10**6)] == [2.0, 2.0, 2.0]
     rate = Schedule(kind="constant", learning_rate=2.0, warmup_steps=4, total_steps=10)
-    assert [rate(step) for step in range(6)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert [rate(step) for step in range(1, 7)] == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
 
 
-def test_linear_decay_reaches_the_minimum_at_total_steps_and_stays():
+def test_linear_decay_reaches_the_minimum_after_total_steps_and_stays():
     rate = Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=2, total_steps=6, min_ratio=0.2)
-    assert [rate(step) for step in range(8)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
+    assert [rate(step) for step in range(1, 9)] == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
 def test_cosine_passes_the_middle_at_half_of_the_decay():
     rate = Schedule(kind="linear_warmup_cosine", learning_rate=3.0, warmup_steps=10, total_steps=110, min_ratio=0.1)
-    assert [rate(step) for step in (0, 9, 10, 60, 110, 500)] == pytest.approx([0.3, 3.0, 3.0, 1.65, 0.3, 0.3])
-    assert rate(35) == pytest.approx(3 * (0.1 + 0.9 * (1 + 2**-0.5) / 2))
+    assert [rate(step) for step in (1, 10, 11, 61, 111, 501)] == pytest.approx([0.3, 3.0, 3.0, 1.65, 0.3, 0.3])
+    assert rate(36) == pytest.approx(3 * (0.1 + 0.9 * (1 + 2**-0.5) / 2))
 
 
 def test_no_step_of_a_run_has_rate_zero():
     for kind in ("constant", "linear_warmup_cosine", "linear_warmup_linear"):
         rate = ScheduleConfig(kind=kind, learning_rate=1.0, warmup_steps=3).build(20)
-        assert min(rate(step) for step in range(20)) > 0
+        assert min(rate(step) for step in range(1, 21)) > 0
 
 
 def test_a_schedule_is_stateless():
@@ -37,14 +37,14 @@ def test_a_schedule_is_stateless():
 
 def test_the_config_overrides_the_length_of_the_run():
     config = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.0, total_steps=4)
-    assert [config.build(100)(step) for step in range(5)] == [1.0, 0.75, 0.5, 0.25, 0.0]
+    assert [config.build(100)(step) for step in range(1, 6)] == [1.0, 0.75, 0.5, 0.25, 0.0]
     config.total_steps = None
-    assert config.build(100)(50) == 0.5
+    assert config.build(100)(51) == 0.5
 
 
 def test_a_run_shorter_than_its_warmup_only_warms_up():
     rate = ScheduleConfig(kind="linear_warmup_cosine", learning_rate=1.0, warmup_steps=10).build(5)
-    assert [rate(step) for step in range(5)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert [rate(step) for step in range(1, 6)] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
 @pytest.mark.parametrize(
