@@ -1,6 +1,6 @@
-"""Training through TrainerClient beside torchtitan's own pieces without actors: rows of one table, each one pair in one run.
+"""Speed of training through TrainerClient beside torchtitan's own pieces without actors: each row measures one shape on both sides.
 
-Medians of steps after warm-up; the reference runs first, each side alone on the GPUs.
+The times are medians of steps after warm-up. The reference runs first, and each side has the GPUs for itself.
 """
 
 import argparse
@@ -20,8 +20,9 @@ from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 
-CHANGEABLE = ("attention", "checkpointing")  # on the command line
-PEAK_FLOPS = 989e12  # torchtitan's figure of an H200, dense bfloat16
+CHANGEABLE = ("attention", "checkpointing")  # fields of a row that the command line may change
+PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
+"""Floating-point operations a second of a GPU in dense bfloat16, by a part of its name; in float8 it is twice as fast."""
 
 
 def model_of(row: Row) -> ModelConfig:
@@ -41,22 +42,28 @@ def trainer_config(row: Row) -> TrainerConfig:
         max_sequence_length=row.document,
         tokens_per_row=row.row_length,
         rows_per_microbatch=row.rows,
-        logprob_chunk_tokens=8192 if on_gpu else row.rows * row.row_length // row.chunks,  # as configs.qwen3
+        logprob_chunk_tokens=8192 if on_gpu else row.rows * row.row_length // row.chunks,  # 8192 as in configs.qwen3
     )
     config.compile.enable = on_gpu
     config.parallelism.data_parallel_shard_degree = max(1, row.num_gpus)
     return config
 
 
-def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Seconds of every step, of its two calls, and the peak memory of the fullest rank."""
-    config = trainer_config(row)
+def samples_of(row: Row, vocab_size: int) -> list[Sample]:
+    """The documents of one step on all GPUs."""
     draw = torch.Generator().manual_seed(0)
     ones = torch.ones(row.document)
     samples = []
     for _ in range(row.positions * max(1, row.num_gpus) // row.document):
-        ids = torch.randint(config.model.vocab_size, (row.document + 1,), generator=draw)
+        ids = torch.randint(vocab_size, (row.document + 1,), generator=draw)
         samples.append(Sample(tokens=ids[:-1], targets=ids[1:].clone(), columns={"loss_weights": ones}))
+    return samples
+
+
+def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
+    """Measure our trainer: seconds of every step and of its two calls, and the peak memory of the fullest rank."""
+    config = trainer_config(row)
+    samples = samples_of(row, config.model.vocab_size)
     params = OptimParams(learning_rate=1e-5, grad_divisor=float(row.document * len(samples)))
     found: dict[str, Any] = {"seconds": [], "forward_backward": [], "optim_step": []}
     with TrainerClient.spawn(config) as trainer:
@@ -81,13 +88,13 @@ def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
                 trainer.profile(trace, steps=TRACED_STEPS).result()
                 for _ in range(TRACED_STEPS):
                     step()
-            except RuntimeError as error:  # the figures are there
+            except RuntimeError as error:  # the figures are not lost for want of a trace
                 print(f"no trace: {error}", flush=True)
     return found
 
 
 def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """The same of torchtitan's pieces: the slowest rank's seconds, the fullest rank's memory."""
+    """Measure torchtitan's pieces: seconds of every step on the slowest rank, and the peak memory of the fullest rank."""
     from benchmarks import titan
 
     with socket.socket() as free:
@@ -111,25 +118,41 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
         raise SystemExit("the reference failed") from None
     for child in children:
         child.join()
+    by_step = zip(*(answer["seconds"] for answer in answers), strict=True)
     return {
-        "seconds": [max(of_step) for of_step in zip(*(answer["seconds"] for answer in answers), strict=True)],
+        "seconds": [max(seconds) for seconds in by_step],
         "peak_bytes": max(answer["peak_bytes"] for answer in answers),
     }
 
 
-def flops_per_token(model: ModelConfig, context: float) -> float:
-    """Of forward and backward pass: 6 for every parameter of a matrix product, and attention over `context` positions.
+def flops_per_token(model: ModelConfig, document: int) -> float:
+    """Floating-point operations of forward and backward pass that the model itself asks for; recomputation does not count.
 
-    torchtitan counts the row's length as context; within documents under a causal mask it is half a document.
+    6 for every parameter of a matrix product, and 12 for every attended position of every block and head dimension. A position attends
+    to itself and to earlier positions of its document, which on average is half a document.
     """
-    d, w = model.hidden_size, model.head_dim
-    heads, groups = model.num_attention_heads * w, model.num_key_value_heads * w
-    block = d * (heads + 2 * groups) + heads * d + 3 * d * model.intermediate_size
-    parameters = model.num_hidden_layers * block + model.vocab_size * d
-    return 6 * parameters + 12 * model.num_hidden_layers * heads * context
+    hidden = model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
+    groups = model.num_key_value_heads * model.head_dim
+    attention_parameters = hidden * (heads + 2 * groups) + heads * hidden
+    parameters_of_block = attention_parameters + 3 * hidden * model.intermediate_size
+    parameters = model.num_hidden_layers * parameters_of_block + model.vocab_size * hidden
+    return 6 * parameters + 12 * model.num_hidden_layers * heads * document / 2
+
+
+def mfu(row: Row, tokens_per_second: float) -> float | None:
+    """Share of the GPUs' peak in the dtype of the products. It cannot exceed 1. None on a CPU and on a GPU that PEAKS lacks."""
+    if not row.num_gpus:
+        return None
+    peaks = [peak for name, peak in PEAKS.items() if name in results.gpus()[0]]
+    if not peaks:
+        return None
+    peak = peaks[0] * (2 if row.float8 else 1)
+    return flops_per_token(model_of(row), row.document) * tokens_per_second / row.num_gpus / peak
 
 
 def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | None) -> None:
+    """Measure both sides and keep the line of results. profile: a folder for traces of both sides."""
     if row.num_gpus > torch.cuda.device_count():
         raise SystemExit(f"{name} needs {row.num_gpus} GPUs; there are {torch.cuda.device_count()}")
     if profile:
@@ -140,17 +163,16 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
     middle = time.perf_counter()
     own = ours(row, warmup, steps, traces[1])
     tokens = row.positions * max(1, row.num_gpus)
-    rates = [tokens / statistics.median(side["seconds"]) for side in (own, theirs)]
-    per_gpu, model = rates[0] / max(1, row.num_gpus), model_of(row)
+    own_rate, their_rate = (tokens / statistics.median(side["seconds"]) for side in (own, theirs))
     figures = {
-        "tokens_per_second": rates[0],
-        "reference_tokens_per_second": rates[1],
-        "ratio": rates[0] / rates[1],
-        "mfu_torchtitan": flops_per_token(model, row.row_length) * per_gpu / PEAK_FLOPS if row.num_gpus else None,
-        "mfu_causal": flops_per_token(model, row.document / 2) * per_gpu / PEAK_FLOPS if row.num_gpus else None,
+        "tokens_per_second": own_rate,
+        "reference_tokens_per_second": their_rate,
+        "ratio": own_rate / their_rate,
+        "mfu": mfu(row, own_rate),
         "peak_gib": own["peak_bytes"] / 2**30,
         "reference_peak_gib": theirs["peak_bytes"] / 2**30,
         **asdict(row),
+        "reference_attention": row.attention,  # older lines have another kernel there
         "steps": steps,
         "seconds": [round(x, 4) for x in own["seconds"]],
         "reference_seconds": [round(x, 4) for x in theirs["seconds"]],
@@ -167,24 +189,33 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
         print(text, flush=True)
 
 
+def changed(name: str, **values: str | None) -> tuple[str, Row]:
+    """A row with these fields, and a name that says what differs: ("4b-packed, attention flex", …). None keeps the row's value."""
+    row = ROWS[name]
+    for field, value in values.items():
+        if value is not None and value != getattr(row, field):
+            row = replace(row, **{field: value})
+            name += f", {field} {value}"
+    return name, row
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", help="; ".join(ROWS), metavar="ROW")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=7, help="steps of each side that are timed")
+    parser.add_argument("--steps", type=int, default=7, help="timed steps of each side")
     parser.add_argument("--profile", type=Path, help="a folder for a trace of two more steps of each side")
     kinds = get_type_hints(Row)
     for field in CHANGEABLE:
-        parser.add_argument(f"--{field}", choices=get_args(kinds[field]), help=f"in the place of the row's {field}")
+        parser.add_argument(f"--{field}", choices=get_args(kinds[field]), help=f"replaces the row's {field}")
     arguments = parser.parse_args()
-    if unknown := [name for name in arguments.rows if name not in ROWS]:
+    unknown = [name for name in arguments.rows if name not in ROWS]
+    if unknown:
         parser.error(f"no row {unknown[0]!r}; there are: {', '.join(ROWS)}")
-    for name in arguments.rows:
-        row = ROWS[name]
-        given = {field: getattr(arguments, field) or getattr(row, field) for field in CHANGEABLE}
-        changed = [f", {field} {value}" for field, value in given.items() if value != getattr(row, field)]
-        named = name + "".join(changed)  # what was changed is no result of the table's row
-        run_row(named, replace(row, **given), warmup=arguments.warmup, steps=arguments.steps, profile=arguments.profile)
+    values = {field: getattr(arguments, field) for field in CHANGEABLE}
+    for row_name in arguments.rows:
+        name, row = changed(row_name, **values)
+        run_row(name, row, warmup=arguments.warmup, steps=arguments.steps, profile=arguments.profile)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rl_actors import TrainerConfig, layouts, memory_estimate
+from rl_actors.config import DEGREES
 from rl_actors.vllm.cpu import KV_CACHE_BYTES
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ def _held_by_generator(config: "RunConfig") -> int:
 
 def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:
     """The memory of the trainer in one process, without any parallelism."""
-    degrees = {f"{name}_degree": 1 for name in (*layouts.DEGREES, "expert_parallel")}
+    degrees = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
     return memory_estimate.memory(replace(trainer, parallelism=replace(trainer.parallelism, **degrees)))
 
 

@@ -1,44 +1,43 @@
-"""Which layouts a config can have, and the nearest to one that cannot be. Starts nothing, needs no torch."""
+"""Layouts that a config can have, and the nearest ones to a layout that is impossible. Starts nothing, needs no torch."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rl_actors.config import TrainerConfig
 
 ROW_MULTIPLE = 64
-"""Row lengths are multiples of it, so that few shapes occur and the logprob chunks divide them."""
+"""Row lengths are multiples of this number, so that few shapes occur and the logprob chunks divide them."""
 
-Policy = Literal["packed", "token_budget", "fixed"]
-
-DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
 NUM_SUGGESTIONS = 3
 
 PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
-"""Schedules that give the numbers of one process -> stages of a rank where their number is not given."""
+"""Schedules that give the numbers of one process, with the stages per rank that each has by default."""
+
+LOAD_BALANCERS = (None, "headtail", "ptrr")
 
 NOT_SHOWN = "not shown to be right so far"
 
 
 def row_multiple(config: TrainerConfig) -> int:
-    """What the length of every row is a multiple of."""
+    """Number that divides the length of every row."""
     context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
-    # Masks come in blocks of 128 positions, of which every context-parallel rank gets whole ones.
+    # Masks come in blocks of 128 positions, and every context-parallel rank gets whole blocks.
     parts = 128 * context if context > 1 else 1
-    # Under expert parallelism each tensor-parallel rank routes an equal part of what its context-parallel rank holds.
+    # Under expert parallelism the tensor-parallel ranks divide the positions of their context-parallel rank equally for routing.
     if config.parallelism.expert_parallel_degree > 1:
         parts = math.lcm(parts, context * tensor)
     return math.lcm(ROW_MULTIPLE, parts)
 
 
 def row_capacity(config: TrainerConfig) -> int:
-    """Positions that a row has at most: tokens_per_row, rounded down to the multiple."""
+    """Positions of a row, at most: tokens_per_row, rounded down to the multiple."""
     return in_multiples(config.tokens_per_row, row_multiple(config))
 
 
@@ -48,7 +47,7 @@ def in_multiples(length: int, multiple: int) -> int:
 
 
 def all_degrees(config: TrainerConfig) -> dict[str, int]:
-    """The layout, and expert_parallel, whose ranks are those of the others."""
+    """The layout and expert_parallel, whose ranks are those of the other kinds of parallelism."""
     return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
 
 
@@ -58,208 +57,250 @@ def described(layout: dict[str, int]) -> str:
 
 
 def validate(config: TrainerConfig) -> None:
-    """Raises ValueError with the numbers, and the nearest layouts of as many processes that can be."""
-    size = config.num_processes()
-    if (expert := config.parallelism.expert_parallel_degree) < 1:
+    """Raises ValueError with the numbers of an impossible layout, and with the nearest possible layouts of as many processes."""
+    num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
+    if expert < 1:
         raise ValueError(f"parallelism.expert_parallel_degree={expert}; it must be at least 1")
     try:
         require_possible(config)
     except ValueError as error:
         found = ", or ".join(map(described, nearest(config)))
-        raise ValueError(f"{error}; nearest on {size} processes: {found}" if found else str(error)) from None
+        raise ValueError(f"{error}; nearest on {num_processes} processes: {found}" if found else str(error)) from None
 
 
 def require_possible(config: TrainerConfig) -> None:
-    """Raises ValueError with the numbers for a layout that no trainer can have."""
+    """Raises ValueError with the numbers if no trainer can have this layout."""
     model, parallel = config.model, config.parallelism
-    tensor = parallel.tensor_parallel_degree
+    tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
+    balancer, attention = parallel.context_parallel_load_balancer, config.attention
     _require_experts(config)
-    if (balancer := parallel.context_parallel_load_balancer) not in (None, "headtail", "ptrr"):
-        raise ValueError(
-            f"parallelism.context_parallel_load_balancer={balancer!r}; it must be 'headtail', 'ptrr' or None"
-        )
-    if parallel.spmd_backend != "partial_dtensor":
-        raise ValueError(
-            f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works with 'partial_dtensor' only"
-        )
-    if config.attention != "flex" and parallel.context_parallel_degree > 1:
-        raise ValueError(
-            f"parallelism.context_parallel_degree={parallel.context_parallel_degree} with attention={config.attention!r}: "
-            "torchtitan cuts rows for flex attention only"
-        )
-    if config.attention != "flex" and config.compute_dtype != "bfloat16":
-        raise ValueError(
-            f"attention={config.attention!r} with compute_dtype={config.compute_dtype!r}; it computes in bfloat16"
-        )
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (heads := getattr(model, name)) % tensor:
-            raise ValueError(f"model.{name}={heads} is not divisible by parallelism.tensor_parallel_degree={tensor}")
+    _refuse_first(
+        (
+            balancer not in LOAD_BALANCERS,
+            f"parallelism.context_parallel_load_balancer={balancer!r}; it must be 'headtail', 'ptrr' or None",
+        ),
+        (
+            parallel.spmd_backend != "partial_dtensor",
+            f"parallelism.spmd_backend={parallel.spmd_backend!r}; torch 2.13 works only with 'partial_dtensor'",
+        ),
+        (
+            attention != "flex" and context > 1,
+            f"parallelism.context_parallel_degree={context} with attention={attention!r}: "
+            "torchtitan splits rows only for flex attention",
+        ),
+        (
+            attention != "flex" and config.compute_dtype != "bfloat16",
+            f"attention={attention!r} with compute_dtype={config.compute_dtype!r}; it computes in bfloat16",
+        ),
+        (
+            model.num_attention_heads % tensor > 0,
+            f"model.num_attention_heads={model.num_attention_heads} is not divisible by "
+            f"parallelism.tensor_parallel_degree={tensor}",
+        ),
+        (
+            model.num_key_value_heads % tensor > 0,
+            f"model.num_key_value_heads={model.num_key_value_heads} is not divisible by "
+            f"parallelism.tensor_parallel_degree={tensor}",
+        ),
+    )
     if parallel.pipeline_parallel_degree > 1:
         _require_pipeline(config)
+        _require_stages(config)
     _require_shown(config)
-    if (capacity := row_capacity(config)) < config.max_sequence_length:
+    capacity = row_capacity(config)
+    if capacity < config.max_sequence_length:
         raise ValueError(
             f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {row_multiple(config)}, "
             f"is below max_sequence_length={config.max_sequence_length}"
         )
 
 
+def _refuse_first(*refusals: tuple[bool, str]) -> None:
+    """Raises ValueError with the message of the first (condition, message) whose condition is true."""
+    for is_refused, message in refusals:
+        if is_refused:
+            raise ValueError(message)
+
+
 def _require_shown(config: TrainerConfig) -> None:
-    """What nobody compared with one process: it may be right. tests/engine/test_parallel_layouts.py has what was."""
-    model, parallel, lora = config.model, config.parallelism, config.lora
-    cut = {name: degree for name, degree in all_degrees(config).items() if degree > 1}
-    features = {
-        "model.num_experts": model.num_experts,
-        "lora.rank": lora.rank,
-        "float8": config.float8,
-        "compile.enable": config.compile.enable,
-    }
+    """Refuse layouts that no test compares with one process. They may work; tests/engine/test_parallel_layouts.py lists the verified ones."""
+    degrees = all_degrees(config)
+    context, tensor = degrees["context_parallel"] > 1, degrees["tensor_parallel"] > 1
+    expert, pipeline = degrees["expert_parallel"] > 1, degrees["pipeline_parallel"] > 1
+    beside_pipeline = [name for name, degree in degrees.items() if degree > 1 and name != "pipeline_parallel"]
+    has_experts, has_adapters = config.model.num_experts > 0, config.lora.rank > 0
+    float8, compiles = config.float8, config.compile.enable
+    interleaved = pipeline and config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
 
-    def refuse(names: Iterable[str], feature: str = "") -> None:
-        named = ", ".join(f"{name}_degree={cut[name]}" for name in names)
-        beside = f" with {feature}={features[feature]}" if feature else ""
-        raise ValueError(f"parallelism.{named}{beside}: {NOT_SHOWN}")
+    of_context, of_expert = _named(degrees, ["context_parallel"]), _named(degrees, ["expert_parallel"])
+    of_both = _named(degrees, ["context_parallel", "tensor_parallel"])
+    of_pipeline = _named(degrees, ["pipeline_parallel", *beside_pipeline])
+    of_schedule = "parallelism.pipeline_parallel_schedule='Interleaved1F1B'"
+    with_experts, with_adapters = (
+        f"with model.num_experts={config.model.num_experts}",
+        f"with lora.rank={config.lora.rank}",
+    )
+    _refuse_first(
+        (context and float8, f"{of_context} with float8={float8}: {NOT_SHOWN}"),
+        (context and compiles, f"{of_context} with compile.enable={compiles}: {NOT_SHOWN}"),
+        (expert and float8, f"{of_expert} with float8={float8}: {NOT_SHOWN}"),
+        (expert and compiles, f"{of_expert} with compile.enable={compiles}: {NOT_SHOWN}"),
+        (context and tensor and not expert and has_experts, f"{of_both} {with_experts}: {NOT_SHOWN}"),
+        (context and tensor and not expert and has_adapters, f"{of_both} {with_adapters}: {NOT_SHOWN}"),
+        (pipeline and (len(beside_pipeline) > 1 or expert), f"{of_pipeline}: {NOT_SHOWN}"),
+        (
+            pipeline and has_experts and not set(beside_pipeline) <= {"data_parallel_shard"},
+            f"{of_pipeline} {with_experts}: {NOT_SHOWN}",
+        ),
+        (
+            pipeline and has_adapters and not set(beside_pipeline) <= {"data_parallel_shard", "context_parallel"},
+            f"{of_pipeline} {with_adapters}: {NOT_SHOWN}",
+        ),
+        (interleaved and has_experts, f"{of_schedule} {with_experts}: {NOT_SHOWN}"),
+        (
+            interleaved and context,
+            f"{of_schedule} with context_parallel_degree={degrees['context_parallel']}: {NOT_SHOWN}",
+        ),
+    )
 
-    for name in ("context_parallel", "expert_parallel"):
-        for feature in ("float8", "compile.enable"):
-            if name in cut and features[feature]:
-                refuse([name], feature)
-    if "context_parallel" in cut and "tensor_parallel" in cut and "expert_parallel" not in cut:
-        for feature in ("model.num_experts", "lora.rank"):
-            if features[feature]:
-                refuse(["context_parallel", "tensor_parallel"], feature)
-    if "pipeline_parallel" not in cut:
-        return
-    others = [name for name in cut if name != "pipeline_parallel"]
-    if len(others) > 1 or "expert_parallel" in cut:
-        refuse(["pipeline_parallel", *others])
-    for feature, shown in (
-        ("model.num_experts", {"data_parallel_shard"}),
-        ("lora.rank", {"data_parallel_shard", "context_parallel"}),
-    ):
-        if features[feature] and not set(others) <= shown:
-            refuse(["pipeline_parallel", *others], feature)
-    if parallel.pipeline_parallel_schedule == "Interleaved1F1B" and (model.num_experts or "context_parallel" in cut):
-        beside = (
-            f"model.num_experts={model.num_experts}"
-            if model.num_experts
-            else f"context_parallel_degree={cut['context_parallel']}"
-        )
-        raise ValueError(f"parallelism.pipeline_parallel_schedule='Interleaved1F1B' with {beside}: {NOT_SHOWN}")
+
+def _named(degrees: dict[str, int], names: list[str]) -> str:
+    """_named({"tensor_parallel": 2, ...}, ["tensor_parallel"]) -> "parallelism.tensor_parallel_degree=2" """
+    return "parallelism." + ", ".join(f"{name}_degree={degrees[name]}" for name in names)
 
 
 def _require_experts(config: TrainerConfig) -> None:
-    """Experts lie whole on the ranks of expert parallelism, which are those of data, context and tensor parallelism."""
+    """Each expert-parallel rank holds whole experts. Its ranks are those of data, context and tensor parallelism."""
     model, parallel = config.model, config.parallelism
     degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
-    if degree > 1 and not model.num_experts:
-        raise ValueError(f"parallelism.expert_parallel_degree={degree} with model.num_experts=0")
-    if degree > 1 and model.num_experts % degree:
-        raise ValueError(
-            f"model.num_experts={model.num_experts} is not divisible by parallelism.expert_parallel_degree={degree}"
-        )
     ranks = parallel.data_parallel_shard_degree * parallel.context_parallel_degree * tensor
-    if ranks % degree:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree={degree} does not divide data_parallel_shard x context_parallel x "
-            f"tensor_parallel={ranks}, whose ranks hold the experts"
-        )
-    if degree > 1 and tensor > 1 and not parallel.enable_sequence_parallel:
-        raise ValueError(
-            f"parallelism.expert_parallel_degree={degree} and tensor_parallel_degree={tensor} with "
-            "enable_sequence_parallel=False: torchtitan cannot put the experts' outputs back together"
-        )
-    if model.num_experts and degree == 1 and model.moe_intermediate_size % tensor:
-        raise ValueError(
+    expert_parallel = f"parallelism.expert_parallel_degree={degree}"
+    _refuse_first(
+        (degree > 1 and not model.num_experts, f"{expert_parallel} with model.num_experts=0"),
+        (
+            degree > 1 and model.num_experts % degree > 0,
+            f"model.num_experts={model.num_experts} is not divisible by {expert_parallel}",
+        ),
+        (
+            ranks % degree > 0,
+            f"{expert_parallel} does not divide data_parallel_shard x context_parallel x tensor_parallel={ranks}, "
+            "whose ranks hold the experts",
+        ),
+        (
+            degree > 1 and tensor > 1 and not parallel.enable_sequence_parallel,
+            f"{expert_parallel} and tensor_parallel_degree={tensor} with enable_sequence_parallel=False: "
+            "torchtitan cannot put the experts' outputs back together",
+        ),
+        (
+            model.num_experts > 0 and degree == 1 and model.moe_intermediate_size % tensor > 0,
             f"model.moe_intermediate_size={model.moe_intermediate_size} is not divisible by "
-            f"parallelism.tensor_parallel_degree={tensor}"
-        )
+            f"parallelism.tensor_parallel_degree={tensor}",
+        ),
+    )
 
 
 def _require_pipeline(config: TrainerConfig) -> None:
+    """Refuse options that no pipeline of this project has."""
+    parallel, lora = config.parallelism, config.lora
+    schedule, csv = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
+    microbatch_size, per_stage = parallel.pipeline_parallel_microbatch_size, parallel.pipeline_parallel_layers_per_stage
+    pipeline = f"parallelism.pipeline_parallel_degree={parallel.pipeline_parallel_degree}"
+    _refuse_first(
+        (
+            config.model.tie_word_embeddings,
+            f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "
+            "and torchtitan does not tie weights across stages",
+        ),
+        (
+            schedule not in PIPELINE_SCHEDULES,
+            f"parallelism.pipeline_parallel_schedule={schedule!r}; it must be one of {', '.join(PIPELINE_SCHEDULES)}",
+        ),
+        (
+            bool(csv),
+            f"parallelism.pipeline_parallel_schedule_csv={csv!r}: a file holds the schedule of one number of microbatches, "
+            "and calls have any number",
+        ),
+        (
+            microbatch_size != 1,
+            f"parallelism.pipeline_parallel_microbatch_size={microbatch_size}; rows_per_microbatch sets the rows of a microbatch",
+        ),
+        (
+            parallel.module_fqns_per_model_part is not None,
+            "parallelism.module_fqns_per_model_part is not supported; use …_layers_per_stage and …_less_layers",
+        ),
+        (
+            lora.rank > 0 and not (lora.train_attn or lora.train_mlp),
+            f"{pipeline} with an adapter only on the output projection: no stage but the last would train anything",
+        ),
+        (
+            config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
+            f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
+            f"activation_checkpointing={config.activation_checkpointing!r}: recomputed experts would count the padding of "
+            "another microbatch",
+        ),
+        (
+            per_stage is not None and per_stage < 1,
+            f"parallelism.pipeline_parallel_layers_per_stage={per_stage}; it must be at least 1",
+        ),
+    )
+
+
+def _require_stages(config: TrainerConfig) -> None:
+    """Refuse a number of layers that does not make the stages of the schedule."""
     model, parallel, lora = config.model, config.parallelism, config.lora
     degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
-    pipeline = f"parallelism.pipeline_parallel_degree={degree}"
-    if model.tie_word_embeddings:
-        raise ValueError(
-            f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "
-            "and torchtitan does not tie weights across stages"
-        )
-    if schedule not in PIPELINE_SCHEDULES:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule={schedule!r}; it must be one of {', '.join(PIPELINE_SCHEDULES)}"
-        )
-    if parallel.pipeline_parallel_schedule_csv:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_schedule_csv={parallel.pipeline_parallel_schedule_csv!r}: a file holds the "
-            "schedule of one number of microbatches, and calls have any number"
-        )
-    if parallel.pipeline_parallel_microbatch_size != 1:
-        raise ValueError(
-            f"parallelism.pipeline_parallel_microbatch_size={parallel.pipeline_parallel_microbatch_size}; "
-            "rows_per_microbatch says how many rows a microbatch has"
-        )
-    if parallel.module_fqns_per_model_part is not None:
-        raise ValueError(
-            "parallelism.module_fqns_per_model_part is not supported; use …_layers_per_stage and …_less_layers"
-        )
-    if lora.rank and not (lora.train_attn or lora.train_mlp):
-        raise ValueError(
-            f"{pipeline} with an adapter on the output projection alone: no stage but the last would train anything"
-        )
-    if config.load_balance_coeff and config.activation_checkpointing != "none":
-        raise ValueError(
-            f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
-            f"activation_checkpointing={config.activation_checkpointing!r}: experts that are recomputed would count the padding of "
-            "another microbatch"
-        )
-    if (given := parallel.pipeline_parallel_layers_per_stage) is not None and given < 1:
-        raise ValueError(f"parallelism.pipeline_parallel_layers_per_stage={given}; it must be at least 1")
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
-    units, stages, per_rank = num_units(config), num_stages(config), PIPELINE_SCHEDULES[schedule]
-    if stages % degree or (stages == degree) != (per_rank == 1):
+    stages, has_one_per_rank = num_stages(config), PIPELINE_SCHEDULES[schedule] == 1
+    pipeline = f"parallelism.pipeline_parallel_degree={degree} with {schedule}"
+    if stages % degree or (stages == degree) != has_one_per_rank:
         raise ValueError(
-            f"{pipeline} with {schedule} and {parallel.pipeline_parallel_layers_per_stage} layers a stage has {stages} stages; "
-            f"it must be {'one' if per_rank == 1 else 'two or more'} a rank"
+            f"{pipeline} and {parallel.pipeline_parallel_layers_per_stage} layers per stage has {stages} stages; "
+            f"each rank must have {'one' if has_one_per_rank else 'two or more'}"
         )
-    if units // stages < max(1, first, last):
+    if num_units(config) // stages < max(1, first, last):
         raise ValueError(
-            f"{pipeline} with {schedule} cuts model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
+            f"{pipeline} cuts model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
             f"where embedding and head count as {first} and {last} layers: too few layers"
         )
     blocks = stage_blocks(config)
-    if lora.rank and not (blocks[0] and (blocks[-1] or lora.train_unembed)):
+    first_trains, last_trains = len(blocks[0]) > 0, len(blocks[-1]) > 0 or lora.train_unembed
+    if lora.rank and not (first_trains and last_trains):
         raise ValueError(
-            f"{pipeline} with {schedule} and lora.rank={lora.rank} cuts model.num_hidden_layers={model.num_hidden_layers} into "
-            f"{stages} stages, of which the {'last' if blocks[0] else 'first'} has no block, and so nothing to train"
+            f"{pipeline} and lora.rank={lora.rank} cuts model.num_hidden_layers={model.num_hidden_layers} into "
+            f"{stages} stages, of which the {'last' if first_trains else 'first'} has no block, and so nothing to train"
         )
 
 
 def num_units(config: TrainerConfig) -> int:
-    """What torchtitan deals out to the stages of a pipeline: blocks, with the embedding and the head counted as so many."""
+    """Layers that torchtitan distributes over the stages of a pipeline: the blocks, plus some for the embedding and some for the head."""
     parallel = config.parallelism
     ends = parallel.pipeline_parallel_first_stage_less_layers + parallel.pipeline_parallel_last_stage_less_layers
     return config.model.num_hidden_layers + ends
 
 
 def num_stages(config: TrainerConfig) -> int:
-    """The stages of all ranks of a pipeline together."""
+    """Stages of all ranks of a pipeline together."""
     parallel = config.parallelism
-    if (given := parallel.pipeline_parallel_layers_per_stage) is not None:
-        return -(-num_units(config) // given)
+    per_stage = parallel.pipeline_parallel_layers_per_stage
+    if per_stage is not None:
+        return math.ceil(num_units(config) / per_stage)
     return parallel.pipeline_parallel_degree * PIPELINE_SCHEDULES[parallel.pipeline_parallel_schedule]
 
 
 def stage_blocks(config: TrainerConfig) -> list[range]:
-    """The blocks of every stage: torchtitan counts embedding and head as some blocks each, and gives the first stages what is left over."""
+    """Blocks of every stage. torchtitan counts the embedding and the head as some blocks each, and gives the remainder to the first stages."""
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
     size, longer = divmod(num_units(config), stages)
-    starts = [min(max(stage * size + min(stage, longer) - first, 0), num_layers) for stage in range(stages)]
-    return [range(i, j) for i, j in pairwise([*starts, num_layers])]
+    starts = []
+    for stage in range(stages):
+        unit = stage * size + min(stage, longer)
+        starts.append(min(max(unit - first, 0), num_layers))
+    return [range(start, end) for start, end in pairwise([*starts, num_layers])]
 
 
 def is_possible(config: TrainerConfig) -> bool:
+    """True if require_possible does not refuse the config."""
     try:
         require_possible(config)
     except ValueError:
@@ -268,15 +309,10 @@ def is_possible(config: TrainerConfig) -> bool:
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
-    """The layouts of as many processes that can be and differ least, as factors, from the one of the config."""
+    """The possible layouts of as many processes that differ least, as factors, from the layout of the config."""
     wanted = all_degrees(config)
-
-    def distance(layout: dict[str, int]) -> tuple[float, int]:
-        steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)
-        return round(steps, 6), -layout["data_parallel_shard"]
-
     possible = []
-    for factors in _factorizations(config.num_processes(), len(DEGREES)):
+    for factors in _factorizations(config.num_processes(), len(config.layout())):
         for expert in {wanted["expert_parallel"], 1}:
             layout = dict(zip(wanted, (*factors, expert), strict=True))
             tried = copy.copy(config)
@@ -284,14 +320,21 @@ def nearest(config: TrainerConfig) -> list[dict[str, int]]:
             tried.parallelism = replace(config.parallelism, **degrees)
             if is_possible(tried):
                 possible.append(layout)
-    return sorted(possible, key=distance)[:NUM_SUGGESTIONS]
+    return sorted(possible, key=lambda layout: _distance(layout, wanted))[:NUM_SUGGESTIONS]
+
+
+def _distance(layout: dict[str, int], wanted: dict[str, int]) -> tuple[float, int]:
+    """Sort key: the sum of the factors between the degrees, in powers of two; among equals the most sharding comes first."""
+    steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)
+    return round(steps, 6), -layout["data_parallel_shard"]
 
 
 def _factorizations(product: int, count: int) -> Iterator[tuple[int, ...]]:
-    """_factorizations(2, 2) -> (1, 2), (2, 1)"""
+    """All tuples of `count` factors of the product: _factorizations(2, 2) -> (1, 2), (2, 1)"""
     if count == 1:
         yield (product,)
         return
     for first in range(1, product + 1):
         if product % first == 0:
-            yield from ((first, *rest) for rest in _factorizations(product // first, count - 1))
+            for rest in _factorizations(product // first, count - 1):
+                yield first, *rest

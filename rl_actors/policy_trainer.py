@@ -9,10 +9,10 @@ import contextvars
 import gc
 import inspect
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, endpoint
@@ -29,6 +29,8 @@ from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, Traine
 if TYPE_CHECKING:
     from rl_actors.engine.train_engine import TrainEngine
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
@@ -39,16 +41,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class Reply(Generic[T]):
     """The outcome of a call, kept so that a repetition of the call gets the same."""
 
-    value: Any = None
+    value: T | None = None
     error: Exception | None = None
 
-    def give(self) -> Any:
+    def give(self) -> T:
         if self.error is not None:
             raise self.error
-        return self.value
+        return cast(T, self.value)
 
 
 class PolicyTrainer(Actor):
@@ -63,7 +65,7 @@ class PolicyTrainer(Actor):
         self.transport = transport
         self.session: str | None = None
         self.last_number = 0
-        self.last_reply: Reply | None = None
+        self.last_reply: Reply[object] | None = None
         self.publisher: Publisher | None = None  # None before setup, and without a transport
         self.written: Future[None] | None = None  # of the last save_checkpoint
 
@@ -194,7 +196,7 @@ class PolicyTrainer(Actor):
         return self.engine.policy_version
 
     @sends_errors
-    async def in_order(self, order: Order | None, call: Callable[[], Any]) -> Any:
+    async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
         """Run `call` if it is its turn, and keep its answer or its error for a repetition.
 
         Raises RuntimeError for the order of a session that was replaced, and for a number that does not follow.
@@ -206,7 +208,7 @@ class PolicyTrainer(Actor):
                 f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
             )
         if order.number == self.last_number and self.last_reply is not None:
-            return self.last_reply.give()
+            return cast(T, self.last_reply.give())
         if order.number != self.last_number + 1:
             raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
         self.last_number = order.number
@@ -214,8 +216,8 @@ class PolicyTrainer(Actor):
             self.last_reply = Reply(value=await _settle(self.compiler_context.run(call)))
         except Exception as error:
             self.last_reply = Reply(error=error)
-        return self.last_reply.give()
+        return cast(T, self.last_reply.give())
 
 
-async def _settle(value: Any) -> Any:
+async def _settle(value: T | Awaitable[T]) -> T:
     return await value if inspect.isawaitable(value) else value

@@ -1,8 +1,9 @@
-"""Refuse bad input before any rank does work: pure checks that the client and every rank run alike."""
+"""Checks of what a caller gives, made before any rank works. They are pure: the client and every rank run the same ones."""
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import pkgutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from rl_actors.losses import Loss, columns_of, name_of
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, OptimParams, Sample, SamplingParams, column_dtype
 
 if TYPE_CHECKING:
-    from rl_actors.config import GeneratorConfig, TrainerConfig
+    from rl_actors.config import GeneratorConfig, OptimizerConfig, TrainerConfig
 
 
 def validate_samples(
@@ -23,51 +24,66 @@ def validate_samples(
     if not isinstance(samples, Sequence) or len(samples) == 0:
         raise ValueError(f"samples is {samples!r}; give a list of at least 1 Sample")
     required, optional = columns_of(loss) if loss is not None else (frozenset(), None)
-    num_bytes, seen = 0, None
+    num_bytes, checked_names = 0, None
     for index, sample in enumerate(samples):
         _validate_shapes(f"sample {index}", sample, max_sequence_length)
-        if sample.columns.keys() != seen:  # of a thousand samples most have the columns of the one before
-            seen = sample.columns.keys()
-            names = set(seen)
-            if missing := required - names:
-                raise ValueError(f"sample {index} has no column {min(missing)!r}, which {name_of(loss)} reads")
-            if optional is not None and (unknown := names - required - optional):
-                reads = ", ".join(sorted(required | optional))
-                raise ValueError(f"sample {index} has the column {min(unknown)!r}, but {name_of(loss)} reads {reads}")
+        # Most samples of a call have the same columns as the one before, so their names are checked only when they change.
+        if sample.columns.keys() != checked_names:
+            checked_names = sample.columns.keys()
+            _validate_names(f"sample {index}", set(checked_names), loss, required, optional)
         num_bytes += len(sample) * 16 + sum(c.numel() * c.element_size() for c in sample.columns.values())
     if num_bytes > max_call_bytes:
         raise ValueError(f"the samples hold {num_bytes} bytes but max_call_bytes={max_call_bytes}; split the call")
-    _validate_alike(samples, optional or frozenset())
+    _validate_shared(samples, optional or frozenset())
     _validate_values(samples, vocab_size)
 
 
-def _validate_alike(samples: Sequence[Sample], optional: frozenset[str]) -> None:
-    """What all samples of a call must share: which optional columns there are, and K."""
+def _validate_names(
+    where: str, names: set[str], loss: Loss | None, required: frozenset[str], optional: frozenset[str] | None
+) -> None:
+    """Compare the columns of a sample with those that the loss reads. optional=None: any other column is allowed."""
+    missing = required - names
+    if missing:
+        raise ValueError(f"{where} has no column {min(missing)!r}, which {name_of(loss)} reads")
+    if optional is None:
+        return
+    unknown = names - required - optional
+    if unknown:
+        reads = ", ".join(sorted(required | optional))
+        raise ValueError(f"{where} has the column {min(unknown)!r}, but {name_of(loss)} reads {reads}")
+
+
+def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> None:
+    """All samples of a call have the same optional columns and the same K."""
     first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
         if sample.columns.keys() == first.keys() and first.keys().isdisjoint(TOP_K_COLUMNS):
             continue
-        if odd := {name for name in shared if (name in first) != (name in sample.columns)}:
-            name = min(odd)
+        differing = [name for name in shared if (name in first) != (name in sample.columns)]
+        if differing:
+            name = min(differing)
             has, lacks = (0, index) if name in first else (index, 0)
             raise ValueError(
-                f"sample {has} has the column {name!r} and sample {lacks} has not; all of a call have it or none"
+                f"sample {has} has the column {name!r} and sample {lacks} has not; all samples of a call have it or none"
             )
-        sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
-        if len(set(sizes.values())) > 1:
+        _validate_top_k(index, sample, first, needs_weights="target_weights" in optional)
+
+
+def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
+    """target_ids and target_weights come together, with the K of the first sample."""
+    sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"sample {index}: K differs: {sizes}; target_ids and target_weights must have the same shape")
+    if "target_weights" in sizes and "target_ids" not in sizes:
+        raise ValueError(f"sample {index} has the column 'target_weights' but no column 'target_ids'")
+    if needs_weights and "target_ids" in sizes and "target_weights" not in sizes:
+        raise ValueError(f"sample {index} has the column 'target_ids' but no column 'target_weights'")
+    for name, size in sizes.items():
+        if name in first and size != first[name].shape[1]:
+            expected = first[name].shape[1]
             raise ValueError(
-                f"sample {index}: K differs: {sizes}; target_ids and target_weights must have the same shape"
+                f"sample {index}: column {name!r} has K={size} but sample 0 has K={expected}; a call has one K"
             )
-        if "target_weights" in sizes and "target_ids" not in sizes:
-            raise ValueError(f"sample {index} has the column 'target_weights' but no column 'target_ids'")
-        if "target_weights" in optional and "target_ids" in sizes and "target_weights" not in sizes:
-            raise ValueError(f"sample {index} has the column 'target_ids' but no column 'target_weights'")
-        for name, size in sizes.items():
-            if name in first and size != first[name].shape[1]:
-                expected = first[name].shape[1]
-                raise ValueError(
-                    f"sample {index}: column {name!r} has K={size} but sample 0 has K={expected}; K is one a call"
-                )
 
 
 def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> None:
@@ -92,65 +108,101 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
     if not isinstance(sample.columns, Mapping):
         raise TypeError(f"{where}: columns is a {type(sample.columns).__name__}; it must map names to tensors")
     for name, column in sample.columns.items():
-        if not isinstance(column, Tensor):
-            raise TypeError(f"{where}: column {name!r} is a {type(column).__name__}; it must be a Tensor, [T] float32")
-        fits = column.ndim == (2 if name in TOP_K_COLUMNS else 1) and column.shape[0] == length and column.numel() > 0
-        if column.dtype != column_dtype(name) or not fits:
-            given = f"shape {tuple(column.shape)} and dtype {column.dtype}"
-            expected = (
-                f"[{length}{', K' if name in TOP_K_COLUMNS else ''}] {str(column_dtype(name)).removeprefix('torch.')}"
-            )
-            raise ValueError(f"{where}: column {name!r} has {given}; it must be {expected}")
+        _validate_column(f"{where}: column {name!r}", name, column, length)
+
+
+def _validate_column(where: str, name: str, column: Tensor, length: int) -> None:
+    if not isinstance(column, Tensor):
+        raise TypeError(f"{where} is a {type(column).__name__}; it must be a Tensor, [T] float32")
+    has_k = name in TOP_K_COLUMNS
+    fits = column.ndim == (2 if has_k else 1) and column.shape[0] == length and column.numel() > 0
+    if column.dtype != column_dtype(name) or not fits:
+        dtype = str(column_dtype(name)).removeprefix("torch.")
+        raise ValueError(
+            f"{where} has shape {tuple(column.shape)} and dtype {column.dtype}; "
+            f"it must be [{length}{', K' if has_k else ''}] {dtype}"
+        )
+
+
+class _BadValue(NamedTuple):
+    """The first bad value of a list of tensors."""
+
+    sample: int
+    position: int
+    value: float
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Look at all samples at once, and for the culprit only when there is one.
+    """Every token and target is an id of the vocabulary, and every column is finite."""
+    limit = f"ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
 
-    In numpy: over as many positions torch wakes a thread for every core of the host, which can take longer than a step.
-    """
+    def is_unknown(ids: np.ndarray) -> np.ndarray:
+        return (ids < 0) | (ids >= vocab_size)
 
-    def culprit(is_bad: Callable[[np.ndarray], np.ndarray], tensors: list[Tensor]) -> tuple[int, int, float] | None:
-        if not is_bad(torch.cat(tensors).detach().numpy()).any():
-            return None
-        bad = (is_bad(tensor.detach().numpy()) for tensor in tensors)
-        index, where = next((i, np.argwhere(of_tensor)[0]) for i, of_tensor in enumerate(bad) if of_tensor.any())
-        return index, int(where[0]), tensors[index][tuple(where)].item()
+    def is_no_target(ids: np.ndarray) -> np.ndarray:
+        return is_unknown(ids) & (ids != IGNORE_TARGET)
 
-    outside = lambda x: (x < 0) | (x >= vocab_size)  # noqa: E731
-    if found := culprit(outside, [sample.tokens for sample in samples]):
-        index, position, value = found
-        raise ValueError(
-            f"sample {index}: tokens[{position}]={value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
-        )
-    bad_target = lambda x: outside(x) & (x != IGNORE_TARGET)  # noqa: E731
-    if found := culprit(bad_target, [sample.targets for sample in samples]):
-        index, position, value = found
-        raise ValueError(
-            f"sample {index}: targets[{position}]={value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size}) or {IGNORE_TARGET}"
-        )
+    bad = _first_bad(is_unknown, {index: sample.tokens for index, sample in enumerate(samples)})
+    if bad:
+        raise ValueError(f"sample {bad.sample}: tokens[{bad.position}]={bad.value}, but {limit}")
+    bad = _first_bad(is_no_target, {index: sample.targets for index, sample in enumerate(samples)})
+    if bad:
+        raise ValueError(f"sample {bad.sample}: targets[{bad.position}]={bad.value}, but {limit} or {IGNORE_TARGET}")
     for name in sorted({name for sample in samples for name in sample.columns}):
-        holders = [i for i, sample in enumerate(samples) if name in sample.columns]
-        if found := culprit(lambda x: ~np.isfinite(x), [samples[i].columns[name] for i in holders]):
-            index, position, value = found
+        bad = _first_bad(_is_not_finite, _tensors_of(name, samples))
+        if bad:
             raise ValueError(
-                f"sample {holders[index]}: column {name!r} holds {value} at position {position}; it must be finite"
+                f"sample {bad.sample}: column {name!r} holds {bad.value} at position {bad.position}; it must be finite"
             )
-    holders = [i for i, sample in enumerate(samples) if "target_ids" in sample.columns]
-    if holders and (found := culprit(outside, [samples[i].columns["target_ids"] for i in holders])):
-        index, position, value = found
-        raise ValueError(
-            f"sample {holders[index]}: target_ids[{position}] holds {value}, but ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
-        )
+    bad = _first_bad(is_unknown, _tensors_of("target_ids", samples))
+    if bad:
+        raise ValueError(f"sample {bad.sample}: target_ids[{bad.position}] holds {bad.value}, but {limit}")
 
 
-def require_optimizer(call: str, optimizer: Any) -> None:
-    """Raises ValueError when the trainer has no optimizer: for calls that train, and that read or write an optimizer's state."""
+def _tensors_of(column: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
+    """The column of every sample that has it, by the index of the sample."""
+    return {index: sample.columns[column] for index, sample in enumerate(samples) if column in sample.columns}
+
+
+def _is_not_finite(values: np.ndarray) -> np.ndarray:
+    return ~np.isfinite(values)
+
+
+def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
+    """Look at all tensors at once, and at single ones only when there is something to find.
+
+    In numpy: for so many positions torch would wake a thread for every core of the host, which can take longer than a step.
+    """
+    if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
+        return None
+    for index, tensor in tensors.items():
+        places = np.argwhere(is_bad(tensor.detach().numpy()))
+        if len(places):
+            return _BadValue(index, int(places[0][0]), tensor[tuple(places[0])].item())
+    return None
+
+
+def require_optimizer(call: str, optimizer: object | None) -> None:
+    """Raises ValueError if the trainer has no optimizer. For calls that train, and calls that read or write the optimizer's state."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
+def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
+    """Build the optimizer of a 2 x 2 parameter. Raises ValueError with what its constructor says of the arguments."""
+    make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
+    try:
+        made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)
+    except Exception as error:
+        raise ValueError(f"optimizer.arguments={config.arguments} does not fit {config.name}: {error}") from None
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ValueError(
+            f"optimizer.name={config.name!r} makes a {type(made).__name__}, which is no torch.optim.Optimizer"
+        )
+
+
 def require_gpus(config: "TrainerConfig") -> None:
-    """Raises ValueError for a layout of more processes than this program sees GPUs, on a machine with GPUs."""
+    """Raises ValueError if the layout takes more GPUs than this program sees. On a machine without GPUs any layout passes."""
     taken, count = config.num_processes(), torch.cuda.device_count()
     if torch.cuda.is_available() and taken > count:
         layout = layouts.described(layouts.all_degrees(config))
@@ -158,25 +210,47 @@ def require_gpus(config: "TrainerConfig") -> None:
 
 
 def require_gpu(config: "GeneratorConfig") -> None:
-    """Raises ValueError for a generator's GPU that this program does not see, on a machine with GPUs."""
+    """Raises ValueError if this program does not see the generator's GPU. On a machine without GPUs any index passes."""
     count = torch.cuda.device_count()
     if torch.cuda.is_available() and config.gpu is not None and config.gpu >= count:
         raise ValueError(
-            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, from 0 on; one that the trainer has, too, "
-            "wants a smaller generator.gpu_memory_utilization"
+            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, numbered from 0. On a GPU that the trainer uses "
+            "too, set a smaller generator.gpu_memory_utilization"
         )
 
 
 HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Fields of OptimParams that an optimizer may lack -> what torch calls them."""
+"""Fields of OptimParams that an optimizer may lack, with torch's names for them."""
+
+
+class _Limit(NamedTuple):
+    """A condition on a number, and the words for it."""
+
+    holds: Callable[[float], bool]
+    words: str
+
+
+_AT_LEAST_ZERO = _Limit(lambda x: x >= 0, "a number of at least 0, finite")
+_DECAY = _Limit(lambda x: 0 <= x < 1, "a number in [0, 1)")
+_POSITIVE = _Limit(lambda x: x > 0, "a number, positive and finite")
+OPTIM_LIMITS = {
+    "learning_rate": _AT_LEAST_ZERO,
+    "beta1": _DECAY,
+    "beta2": _DECAY,
+    "eps": _POSITIVE,
+    "weight_decay": _AT_LEAST_ZERO,
+    "grad_divisor": _POSITIVE,
+    "grad_clip_norm": _POSITIVE._replace(words="a number, positive and finite, or None"),
+}
 
 
 def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has; a pair of eps, as Adafactor's, is none."""
+    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has. A pair of eps, as in Adafactor, does not count."""
     has_betas = len(param_group.get("betas", ())) == 2
     supported = []
     for name, key in HYPERPARAMETERS.items():
-        if has_betas if key == "betas" else isinstance(param_group.get(key), float | int):
+        is_supported = has_betas if key == "betas" else isinstance(param_group.get(key), float | int)
+        if is_supported:
             supported.append(name)
     return tuple(supported)
 
@@ -184,24 +258,15 @@ def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]
 def validate_optim_params(
     params: OptimParams, optimizer: str | None = None, supported: Collection[str] = tuple(HYPERPARAMETERS)
 ) -> None:
-    """Raises ValueError naming the field, its value and the limit. supported: those of HYPERPARAMETERS that the optimizer has."""
+    """Raises ValueError naming the field, its value and the limit. supported: the fields of HYPERPARAMETERS that the optimizer has."""
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
-    limits: dict[str, tuple[Callable[[float], bool], str]] = {
-        "learning_rate": (lambda x: x >= 0, "a number of at least 0, finite"),
-        "beta1": (lambda x: 0 <= x < 1, "a number in [0, 1)"),
-        "beta2": (lambda x: 0 <= x < 1, "a number in [0, 1)"),
-        "eps": (lambda x: x > 0, "a number, positive and finite"),
-        "weight_decay": (lambda x: x >= 0, "a number of at least 0, finite"),
-        "grad_divisor": (lambda x: x > 0, "a number, positive and finite"),
-        "grad_clip_norm": (lambda x: x > 0, "a number, positive and finite, or None"),
-    }
-    for name, (holds, limit) in limits.items():
+    for name, limit in OPTIM_LIMITS.items():
         value = getattr(params, name)
         if value is None and name == "grad_clip_norm":
             continue
-        if not (isinstance(value, float | int) and math.isfinite(value) and holds(value)):
-            raise ValueError(f"{name}={value}; it must be {limit}")
+        if not (isinstance(value, float | int) and math.isfinite(value) and limit.holds(value)):
+            raise ValueError(f"{name}={value}; it must be {limit.words}")
     defaults = OptimParams(learning_rate=0.0)
     for name in HYPERPARAMETERS:
         value, default = getattr(params, name), getattr(defaults, name)
@@ -209,7 +274,9 @@ def validate_optim_params(
             raise ValueError(f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave it at {default}")
 
 
-def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int, vocab_size: int) -> None:
+def validate_prompts(
+    prompts: Sequence[Sequence[int]], params: SamplingParams, *, max_model_len: int, vocab_size: int
+) -> None:
     """Raises ValueError naming the prompt or the parameter, its value and the limit."""
     if not isinstance(prompts, Sequence) or len(prompts) == 0:
         raise ValueError(f"prompts is {prompts!r}; give a list of at least 1 prompt")
@@ -223,16 +290,22 @@ def validate_prompts(prompts: Any, params: SamplingParams, *, max_model_len: int
         if min(prompt) < 0 or max(prompt) >= vocab_size:
             outside = next(token for token in prompt if not 0 <= token < vocab_size)
             raise ValueError(f"prompt {index} holds the id {outside}, but ids are 0 to {vocab_size - 1}")
-    limits: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "max_tokens": (lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
-        "n": (lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
-        # vLLM would silently sample at 0.01 what is colder.
-        "temperature": (lambda x: x == 0 or 0.01 <= x <= 2, "0 (greedy) or in [0.01, 2]"),
-        "top_p": (lambda x: 0 < x <= 1, "in (0, 1]"),
-        "top_k": (lambda x: isinstance(x, int) and x >= 0, "an integer of at least 0"),
-        "seed": (lambda x: x is None or (isinstance(x, int) and 0 <= x < 1 << 62), "None or in [0, 2**62)"),
-        "stop_token_ids": (lambda x: all(0 <= token < vocab_size for token in x), f"ids of 0 to {vocab_size - 1}"),
-    }
-    for name, (holds, limit) in limits.items():
-        if not holds(getattr(params, name)):
+    for is_refused, name, limit in _sampling_refusals(params, vocab_size):
+        if is_refused:
             raise ValueError(f"{name}={getattr(params, name)}; it must be {limit}")
+
+
+def _sampling_refusals(params: SamplingParams, vocab_size: int) -> Iterator[tuple[bool, str, str]]:
+    """(is refused, field, limit) of every field."""
+    for name in ("max_tokens", "n"):
+        value = getattr(params, name)
+        yield not isinstance(value, int) or value < 1, name, "an integer of at least 1"
+    # vLLM would sample at 0.01 if the temperature is lower, without a word.
+    temperature = params.temperature
+    yield not (temperature == 0 or 0.01 <= temperature <= 2), "temperature", "0 (greedy) or in [0.01, 2]"
+    yield not 0 < params.top_p <= 1, "top_p", "in (0, 1]"
+    yield not isinstance(params.top_k, int) or params.top_k < 0, "top_k", "an integer of at least 0"
+    seed = params.seed
+    yield seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 62), "seed", "None or in [0, 2**62)"
+    stops_are_known = all(0 <= token < vocab_size for token in params.stop_token_ids)
+    yield not stops_are_known, "stop_token_ids", f"ids of 0 to {vocab_size - 1}"

@@ -8,8 +8,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import wait_until
@@ -20,6 +21,7 @@ from benchmarks.harness.register import TABLE, TableRow
 from benchmarks.harness.rows import ROWS, RUNS
 from benchmarks.harness.table import H200
 from configs import CONFIGS
+from rl_actors import ModelConfig
 
 ROOT = Path(__file__).parents[1]
 # A program in the place of `python -m benchmarks`: it appends a result for each NAME, and a note that it ran.
@@ -259,16 +261,84 @@ def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_
     wait_until(lambda: not any(str(folder) in command for command in commands()), 60)
 
 
-def test_a_row_with_changed_fields_is_no_result_of_the_row(monkeypatch):
+def training_line(name: str, *, reference_attention: str, speed: float) -> dict[str, Any]:
+    """Fields of a line of trainer_speed, measured with the shape of the row of this name."""
+    return {**asdict(ROWS[name]), "reference_attention": reference_attention, "tokens_per_second": speed}
+
+
+def test_a_training_line_belongs_to_the_row_with_its_fields_and_the_same_kernel_on_both_sides(folder):
+    made = training_line("4b-packed", reference_attention="flex", speed=100.0)
+    keep(folder, "trainer_speed", "4b-packed", "1 x NVIDIA H200", **made)
+    assert table.newest(TABLE["4b-packed"], H200) is None
+    made = training_line("4b-packed", reference_attention="flash4", speed=200.0)
+    keep(folder, "trainer_speed", "another name", "1 x NVIDIA H200", **made)
+    made = training_line("4b-packed-flex", reference_attention="flex", speed=160.0)
+    keep(folder, "trainer_speed", "4b-packed, attention flex", "1 x NVIDIA H200", **made)
+    found = {name: table.newest(TABLE[name], H200) for name in ROWS}
+    assert {name: line["tokens_per_second"] for name, line in found.items() if line} == {
+        "4b-packed": 200.0,
+        "4b-packed-flex": 160.0,
+    }
+    assert table.newest(TABLE["kernel-4b-packed"], H200)["ratio"] == 1.25
+
+
+def test_a_quotient_takes_our_side_whatever_it_was_compared_with(folder):
+    for name, speed in (("4b-packed", 100.0), ("4b-packed-float8", 130.0)):
+        made = training_line(name, reference_attention="flex", speed=speed)
+        keep(folder, "trainer_speed", name, "1 x NVIDIA H200", **made)
+    assert table.newest(TABLE["float8-against-bf16"], H200)["ratio"] == 1.3
+
+
+def test_rows_of_a_kernel_differ_in_nothing_else():
+    for name in register.ON_BOTH_KERNELS:
+        assert ROWS[f"{name}-flex"] == replace(ROWS[name], attention="flex")
+        assert ROWS[name].attention == "flash4"
+
+
+def test_a_row_with_changed_fields_has_a_name_that_says_so():
     from benchmarks import trainer_speed
 
-    ran = []
-    monkeypatch.setattr(trainer_speed, "run_row", lambda name, row, **_: ran.append((name, row)))
-    changes = ["--attention", "flex", "--checkpointing", "selective"]
-    monkeypatch.setattr(sys, "argv", ["trainer_speed", "0_6b-packed", "4b-packed", *changes])
-    trainer_speed.main()
-    changed = [replace(ROWS[name], attention="flex") for name in ("0_6b-packed", "4b-packed")]
-    assert ran == [("0_6b-packed, attention flex", changed[0]), ("4b-packed, attention flex", changed[1])]
+    changed = replace(ROWS["0_6b-packed"], attention="flex")
+    made = trainer_speed.changed("0_6b-packed", attention="flex", checkpointing="selective")
+    assert made == ("0_6b-packed, attention flex", changed)
+    assert trainer_speed.changed("4b-packed", attention=None) == ("4b-packed", ROWS["4b-packed"])
+
+
+def test_model_flops_are_those_of_every_product_and_attended_position():
+    from benchmarks import trainer_speed
+
+    model = ModelConfig(
+        vocab_size=50,
+        hidden_size=8,
+        intermediate_size=12,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=6,
+    )
+    queries, keys, document = 2 * 6, 1 * 6, 1000
+    products = 3 * (8 * queries + 2 * 8 * keys + queries * 8 + 3 * 8 * 12) + 8 * 50
+    forward = 0
+    for position in range(document):
+        attended = position + 1
+        forward += 2 * products + 3 * 2 * (2 * queries * attended)  # scores, and the sum of values
+    exact = 3 * forward / document  # the backward pass has two products for each of the forward pass
+    assert trainer_speed.flops_per_token(model, document) == pytest.approx(exact, rel=2 / document)
+    assert trainer_speed.flops_per_token(model, document) < exact
+
+
+def test_mfu_is_a_share_of_the_peak_in_the_dtype_of_the_products(monkeypatch):
+    from benchmarks import trainer_speed
+
+    row = ROWS["4b-packed"]
+    most = 989e12 / trainer_speed.flops_per_token(trainer_speed.model_of(row), row.document)  # tokens/s
+    monkeypatch.setattr(results, "gpus", lambda: (H200,))
+    assert trainer_speed.mfu(row, most) == pytest.approx(1)
+    assert trainer_speed.mfu(replace(row, num_gpus=4), most) == pytest.approx(1 / 4)
+    assert trainer_speed.mfu(replace(row, float8=True), most) == pytest.approx(1 / 2)
+    monkeypatch.setattr(results, "gpus", lambda: ("another GPU",))
+    assert trainer_speed.mfu(row, most) is None
+    assert trainer_speed.mfu(ROWS["tiny-cpu"], most) is None
 
 
 def test_a_short_run_is_judged_by_its_worst_update():

@@ -1,5 +1,8 @@
-"""What the README and docs/trainer.md print runs as it is printed, and what the README names exists."""
+"""The programs of README.md and docs/ run as they are printed, and the files, names, calls and metrics that the pages name exist."""
 
+import importlib.util
+import inspect
+import json
 import os
 import re
 import subprocess
@@ -7,11 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import rl_actors
+from controllers.metrics import KEYS
+from rl_actors.losses import LOSSES, columns_of
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
+PROGRAM = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
+PROGRAMS = dict(PROGRAM.findall("\n".join([README, *DOCS.values()])))
+TASK = "task"  # a module for a command line; the others are programs
 AFTER = """
 import sys
 loaded = {"torchao", "torchtitan.models", "vllm"} & set(sys.modules)
@@ -19,34 +30,95 @@ assert not loaded, f"whoever calls actors loads none of their stack, but here is
 """
 
 
-def block(name: str) -> str:
-    pages = README + (ROOT / "docs" / "trainer.md").read_text()
-    found = re.search(rf"<!-- test: {name} -->\n```python\n(.*?)```", pages, re.DOTALL)
-    assert found, f"no page has a block {name!r}"
-    return found[1]
-
-
-@pytest.mark.parametrize("name", ["repl", "embedding", "trainer"])
-def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
-    (tmp_path / "program.py").write_text(block(name) + AFTER)
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "program.py"]
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, timeout=180, capture_output=True, text=True)
+    finished = subprocess.run(command, cwd=folder, env=environment, timeout=300, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished
+
+
+def test_the_pages_have_the_programs_that_are_run_here():
+    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK}
+
+
+@pytest.mark.parametrize("name", sorted(set(PROGRAMS) - {TASK}))
+def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
+    finished = run([sys.executable, "program.py"], tmp_path)
     assert "Traceback" not in finished.stderr and "leaked" not in finished.stderr
 
 
-def test_the_readme_lists_every_public_name_and_no_other():
-    table = README.split("## The public names")[1].split("| call on")[0]
-    assert set(re.findall(r"`(\w+)`", table)) - {"loss", "grad_divisor", "await"} >= set(rl_actors.__all__)
+def test_the_task_of_the_readme_is_taken_by_the_command_under_it(tmp_path):
+    source = tmp_path / "my_task.py"
+    source.write_text(PROGRAMS[TASK])
+    [command] = re.findall(r"^\.venv/bin/python (.*my_task.*)$", README, re.MULTILINE)
+    arguments = command.replace("'{}'", "{}").split()
+    # Builds the task, and encodes its held-out problems and a thousand training problems.
+    assert json.loads(run([sys.executable, *arguments, "--dry-run"], tmp_path).stdout)["environment"]["task"]
+    spec = importlib.util.spec_from_file_location("my_task", source)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    task = module.LargestDigit(seed=0, num_held_out=8)
+    held_out = task.held_out()
+    assert len({problem.key for problem in held_out}) == 8
+    assert not {task.problem(index).key for index in range(60_000)} & {problem.key for problem in held_out}
+    assert task.problem(5) == module.LargestDigit(seed=0, num_held_out=8).problem(5)
+    for problem in held_out:
+        assert task.reward(problem, problem.answer) == 1.0 and task.reward(problem, "") == 0.0
+
+
+def test_the_api_page_lists_every_public_name_and_no_other():
+    table = DOCS["api.md"].split("## The public names")[1].split("\n## ")[0]
+    first_cells = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    assert sorted(re.findall(r"`(\w+)`", first_cells)) == sorted(rl_actors.__all__)
     for name in rl_actors.__all__:
         assert getattr(rl_actors, name) is not None
 
 
-def test_every_make_target_of_the_readme_exists():
+@pytest.mark.parametrize("client", ["TrainerClient", "GeneratorClient"])
+def test_the_api_page_lists_every_call_of_a_client_and_no_other(client):
+    table = DOCS["api.md"].split(f"## Calls on `{client}`")[1].split("\n## ")[0]
+    first_cells = " ".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))
+    methods = inspect.getmembers(getattr(rl_actors, client), inspect.isfunction)
+    assert set(re.findall(r"`(\w+)\(", first_cells)) == {name for name, _ in methods if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_metrics_page_explains_what_a_loss_reports(name):
+    loss = LOSSES[name]()
+    if name != "cross_entropy":
+        options = {"kl": rl_actors.KL(coefficient=0.1), "correction": rl_actors.IcePop(), "entropy_coefficient": 0.1}
+        loss = LOSSES[name](**options)
+    required, optional = columns_of(loss)
+    columns = {column: torch.full((1, 4), -1.0) for column in required | optional if not column.startswith("target")}
+    _, reported = loss(torch.full((1, 4), -1.0), **columns)
+    assert len(reported) > 1
+    for metric in reported:
+        assert f"`{metric}`" in DOCS["metrics.md"], metric
+
+
+def test_the_metrics_page_explains_every_name_that_a_controller_writes():
+    modules = ("grpo", "sft", "rollouts", "reference", "run")
+    source = "\n".join((ROOT / "controllers" / f"{module}.py").read_text() for module in modules)
+    written = set(KEYS) | set(re.findall(r'"([a-z_]+/[a-z_]+)"', source))
+    written |= {f"time/{name}" for name in re.findall(r'timer\("(\w+)"\)', source)}
+    assert len(written) > len(KEYS)
+    explained = DOCS["metrics.md"].split("## Metrics of a call")[0]
+    assert sorted(name for name in written if f"`{name}`" not in explained) == []
+
+
+def test_every_make_target_of_a_page_exists():
     makefile = (ROOT / "Makefile").read_text()
-    for target in set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", README, re.MULTILINE)):
+    pages = "\n".join([README, CONTRIBUTING, *DOCS.values()])
+    for target in set(re.findall(r"(?:^|`)make ([a-z][a-z-]*)", pages, re.MULTILINE)):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", *(f"docs/{name}" for name in DOCS)])
+def test_every_link_of_a_page_leads_to_a_file(page):
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)#]+)", (ROOT / page).read_text()):
+        assert target.startswith("https://") or (folder / target).exists(), target
 
 
 def mapped_files(tree: str) -> set[str]:
@@ -68,11 +140,24 @@ def mapped_files(tree: str) -> set[str]:
     return paths
 
 
-def test_the_map_names_every_module_by_its_path_and_nothing_else():
-    tree = README.split("## Reading order and map")[1].split("\n## ")[0]
+def test_the_maps_name_every_module_by_its_path_and_nothing_else():
+    maps = [
+        README.split("## Reading order and map")[1].split("\n## ")[0],
+        DOCS["speed.md"].split("## Map")[1].split("\n## ")[0],
+    ]
     command = ["git", "ls-files", "rl_actors", "controllers", "configs", "benchmarks"]
     tracked = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     modules = {
         file for file in tracked if file.endswith(".py") and Path(file).name not in ("__init__.py", "__main__.py")
     }
-    assert mapped_files(tree) == modules
+    assert mapped_files("\n".join(maps)) == modules
+
+
+def test_the_tour_leads_through_code_that_is_there():
+    tour = CONTRIBUTING.split("## A tour")[1].split("\n## ")[0]
+    stops = re.split(r"^\d\. `([\w/.]+\.py)`: ", tour.split("On the way back")[0], flags=re.MULTILINE)[1:]
+    assert len(stops) == 2 * 5
+    for path, text in zip(stops[::2], stops[1::2], strict=True):
+        source = (ROOT / path).read_text()
+        shown = re.findall(r"`([^`]+)`", text)
+        assert shown and [code for code in shown if code not in source] == [], path

@@ -186,7 +186,7 @@ BAD_SAMPLES = {
         [good(**ALL_COLUMNS), good(**ALL_COLUMNS, generator_logprobs=-1.0)],
         PPO(),
         ValueError,
-        ["sample 1 has the column 'generator_logprobs' and sample 0 has not", "all of a call have it or none"],
+        ["sample 1 has the column 'generator_logprobs' and sample 0 has not", "all samples of a call have it or none"],
     ),
     "top-K targets of one sample in forward": (
         [top_k(), good()],

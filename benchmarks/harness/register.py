@@ -1,31 +1,35 @@
-"""The one register of rows of the table: what measures each, which line of benchmarks/results holds it, what it should reach.
+"""The register of all rows of the table: which program measures a row, which line of its results counts, and what the row should reach.
 
 `make bench` lists them, `make bench ROW=NAME` measures one, `make bench ROW=missing` the rest. Imports no torch.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.harness import results
-from benchmarks.harness.rows import ROWS, RUNS
+from benchmarks.harness.rows import ROWS, RUNS, Row
 
 Line = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """What measures it, which line of benchmarks/results holds it, what it should reach."""
+    """One row: the program that measures it, the line that holds its result, and its targets."""
 
     what: str
     num_gpus: int  # at least; 0: a machine without any
-    command: tuple[str, ...] = ()  # of `python -m benchmarks`; the first word names the file of results, too
-    argument: str = ""  # behind it; one process measures all rows of the same command
-    line: str = ""
-    measured: Callable[[Line], str]  # what the table says of what `newest` gives
+    command: tuple[str, ...] = ()  # of `python -m benchmarks`; the first word is also the name of the file of results
+    argument: str = ""  # after the command; one process measures all rows with the same command
+    line: str = ""  # the line's name; "" if the fields identify the line
+    fields: dict[str, Any] = field(default_factory=dict)  # fields of the line and their values
+    compared_fields: dict[str, Any] = field(
+        default_factory=dict
+    )  # more of them, about the other side; ignored by quotients
+    measured: Callable[[Line], str]  # the table's text about a line of `newest`
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> limit
     at_most: dict[str, float] = field(default_factory=dict)
-    quotient_of: tuple[str, ...] = ()  # two other rows: the ratio is of their tokens/s, and there is no command
+    quotient_of: tuple[str, ...] = ()  # two other rows, whose tokens/s make the ratio; such a row has no command
 
     @property
     def needs(self) -> str:
@@ -35,22 +39,34 @@ class TableRow:
         count = len(results.gpus())
         return 0 < self.num_gpus <= count if count else self.num_gpus == 0
 
+    def matches(self, line: Line) -> bool:
+        """True if the line has the name and the fields of this row."""
+        is_named = not self.line or line["name"] == self.line
+        wanted = self.fields | self.compared_fields
+        return is_named and all(line.get(name) == value for name, value in wanted.items())
+
 
 def plain(name: str) -> str:
+    """A field's name for readers: "tokens_per_second" -> "tokens/s"."""
     return name.replace("_per_second", "/s").replace("_", " ")
 
 
+# --- texts about a line, for the column "measured" ----------------------------------------------------------------
+
+
 def _beside(line: Line) -> str:
-    """tokens_per_second and the one other field that ends so."""
+    """tokens_per_second, and the one field that ends so and belongs to the other side."""
     (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
     return f"{line['tokens_per_second']:,.0f} beside {other:,.0f} tokens/s"
 
 
 def _training(line: Line) -> str:
-    use = f"MFU {line['mfu_torchtitan']:.3f}, causal {line['mfu_causal']:.3f}; " if line["num_gpus"] else ""
-    peaks = f"peak {line['peak_gib']:.1f} beside {line['reference_peak_gib']:.1f} GiB; " if line["num_gpus"] else ""
-    kernels = f"{line['attention']} beside flex" if line["num_gpus"] else ""
-    return f"{_beside(line)}; {use}{peaks}{kernels}".removesuffix("; ")
+    parts = [_beside(line)]
+    if line.get("mfu"):
+        parts.append(f"MFU {line['mfu']:.3f}")
+    if line["num_gpus"]:
+        parts.append(f"peak {line['peak_gib']:.1f} beside {line['reference_peak_gib']:.1f} GiB")
+    return "; ".join(parts)
 
 
 def _overhead(line: Line) -> str:
@@ -58,14 +74,19 @@ def _overhead(line: Line) -> str:
 
 
 def _grpo_step(line: Line) -> str:
-    """Seconds of the step and of every phase, and how busy each GPU was, the trainer's first; the rest of the step it was idle."""
+    """Seconds of the step and of every phase, with the idle share of every GPU in the step and its busy share in a phase.
+
+    The trainer's GPU comes first.
+    """
     model = line["name"].removesuffix("step")
-    phases = [phase for name, phase in line["file"].items() if name.startswith(model) and name != line["name"]]
-    named = [f"{phase['name'].removeprefix(model)} {phase['seconds']:.3g} s{_gpus(phase)}" for phase in phases]
-    return "; ".join([f"step {line['seconds']:.3g} s{_gpus(line, idle=True)}", *named])
+    parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line, idle=True)}"]
+    for name, phase in line["file"].items():
+        if name.startswith(model) and name != line["name"]:
+            parts.append(f"{name.removeprefix(model)} {phase['seconds']:.3g} s{_busy_or_idle(phase)}")
+    return "; ".join(parts)
 
 
-def _gpus(line: Line, *, idle: bool = False) -> str:
+def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
     busy = [line[name] for name in sorted(line) if name.endswith("_busy")]
     shares = ", ".join(f"{1 - share if idle else share:.0%}" for share in busy)
     return f" ({'idle' if idle else 'busy'} {shares})" if shares else ""
@@ -117,26 +138,66 @@ def _quotient(line: Line) -> str:
     return f"{line['over']['tokens_per_second']:,.0f} beside {line['under']['tokens_per_second']:,.0f} tokens/s"
 
 
+# --- rows of a kind -----------------------------------------------------------------------------------------------
+
 SPEEDS = {"0_6b-16k": 40_000, "0_6b-64k": 14_500, "0_6b-packed": 88_000, "4b-16k": 11_000}  # tokens/s
 CALLERS, ONE_CALL, STEP = "32 callers, 1 prompt x 64 each", "one generate, 256 prompts x 64", "step of 1,024 samples"
+KERNELS = {"flash4": "FlashAttention 4", "flex": "flex attention"}
+ON_BOTH_KERNELS = ("0_6b-16k", "0_6b-packed", "4b-packed")  # each has a twin that ends in -flex
+
+
+def _model(name: str) -> str:
+    """ "0_6b" -> "Qwen3 0.6B"."""
+    return "the tiny model" if name == "tiny" else f"Qwen3 {name.replace('_', '.').upper()}"
+
+
+def _shape(row: Row) -> str:
+    parts = [_model(row.model)]
+    if row.float8:
+        parts.append(f"float8 {row.float8_recipe}")
+    parts.append(f"documents of {row.document:,} in rows of {row.row_length:,}")
+    if row.num_gpus > 1:
+        parts.append(f"FSDP over {row.num_gpus} GPUs")
+    if row.checkpointing == "none":
+        parts.append("nothing recomputed")
+    return ", ".join(parts)
 
 
 def _trainer_row(name: str) -> TableRow:
+    """Both sides have the same kernel. Lines in which the other side had another kernel are no result of the row."""
     row, speed = ROWS[name], SPEEDS.get(name.removesuffix("-kept"))
+    fields = asdict(row)
+    if not row.float8:
+        del fields["float8_recipe"]  # it has no effect then
+    at_least: dict[str, float] = {}
+    if row.num_gpus:
+        at_least["ratio"] = 0.98
+    if speed:
+        at_least["tokens_per_second"] = speed
+    kernel = f"; {KERNELS[row.attention]} on both sides" if row.num_gpus else ""
     return TableRow(
-        what=f"training beside torchtitan's pieces: {row.model}{f', float8 {row.float8_recipe}' * row.float8}, documents of {row.document:,} in rows of "
-        f"{row.row_length:,}{', nothing computed twice' * (row.checkpointing == 'none')}",
+        what=f"training beside torchtitan's own pieces: {_shape(row)}{kernel}",
         num_gpus=row.num_gpus,
         command=("trainer_speed", name),
-        line=name,
+        fields=fields,
+        compared_fields={"reference_attention": row.attention},
         measured=_training,
-        at_least={"ratio": 0.98} | ({"tokens_per_second": speed} if speed else {}) if row.num_gpus else {},
+        at_least=at_least,
+    )
+
+
+def _kernel_row(name: str) -> TableRow:
+    return TableRow(
+        what=f"our trainer with FlashAttention 4 beside flex attention: {_shape(ROWS[name])}",
+        num_gpus=ROWS[name].num_gpus,
+        measured=_quotient,
+        quotient_of=(name, f"{name}-flex"),
     )
 
 
 def _generation_row(model: str, requests: int, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"generation, {requests:,} requests at once, beside the bare engine",
+        what=f"generation beside the bare vLLM engine: {_model(model)}, {requests:,} requests at once",
         num_gpus=num_gpus,
         command=("generation", "--model", model, "--requests"),
         argument=str(requests),
@@ -148,7 +209,7 @@ def _generation_row(model: str, requests: int, num_gpus: int) -> TableRow:
 
 def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what="a synchronous GRPO step taken apart",
+        what=f"a synchronous GRPO step, phase by phase: {_model(model)}",
         num_gpus=num_gpus,
         command=("grpo_step", "--model", model, *arguments),
         line=f"{model} step",
@@ -158,7 +219,7 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
 
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what="samples packed beside padded to 4,096",
+        what="samples packed into rows beside each padded to 4,096",
         num_gpus=num_gpus,
         command=("packing", *arguments),
         line="packed",
@@ -169,7 +230,7 @@ def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
 
 def _agreement_row(model: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what="logprobs of generator and trainer in bfloat16, the worst of all steps",
+        what=f"logprobs of the generator beside the trainer's in bfloat16, the worst of all steps: {_model(model)}",
         num_gpus=num_gpus,
         command=("logprob_agreement", "--model", model),
         line=f"{model} worst of all steps",
@@ -191,12 +252,12 @@ def _run_row(config: str, num_gpus: int) -> TableRow:
     )
 
 
-def _layout_row(line: str, num_gpus: int) -> TableRow:
+def _layout_row(layout: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"{line} on {num_gpus} GPUs beside one" if "," in line else f"{line}: goes on with the same loss",
+        what=f"{layout} in bfloat16 on {num_gpus} GPUs beside one GPU",
         num_gpus=num_gpus,
         command=("layouts",),
-        line=line,
+        line=f"{layout}, bfloat16",
         measured=_layout,
         at_least={"within": True},
     )
@@ -204,7 +265,7 @@ def _layout_row(line: str, num_gpus: int) -> TableRow:
 
 def _overhead_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
     return TableRow(
-        what=f"{line}, through the client beside the engine alone",
+        what=f"{line}: the client beside the engine without actors",
         num_gpus=0,
         command=("overhead", "--repeats", "9"),
         argument=part,
@@ -217,15 +278,16 @@ def _overhead_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
 # In the order in which `missing` measures them.
 TABLE = {
     **{name: _trainer_row(name) for name in ROWS if not name.endswith("-kept")},
+    **{f"kernel-{name}": _kernel_row(name) for name in ON_BOTH_KERNELS},
     "float8-against-bf16": TableRow(
-        what="training in float8 beside bfloat16",
+        what=f"our trainer in float8 beside bfloat16: {_shape(ROWS['4b-packed'])}",
         num_gpus=1,
         measured=_quotient,
         at_least={"ratio": 1.2},
         quotient_of=("4b-packed-float8", "4b-packed"),
     ),
     "two-gpus-against-one": TableRow(
-        what="training on two GPUs beside one",
+        what=f"our trainer on two GPUs beside one: {_shape(ROWS['4b-packed'])}",
         num_gpus=2,
         measured=_quotient,
         at_least={"ratio": 1.9},
@@ -250,9 +312,16 @@ TABLE = {
         at_most={"seconds": 480},
     ),
     **{f"run-{name}{'-cpu' * (num_gpus == 0)}": _run_row(name, num_gpus) for name, num_gpus in RUNS.items()},
-    **{f"layout-{name}": _layout_row(f"{name}, bfloat16", 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
-    "layout-FSDP2xTP2": _layout_row("FSDP2xTP2, bfloat16", 4),
-    "checkpoint-4-to-2": _layout_row("checkpoint FSDP2xTP2 to FSDP2", 4),
+    **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
+    "layout-FSDP2xTP2": _layout_row("FSDP2xTP2", 4),
+    "checkpoint-4-to-2": TableRow(
+        what="a checkpoint of FSDP2xTP2 on four GPUs continues under FSDP2 on two with the same loss",
+        num_gpus=4,
+        command=("layouts",),
+        line="checkpoint FSDP2xTP2 to FSDP2",
+        measured=_layout,
+        at_least={"within": True},
+    ),
     "float8-curve": TableRow(
         what="loss over 100 steps in float8 beside bfloat16",
         num_gpus=1,

@@ -1,6 +1,7 @@
 """Tables of the newest results: every row with its target in docs/speed.md, and the headline rows in the README. Measures nothing."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.harness import results
@@ -26,7 +27,8 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     an error is no result. since: a moment in UTC, in the format of a line's date; older lines are ignored.
     """
     if row.quotient_of:
-        over, under = (newest(TABLE[name], gpu, since) for name in row.quotient_of)
+        # A quotient takes our side of its rows, whatever that side was compared with.
+        over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None
         older = min(over, under, key=lambda line: line["date"])
@@ -34,8 +36,13 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
         return {"ratio": ratio, "over": over, "under": under, "date": older["date"], "device": over["device"]}
     kind = gpu if row.num_gpus else results.CPU
     lines = [line for line in results.lines(row.command[0]) if results.kind(line) == kind and line["date"] >= since]
-    by_name = {line["name"]: line for line in lines if "error" not in line}
-    return by_name[row.line] | {"file": by_name} if row.line in by_name else None
+    by_name: dict[str, Line] = {}
+    found: Line | None = None
+    for line in lines:
+        if "error" not in line:
+            by_name[line["name"]] = line
+            found = line if row.matches(line) else found
+    return found | {"file": by_name} if found else None
 
 
 def misses(row: TableRow, line: Line) -> list[str]:

@@ -8,17 +8,21 @@ import atexit
 import contextlib
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
-from monarch.actor import ActorError
+from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
 from rl_actors.processes.spawn import Probe, ProcessMesh, collect, spawn_processes
 
 if TYPE_CHECKING:
-    from monarch.actor import ActorMesh, Endpoint, ProcMesh
+    from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
+
+T = TypeVar("T")
+SHUTDOWN_TIMEOUT = 15.0
+"""Seconds that the end of the program waits for Monarch."""
 
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
@@ -28,7 +32,7 @@ class Client:
 
     def __init__(
         self,
-        mesh: "ActorMesh[Any] | None",
+        mesh: "ActorMesh[Actor] | None",
         *,
         name: str,
         call_timeout: float,
@@ -87,9 +91,9 @@ class Client:
         probes = self._probes if self._processes is None else [self._processes.probe]
         if self._closed or not probes:
             return False
-        asked = asyncio.gather(*(self._answers(probe.who, "is_alive") for probe in probes))
+        answers: list[Awaitable[list[tuple[int, int]]]] = [self._answers(probe.who, "is_alive") for probe in probes]
         try:
-            await asyncio.wait_for(asked, timeout)
+            await asyncio.wait_for(asyncio.gather(*answers), timeout)
         except Exception:
             return False
         return True
@@ -140,8 +144,14 @@ class Client:
             raise RuntimeError(f"{self.name}: {what} after close")
 
     async def _ask(
-        self, endpoint: "Endpoint[..., Any]", phase: str, timeout: float, *args: Any, breaks: bool = True, **kwargs: Any
-    ) -> list[Any]:
+        self,
+        endpoint: "Endpoint[..., T]",
+        phase: str,
+        timeout: float,
+        *args: object,
+        breaks: bool = True,
+        **kwargs: object,
+    ) -> list[T]:
         """Call all ranks and collect their answers. An error of a rank is raised here, with a note of where it was.
 
         breaks: after a timeout the ranks are still at the call, so only a call that mends the client may follow.
@@ -161,7 +171,7 @@ class Client:
             error.add_note(f"raised by {self.name} in {phase}")
             raise
 
-    async def _answers(self, endpoint: "Endpoint[..., Any]", phase: str, *args: Any, **kwargs: Any) -> list[Any]:
+    async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
         """The ranks' answers. Raises RuntimeError as soon as a process that this client spawned has ended."""
         if self._processes is None:
             return await collect(endpoint, *args, **kwargs)
@@ -185,3 +195,6 @@ def _close_all() -> None:
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
+    # Monarch's own handler waits one second, too few on a busy machine, and then prints a traceback.
+    with contextlib.suppress(Exception):
+        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

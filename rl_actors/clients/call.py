@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Coroutine, Generator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Call(Generic[T]):
         self._asked = True
         return error
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         self._asked = True
         # shield: an `asyncio.wait_for` around the call must not cancel what the ranks are doing.
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
@@ -86,7 +86,7 @@ class Call(Generic[T]):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 
 
-def _warn_of_failure(what: str, future: "Future[Any]") -> None:
+def _warn_of_failure(what: str, future: "Future[T]") -> None:
     if not future.cancelled() and (error := future.exception()) is not None:
         warnings.warn(f"{what} failed and nobody asked for its answer: {error!r}", RuntimeWarning, stacklevel=2)
 
@@ -98,7 +98,7 @@ class _Background:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    def run(self, coroutine: Coroutine[Any, Any, T], what: str) -> Call[T]:
+    def run(self, coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -109,6 +109,6 @@ class _Background:
 _background = _Background()
 
 
-def in_background(coroutine: Coroutine[Any, Any, T], what: str) -> Call[T]:
+def in_background(coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
     """Run a coroutine on the thread that all clients of this process share."""
     return _background.run(coroutine, what)

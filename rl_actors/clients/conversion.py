@@ -31,14 +31,14 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
     )
 
 
-def as_tensors(samples: Any) -> Any:
+def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
     """Copies of the samples with CPU tensors of int64 and float32 in the place of lists and other tensors.
 
     A value that is no list of samples is returned as it is, and so is a column that no tensor can be made of: validation refuses
     them by name.
     """
     if not isinstance(samples, Sequence):
-        return samples
+        return samples  # type: ignore[unreachable]  # validation refuses it by name
     return [to_tensors(sample) for sample in samples]
 
 
@@ -59,11 +59,11 @@ def _holds_tensors(sample: Sample) -> bool:
     return all(_is_tensor(column, column_dtype(name)) for name, column in sample.columns.items())
 
 
-def _is_tensor(values: Any, dtype: torch.dtype) -> bool:
+def _is_tensor(values: object, dtype: torch.dtype) -> bool:
     return isinstance(values, Tensor) and values.dtype == dtype and values.is_cpu
 
 
-def _tensor(values: Any, dtype: torch.dtype) -> Any:
+def _tensor(values: Any, dtype: torch.dtype) -> Any:  # lists, arrays, tensors, and what is none of these
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):

@@ -1,8 +1,8 @@
 """The client of a generator: every answer comes by `await` in a program, or by `.result()` in a REPL. Holds the actor mesh."""
 
 import os
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 FIRST_PULL_TIMEOUT = 60.0
 """Seconds; the version is published when the pull begins."""
 
+T = TypeVar("T")
 Check = Callable[[GeneratorLimits], None]
 """Raises ValueError or TypeError for a call that the generator would refuse."""
 
@@ -80,8 +81,8 @@ class GeneratorClient(Client):
             processes = await self._spawn(1, process_environment(self.config))
             transport = await self._transport if isinstance(self._transport, Call) else self._transport
             self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-        [info] = await self._ask(self._mesh.setup, "setup", self.setup_timeout)
-        self._take(info)
+        infos: list[GeneratorInfo] = await self._ask(self._mesh.setup, "setup", self.setup_timeout)
+        self._take(infos[0])
         if self._processes is None:
             self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
         if self._first_version is not None:
@@ -127,7 +128,9 @@ class GeneratorClient(Client):
         self._version = await self._one("pull_model_state_dict", version, timeout)
         return version
 
-    def _call(self, what: str, send: Callable[..., Any], *arguments: Any, check: Check | None = None) -> Call[Any]:
+    def _call(
+        self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None
+    ) -> Call[T]:
         """Check the call now, and send it when the generator is up."""
         self._require_open(what)
         self._show_start()
@@ -136,23 +139,25 @@ class GeneratorClient(Client):
             check = None
         return in_background(self._wait_and_send(send, arguments, check), f"{self.name}: {what}")
 
-    async def _wait_and_send(self, send: Callable[..., Any], arguments: tuple[Any, ...], check: Check | None) -> Any:
+    async def _wait_and_send(
+        self, send: Callable[..., Coroutine[object, None, T]], arguments: tuple[object, ...], check: Check | None
+    ) -> T:
         await self._started
         if check is not None:
             assert self._limits is not None
             check(self._limits)
         return await send(*arguments)
 
-    async def _one(self, endpoint: str, *args: Any) -> Any:
-        [answer] = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args)
-        return answer
+    async def _one(self, endpoint: str, *args: object) -> Any:
+        answers: list[Any] = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args)
+        return answers[0]
 
 
-def _as_lists(prompts: Any) -> Any:
+def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Copies, since the caller may change its lists before the generator is up; tensors and arrays become lists."""
     if not isinstance(prompts, Sequence):
-        return prompts
-    copies = []
+        return prompts  # type: ignore[unreachable]  # validation refuses it by name
+    copies: list[Sequence[int]] = []
     for prompt in prompts:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()

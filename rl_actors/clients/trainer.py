@@ -147,7 +147,7 @@ class TrainerClient(Client):
             await self._transport.close()
 
     def info(self) -> Call[list[TrainerInfo]]:
-        """What every rank says about itself, by rank."""
+        """One TrainerInfo of each rank, by rank."""
         return self._in_turn("info", self._infos)
 
     async def _infos(self) -> list[TrainerInfo]:
@@ -214,7 +214,7 @@ class TrainerClient(Client):
         )
 
     def _with_gradients(
-        self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: Any, check: Check
+        self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
     ) -> Call[ForwardBackwardOutput]:
         """The same as _in_turn for a call whose failure the next optim_step must know."""
         call = self._in_turn(what, send, *arguments, check=check)
@@ -378,7 +378,7 @@ class TrainerClient(Client):
         self,
         what: str,
         send: Callable[..., Awaitable[T]],
-        *arguments: Any,
+        *arguments: object,
         check: Check | None = None,
         mends: bool = False,
     ) -> Call[T]:
@@ -391,7 +391,12 @@ class TrainerClient(Client):
         return in_background(self._wait_and_send(what, send, arguments, check, mends), f"{self.name}: {what}")
 
     async def _wait_and_send(
-        self, what: str, send: Callable[..., Awaitable[T]], arguments: tuple[Any, ...], check: Check | None, mends: bool
+        self,
+        what: str,
+        send: Callable[..., Awaitable[T]],
+        arguments: tuple[object, ...],
+        check: Check | None,
+        mends: bool,
     ) -> T:
         await self._started
         async with self._turn:  # first come, first served
@@ -402,11 +407,11 @@ class TrainerClient(Client):
                 check(self._limits)
             return await send(*arguments)
 
-    async def _first(self, endpoint: str, *args: Any) -> Any:
+    async def _first(self, endpoint: str, *args: object) -> Any:
         """Rank 0's answer."""
         return (await self._ordered(endpoint, *args))[0]
 
-    async def _ordered(self, endpoint: str, *args: Any) -> list[Any]:
+    async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
         """All ranks' answers to the next request of this client's session."""
         # A number is spent only once its request can be sent: the ranks would wait for one that never comes.
         for arg in args:
@@ -414,11 +419,13 @@ class TrainerClient(Client):
                 cloudpickle.dumps(arg)
         self._number += 1
         order = Order(session=self._session, number=self._number)
-        answers = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
+        answers: list[Any] = await self._ask(
+            getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order
+        )
         self._remember_version(answers[0])
         return answers
 
-    def _remember_version(self, answer: Any) -> None:
+    def _remember_version(self, answer: object) -> None:
         version = getattr(answer, "policy_version", None)
         if version is not None:
             self._version = version

@@ -9,7 +9,8 @@ from functools import partial
 from heapq import heappop, heappush, heapreplace
 from typing import TypedDict
 
-from rl_actors.layouts import ROW_MULTIPLE, Policy, in_multiples
+from rl_actors.config import PackingPolicy
+from rl_actors.layouts import ROW_MULTIPLE, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
 """Number of row lengths between one power of two and the next. It is small, so that a call brings few new shapes to compile."""
@@ -44,7 +45,7 @@ def plan(
     uniform: bool = False,
     min_microbatches: int = 1,
     microbatch_multiple: int = 1,
-    policy: Policy = "packed",
+    policy: PackingPolicy = "packed",
 ) -> Plan:
     """Rows and microbatches of every rank. All ranks get the same number of microbatches, of the same shapes.
 
@@ -174,7 +175,7 @@ class _Dealer:
     row_multiple: int
     rows_per_microbatch: int
     num_ranks: int
-    policy: Policy
+    policy: PackingPolicy
     uniform: bool
     min_microbatches: int
     microbatch_multiple: int

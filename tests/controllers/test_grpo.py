@@ -83,6 +83,12 @@ def test_a_run_leaves_every_file_and_a_line_a_step(finished_run):
     assert "torchstore" not in output and "WARNING" not in output  # library logs are in the files
 
 
+def test_every_name_in_metrics_jsonl_is_explained_in_the_docs(finished_run):
+    explained = (ROOT / "docs" / "metrics.md").read_text()
+    names = {name for record in read_jsonl(finished_run[0] / "metrics.jsonl") for name in record}
+    assert sorted(name for name in names if f"`{name}`" not in explained) == []
+
+
 def test_trainer_and_generator_agree_on_every_logprob(finished_run):
     trained = [
         r for r in read_jsonl(finished_run[0] / "metrics.jsonl") if r["phase"] == "grpo" and not r.get("skipped")

@@ -141,10 +141,13 @@ def test_more_stages_than_layers_are_refused_as_torchtitan_does():
     [
         ({"pipeline_parallel_schedule": "GPipe"}, "schedule='GPipe'; it must be one of 1F1B, Interleaved1F1B"),
         ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds the schedule of one number"),
-        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch says"),
-        ({"pipeline_parallel_layers_per_stage": 2}, "1F1B and 2 layers a stage has 3 stages; it must be one a rank"),
+        ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch sets"),
+        (
+            {"pipeline_parallel_layers_per_stage": 2},
+            "1F1B and 2 layers per stage has 3 stages; each rank must have one",
+        ),
         ({"pipeline_parallel_layers_per_stage": 0}, "layers_per_stage=0; it must be at least 1"),
-        ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; it must be two or more a rank"),
+        ({"pipeline_parallel_layers_per_stage": 3, **INTERLEAVED}, "has 2 stages; each rank must have two or more"),
         ({"module_fqns_per_model_part": [["layers.0"]]}, "module_fqns_per_model_part"),
     ],
 )
@@ -158,11 +161,11 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
     [
         (
             {"lora": LoRAConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True)},
-            "an adapter on the output projection alone: no stage but the last",
+            "an adapter only on the output projection: no stage but the last",
         ),
         (
             {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},
-            "load_balance_coeff=0.001 and activation_checkpointing='full': experts that are recomputed",
+            "load_balance_coeff=0.001 and activation_checkpointing='full': recomputed experts would count",
         ),
     ],
 )

@@ -169,7 +169,7 @@ def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
         ({"name": "math:pi"}, "optimizer.name='math:pi'; it must be"),
         ({"arguments": {"lr": 1.0}}, "optimizer.arguments has 'lr', which comes with each optim_step"),
         ({"arguments": {"momentum": 0.9}}, r"optimizer.arguments=\{'momentum': 0.9\} does not fit AdamW: .*'momentum'"),
-        ({"arguments": {"fused": True}}, "optimizer.arguments has 'fused', which optimizer.implementation says"),
+        ({"arguments": {"fused": True}}, "optimizer.arguments has 'fused', which optimizer.implementation sets"),
         (
             {"name": "torch.optim:SGD", "arguments": {"nesterov": True}},
             r"optimizer.arguments=\{'nesterov': True\} does not fit torch.optim:SGD: Nesterov momentum requires",

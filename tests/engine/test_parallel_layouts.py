@@ -15,8 +15,8 @@ from references import save_random
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_actors import layouts
 from rl_actors.clients.conversion import merge_outputs
+from rl_actors.config import DEGREES
 from rl_actors.types import ForwardBackwardOutput
 
 QUICK = {("FSDP2", "tied"), ("CP2", "tied"), ("FSDP2, EP2", "experts")}
@@ -208,7 +208,7 @@ MOVES = [  # saved under, loaded under, model
 
 
 def size(parallelism: dict[str, Any]) -> int:
-    return math.prod(parallelism[f"{name}_degree"] for name in layouts.DEGREES)
+    return math.prod(parallelism[f"{name}_degree"] for name in DEGREES)
 
 
 @pytest.mark.slow

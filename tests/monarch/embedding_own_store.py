@@ -1,10 +1,17 @@
 import asyncio
+import gc
 
 import torchstore
-from monarch.actor import this_host
+from monarch.actor import Actor, endpoint, this_host
 from monarch.spmd import setup_torch_elastic_env_async
 
 import rl_actors as rl
+
+
+class Collector(Actor):
+    @endpoint
+    async def num_frozen(self) -> int:
+        return gc.get_freeze_count()
 
 
 async def main() -> None:
@@ -25,6 +32,7 @@ async def main() -> None:
     print(
         f"logprob_diff/max {difference:.1e}; a key of mine: {await torchstore.get('a key of mine', store_name='mine')}"
     )
+    print(f"frozen in a process of mine: {await procs['trainer'].spawn('collector', Collector).num_frozen.call_one()}")
     await torchstore.shutdown("mine")
     await asyncio.gather(*(mesh.stop() for mesh in procs.values()))
 

@@ -4,6 +4,7 @@ T tokens of one sequence, V vocabulary.
 """
 
 import asyncio
+import gc
 import os
 import threading
 from dataclasses import dataclass, replace
@@ -162,6 +163,11 @@ class TestTrainer(PolicyTrainer):
     @endpoint
     async def shown(self) -> str:
         return repr(self)
+
+    @endpoint
+    async def num_frozen(self) -> int:
+        """How many objects the garbage collector of this process leaves out."""
+        return gc.get_freeze_count()
 
     @endpoint
     async def pack(self, limits: dict[str, int]) -> None:

@@ -11,7 +11,8 @@ import support
 import torch
 from support import FailingLoss, Gate, random_samples
 
-from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient, layouts
+from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient
+from rl_actors.config import DEGREES
 from rl_actors.policy_trainer import Order
 
 STEP = OptimParams(learning_rate=0.01)
@@ -30,10 +31,15 @@ def test_a_trainer_says_what_it_is(trainer, trainer_mesh):
     [info] = trainer.info().result()
     assert trainer_mesh.shown.call_one().get(timeout=60) == "PolicyTrainer(0)"
     assert (info.rank, info.world_size, info.optimizer) == (0, 1, "AdamW")
-    assert info.layout == {**dict.fromkeys(layouts.DEGREES, 1), "expert_parallel": 1}
+    assert info.layout == {**dict.fromkeys(DEGREES, 1), "expert_parallel": 1}
     assert (info.dtype, info.device.partition(":")[0]) == ("float32", "cuda" if torch.cuda.is_available() else "cpu")
     assert info.optimizer_fields == ("beta1", "beta2", "eps", "weight_decay")
     assert info.memory_bytes > info.num_parameters * 4
+
+
+def test_the_collector_leaves_out_what_setup_made_in_a_process_that_was_spawned_for_the_trainer(trainer, trainer_mesh):
+    trainer.info().result()
+    assert trainer_mesh.num_frozen.call_one().get(timeout=60) > 100_000
 
 
 def test_result_works_in_a_running_loop_as_in_jupyter(trainer):

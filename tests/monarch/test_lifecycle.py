@@ -165,4 +165,5 @@ def test_a_monarch_program_uses_a_store_of_its_own(start):
     output, _ = program.process.communicate(timeout=180)
     assert program.process.returncode == 0, output
     assert re.search(r"logprob_diff/max \S+e-0[67]; a key of mine: 7", output), output
+    assert "frozen in a process of mine: 0\n" in output
     program.assert_nothing_is_left(set(), 5)

@@ -1,0 +1,916 @@
+"""Names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that the code relies on beside their public interfaces.
+
+docs/upstream.md has a row for each, and each row has one check here. After an upgrade run `python tests/test_upstream.py` first: it prints
+the rows that no longer hold, in seconds; it starts no engine and no actor.
+"""
+
+import ast
+import importlib
+import inspect
+import json
+import os
+import pkgutil
+import re
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "upstream.md"
+CODE = ("rl_actors", "controllers", "configs", "benchmarks")
+FOREIGN = ("torch", "torchao", "torchtitan", "torchstore", "monarch", "vllm")
+VARIABLES = re.compile(r"(HF|HYPERACTOR|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|VLLM)_[A-Z0-9_]+")
+TIMEOUT = 300  # seconds; it takes fifteen
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def row(name: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register the check of the row of docs/upstream.md that begins with this name. A check raises when the row no longer holds."""
+
+    def register(check: Callable[[], None]) -> Callable[[], None]:
+        CHECKS[name] = check
+        return check
+
+    return register
+
+
+def parameters(function: Callable) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def source(thing: Any) -> str:
+    return inspect.getsource(thing)
+
+
+@cache
+def mesh() -> Any:
+    """A mesh of this process only."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return dist.device_mesh.init_device_mesh("cpu", (1,))
+
+
+def tiny(**fields: Any) -> Any:
+    """torchtitan's config of a tiny Qwen3 with experts."""
+    from rl_actors import ModelConfig
+    from rl_actors.engine.build import qwen3_config
+
+    model = ModelConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        tie_word_embeddings=False,
+    )
+    return qwen3_config(model, **fields)
+
+
+# torch
+
+
+@row("torch.distributed.tensor.DTensor._local_tensor")
+def _() -> None:
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    sharded = distribute_tensor(torch.ones(4), mesh(), [Shard(0)])
+    assert type(sharded._local_tensor) is torch.Tensor
+    assert sharded._local_tensor.data_ptr() == sharded.to_local().data_ptr()
+
+
+@row("torch._foreach_norm, torch._foreach_mul_")
+def _() -> None:
+    import torch
+
+    tensors = [torch.ones(4), torch.ones(9)]
+    assert [norm.item() for norm in torch._foreach_norm(tensors)] == [2.0, 3.0]
+    torch._foreach_mul_(tensors, torch.tensor(0.5))
+    assert [tensor.sum().item() for tensor in tensors] == [2.0, 4.5]
+
+
+@row("torch.optim.Adam._init_group")
+def _() -> None:
+    import torch
+
+    from rl_actors.engine import optimizer
+
+    lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    for theirs in (torch.optim.Adam, torch.optim.AdamW):
+        assert parameters(theirs._init_group) == ["self", "group", *lists]
+    called = []
+    for ours in (optimizer.Adam, optimizer.AdamW):
+        recording = type("Recording", (ours,), {"_init_group": lambda self, *given: called.append(given) or False})
+        recording([torch.nn.Parameter(torch.ones(1))]).step()
+    assert [len(given) for given in called] == [7, 7]
+
+
+@row("torch.distributed._functional_collectives")
+def _() -> None:
+    import torch
+    import torch.distributed._functional_collectives as funcol
+
+    assert parameters(funcol.all_gather_single)[:3] == ["self", "gather_dim", "group"]
+    assert parameters(funcol.all_reduce)[:3] == ["self", "reduceOp", "group"]
+    group = mesh().get_group()
+    reduced = funcol.all_reduce(torch.ones(2), reduceOp="max", group=group)
+    assert isinstance(reduced, funcol.AsyncCollectiveTensor)
+    gathered = funcol.all_gather_single(torch.ones(2, 3), gather_dim=1, group=group)
+    assert funcol.wait_tensor(gathered).shape == (2, 3)
+
+
+@row("torch.distributed.tensor._utils.compute_local_shape_and_global_offset")
+def _() -> None:
+    import torch
+    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(torch.Size((4, 6)), mesh(), [Shard(0)])
+    assert (tuple(shape), tuple(offset)) == ((4, 6), (0, 0))
+
+
+@row("torch.distributed.tensor.experimental._context_parallel._attention._compiled_create_block_mask")
+def _() -> None:
+    import torch.distributed.tensor.experimental._context_parallel._attention as attention
+
+    assert "_compiled_create_block_mask" in vars(attention)
+    assert "if _compiled_create_block_mask is None" in source(attention._create_cp_block_mask)
+
+
+@row("torch.distributed.algorithms._checkpoint.checkpoint_wrapper.checkpoint_wrapper")
+def _() -> None:
+    import torch
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    entered = []
+
+    def contexts() -> Any:
+        entered.append(True)
+        return create_selective_checkpoint_contexts([torch.ops.aten.addmm.default])
+
+    wrapped = checkpoint_wrapper(torch.nn.Linear(2, 2), context_fn=contexts, early_stop=False)
+    wrapped(torch.ones(1, 2)).sum().backward()
+    assert entered == [True]
+
+
+@row("torch.nn.attention._fa4.register_flash_attention_fa4")
+def _() -> None:
+    import torch.nn.attention
+    from torch.nn.attention import _fa4
+
+    from rl_actors.engine import flash4
+
+    for name in ("activate_flash_attention_impl", "current_flash_attention_impl", "register_flash_attention_impl"):
+        assert callable(getattr(torch.nn.attention, name))
+    assert parameters(_fa4.register_flash_attention_fa4) == ["module_path"]
+    assert _fa4._fa4_import_module.__wrapped__(flash4.__name__) is flash4
+    assert "out, lse = module._flash_attn_fwd(" in source(_fa4._fa4_run_forward)
+    assert "dq, dk, dv = module._flash_attn_bwd(" in source(_fa4._fa4_run_backward)
+    assert f"not in {flash4.CAPABILITIES}" in source(_fa4._fa4_common_support_error)
+
+
+def one_stage(**fields: Any) -> tuple[Any, Any]:
+    """(a pipeline's only stage: y = w x with w = 2, its schedule of two microbatches, whose loss is the sum)."""
+    import torch
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    mesh()
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.constant_(module.weight, 2.0)
+    like = torch.empty(1, 1, device="meta")
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), input_args=like, output_args=like, **fields)
+    return stage, Schedule1F1B(stage, n_microbatches=2, loss_fn=lambda y, _: y.sum(), scale_grads=False)
+
+
+def run(schedule: Any) -> None:
+    import torch
+
+    schedule._step_microbatches(
+        arg_mbs=[(torch.ones(1, 1),), (torch.ones(1, 1),)],
+        kwarg_mbs=[{}, {}],
+        target_mbs=[torch.tensor(0), torch.tensor(1)],
+        return_outputs=False,
+    )
+
+
+@row("torch.distributed.pipelining.schedules._PipelineSchedule._step_microbatches")
+def _() -> None:
+    from torch.distributed.pipelining import schedules
+
+    expected = ["self", "arg_mbs", "kwarg_mbs", "target_mbs", "losses", "return_outputs", "loss_kwargs"]
+    for name in ("1F1B", "Interleaved1F1B"):
+        assert parameters(schedules.get_schedule_class(name)._step_microbatches) == expected
+    stage, schedule = one_stage()
+    stage.has_backward = True
+    run(schedule)
+    assert stage.submod.weight.grad.item() == 2.0
+
+
+@row("torch.distributed.pipelining.schedules._PipelineSchedule._has_backward, PipelineStage.has_backward")
+def _() -> None:
+    import torch
+
+    stage, schedule = one_stage()
+    assert schedule._has_backward is True
+    assert isinstance(inspect.getattr_static(stage, "has_backward"), property)
+    schedule._has_backward = stage.has_backward = False
+    with torch.no_grad():
+        run(schedule)
+    assert stage.submod.weight.grad is None
+
+
+@row("torch.distributed.pipelining.schedules.PipelineScheduleSingle._stage, PipelineScheduleMulti._stages")
+def _() -> None:
+    from torch.distributed.pipelining.schedules import (
+        PipelineScheduleMulti,
+        PipelineScheduleSingle,
+        ScheduleInterleaved1F1B,
+        get_schedule_class,
+    )
+
+    stage, schedule = one_stage()
+    assert isinstance(schedule, PipelineScheduleSingle) and schedule._stage is stage
+    interleaved = ScheduleInterleaved1F1B([stage], n_microbatches=1, loss_fn=lambda *_: None)
+    assert isinstance(interleaved, PipelineScheduleMulti) and interleaved._stages == [stage]
+    assert not issubclass(get_schedule_class("Interleaved1F1B"), PipelineScheduleSingle)
+
+
+@row("torch.distributed.pipelining.PipelineStage._post_metadata_inference_cleanup")
+def _() -> None:
+    import torch
+    from torch.distributed.fsdp import fully_shard
+
+    from rl_actors.engine.pipeline_stages import Stage
+
+    stage, schedule = one_stage()
+    fully_shard(stage.submod, mesh=mesh())
+    stage.has_backward = True
+    stage.submod(torch.ones(1, 1)).sum().backward()  # what an earlier call accumulated
+    stage._post_metadata_inference_cleanup()
+    assert stage.submod.weight.grad is None, "torch keeps accumulated gradients: our override can go"
+    stage.submod(torch.ones(1, 1)).sum().backward()
+    Stage._post_metadata_inference_cleanup(stage)
+    assert stage.submod.weight.grad is not None
+    assert "stage._post_metadata_inference_cleanup()" in source(type(schedule)._initialize_pp_stages)
+
+
+@row(
+    "torch.distributed.pipelining.PipelineStage._setup_forward_recv_info, _setup_backward_recv_info, get_fwd_recv_ops, "
+    "get_bwd_recv_ops, backward_one_chunk, args_recv_info, grad_recv_info, fwd_cache"
+)
+def _() -> None:
+    import torch
+    from torch.distributed.pipelining import PipelineStage
+
+    assert parameters(PipelineStage.get_fwd_recv_ops) == ["self", "fwd_chunk_id"]
+    assert parameters(PipelineStage.get_bwd_recv_ops) == ["self", "bwd_chunk_id"]
+    assert parameters(PipelineStage.backward_one_chunk)[:2] == ["self", "bwd_chunk_id"]
+    like = torch.empty(1, 1, device="meta").requires_grad_()
+    shapes = dict.fromkeys(("input_args", "output_args"), like) | dict.fromkeys(
+        ("input_grads", "output_grads"), like.detach()
+    )
+    mesh()
+    stage = PipelineStage(torch.nn.Linear(1, 1), 1, 3, torch.device("cpu"), **shapes)
+    stage._stage_meta.inputs, stage._stage_meta.outputs = stage._user_meta.inputs, stage._user_meta.outputs
+    stage._stage_meta.output_grads = stage._user_meta.output_grads
+    stage._setup_forward_recv_info(2, True)
+    stage._setup_forward_send_info()
+    stage._setup_backward_recv_info(2)
+    for received in (stage.args_recv_info, stage.grad_recv_info):
+        assert [len(received[number]) for number in range(2)] == [1, 1]
+        assert not received[1][0].buffer.is_meta, "torch allocates buffers when they are needed: our overrides can go"
+    operations = [*stage.get_fwd_recv_ops(0), *stage._get_recv_ops(stage.grad_recv_info[0])]
+    assert [
+        operation.tensor is received[0][0].buffer
+        for operation, received in zip(operations, (stage.args_recv_info, stage.grad_recv_info), strict=True)
+    ] == [True, True]
+    assert "self.fwd_cache.pop(bwd_chunk_id)" in source(PipelineStage.backward_one_chunk)
+
+
+@row("torch.distributed.checkpoint.FileSystemWriter.prepare_global_plan, finish, path")
+def _() -> None:
+    from torch.distributed.checkpoint import FileSystemWriter
+
+    assert parameters(FileSystemWriter.prepare_global_plan) == ["self", "plans"]
+    assert parameters(FileSystemWriter.finish) == ["self", "metadata", "results"]
+    assert FileSystemWriter("somewhere").path == Path("somewhere")
+
+
+@row("torch._inductor.config.emulate_precision_casts")
+def _() -> None:
+    import torch._inductor
+
+    assert "emulate_precision_casts" in torch._inductor.list_options()
+
+
+@row("TORCHELASTIC_USE_AGENT_STORE")
+def _() -> None:
+    rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    assert rendezvous._torchelastic_use_agent_store()
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
+    assert not rendezvous._torchelastic_use_agent_store()
+
+
+@row("TORCH_COMPILE_DISABLE")
+def _() -> None:
+    import torch._dynamo.config
+
+    assert 'disable = os.environ.get("TORCH_COMPILE_DISABLE", "0") == "1"' in source(torch._dynamo.config)
+
+
+@row("TORCHINDUCTOR_COMPILE_THREADS")
+def _() -> None:
+    import torch._inductor.config
+
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "3"
+    assert torch._inductor.config.decide_compile_threads() == 3
+
+
+# torchtitan
+
+
+@row("torchtitan.tools.utils.device_type, device_module")
+def _() -> None:
+    import torch
+    import torchtitan.distributed.utils as copies
+    import torchtitan.tools.utils as originals
+
+    import rl_actors.engine  # sets both before the modules below copy them
+
+    assert rl_actors.engine
+    expected = ("cuda", torch.cuda) if torch.cuda.is_available() else ("cpu", torch.cpu)
+    assert (originals.device_type, originals.device_module) == expected
+    assert (copies.device_type, copies.device_module) == expected
+
+
+@row("torchtitan.models.common.attention._compiled_create_block_mask")
+def _() -> None:
+    import torchtitan.models.common.attention as attention
+
+    assert "_compiled_create_block_mask" in vars(attention)
+    assert "_compiled_create_block_mask(" in source(attention.create_attention_mask)
+
+
+@row("torchtitan.models.common.attention.FlexAttention._compiled_flex_attn, inductor_configs")
+def _() -> None:
+    from torchtitan.models.common.attention import FlexAttention
+
+    assert {"max_autotune", "coordinate_descent_tuning"} <= set(FlexAttention.inductor_configs)
+    assert "_compiled_flex_attn" in vars(FlexAttention)
+    assert "FlexAttention._compiled_flex_attn(" in source(FlexAttention.compiled_flex_attn)
+
+
+@row("torchtitan.models.common.attention.FlexAttention.forward")
+def _() -> None:
+    from torchtitan.models.common.attention import FlexAttention
+
+    from rl_actors.engine.cpu import DenseAttention
+
+    theirs, ours = parameters(FlexAttention.forward), parameters(DenseAttention.forward)
+    assert theirs[:4] == ours[:4] == ["self", "q_BLNH", "k_BLNH", "v_BLNH"]
+    assert {"attention_masks", "scale", "enable_gqa"} <= set(theirs)
+
+
+@row("torchtitan.models.common.attention.VarlenAttention.__init__")
+def _() -> None:
+    from torchtitan.models.common.attention import VarlenAttention
+
+    assert set(re.findall(r"self\.(\w+)", source(VarlenAttention.forward))) == {"window_size"}
+    assert set(re.findall(r"self\.(\w+)", source(VarlenAttention.__init__))) == {"window_size"}
+    assert "window_size" in VarlenAttention.Config.__dataclass_fields__
+
+
+@row("torchtitan.components.optimizer.OptimizersContainer._resolve_optimizer_factory")
+def _() -> None:
+    import torch
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    assert parameters(OptimizersContainer._resolve_optimizer_factory) == ["name"]
+    assert OptimizersContainer._resolve_optimizer_factory("AdamW") is torch.optim.AdamW
+    assert "self._resolve_optimizer_factory(" in source(OptimizersContainer.__init__)
+
+
+@row("torchtitan.components.optimizer.OptimizersContainer._build_impl_kwargs")
+def _() -> None:
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    config = SimpleNamespace(implementation="foreach")
+    assert OptimizersContainer._build_impl_kwargs(config) == {"fused": False, "foreach": True}
+    assert "self._build_impl_kwargs(config)" in source(OptimizersContainer.__init__)
+
+
+@row("torchtitan.components.optimizer.OptimizersContainer._build_param_groups")
+def _() -> None:
+    import torch
+    from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+
+    parameter = torch.nn.Parameter(torch.ones(1))
+    renamed: Any = SimpleNamespace(named_parameters=lambda: [("given.name", parameter)])
+    config = ParamGroupConfig(pattern="given", optimizer_name="AdamW")
+    groups, _ = OptimizersContainer._build_param_groups(renamed, [config], {})
+    (group,) = groups["AdamW"]
+    assert group["params"] == [parameter] and group["param_names"] == ["given.name"]
+    assert "self._build_param_groups(" in source(OptimizersContainer.__init__)
+
+
+@row("torchtitan.distributed.activation_checkpoint.SelectiveAC._wrap_block, get_save_ops")
+def _() -> None:
+    import torch
+    from torchtitan.distributed.activation_checkpoint import SelectiveAC
+
+    assert parameters(vars(SelectiveAC)["_wrap_block"]) == ["self", "module", "base_fqn"]
+    assert "self._wrap_block(" in source(SelectiveAC.apply)
+    assert torch.ops.aten.linear.default in set(SelectiveAC.Config().build().get_save_ops())
+
+
+@row("torchtitan.models.common.moe.GroupedExperts.forward, _grouped_mm")
+def _() -> None:
+    import torch
+    from torchtitan.models.common.moe import GroupedExperts
+
+    from rl_actors.engine.moe import Experts
+
+    theirs = GroupedExperts(GroupedExperts.Config(dim=16, hidden_dim=16, num_experts=2))
+    ours = Experts(Experts.Config(dim=16, hidden_dim=16, num_experts=2))
+    draw = torch.Generator().manual_seed(0)
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, generator=draw)
+    ours.load_state_dict(theirs.state_dict())
+    x_RD, counts_E = torch.randn(8, 16, generator=draw), torch.tensor([3, 5])
+    with torch.no_grad():
+        assert torch.equal(ours(x_RD.bfloat16(), counts_E), theirs(x_RD.bfloat16(), counts_E))
+        exact = torch.cat([expert(theirs, e, x) for e, x in enumerate(x_RD.split([3, 5]))])
+        assert torch.allclose(ours(x_RD, counts_E), exact, rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(theirs(x_RD, counts_E), exact, rtol=1e-5, atol=1e-5), "Experts is not needed any more"
+
+
+def expert(experts: Any, number: int, x_RD: Any) -> Any:
+    """One expert of torchtitan's in the dtype of its weights."""
+    import torch.nn.functional as F
+
+    gate_RF, up_RF = x_RD @ experts.w1_EFD[number].T, x_RD @ experts.w3_EFD[number].T
+    return (F.silu(gate_RF) * up_RF) @ experts.w2_EDF[number].T
+
+
+@row("torchtitan.models.common.moe.MoE.router, routed_experts, tokens_per_expert_E")
+def _() -> None:
+    import torch
+
+    model = tiny().build()
+    block = model.layers["1"]
+    assert block.moe_enabled
+    for parameter in block.moe.parameters():
+        torch.nn.init.normal_(parameter)
+    seen: dict[str, Any] = {}
+    block.moe.router.register_forward_hook(lambda _, __, output: seen.update(ids=output[1]))
+    block.moe.routed_experts.register_forward_pre_hook(lambda _, args: seen.update(x=args[0]))
+    x_BLD = torch.randn(2, 3, 32)
+    with torch.no_grad():
+        block.moe.train()(x_BLD)
+        counts_E = block.moe.tokens_per_expert_E.clone()
+        block.moe.eval()(x_BLD)
+    assert torch.equal(seen["x"], x_BLD) and seen["ids"].shape == (2, 3, 2)
+    assert torch.equal(counts_E, torch.bincount(seen["ids"].flatten(), minlength=4).float())
+    assert torch.equal(block.moe.tokens_per_expert_E, counts_E)  # counted in training mode only
+
+
+@row("torchtitan.components.lora: lora_a, lora_b, _lora_scaling")
+def _() -> None:
+    import torch
+
+    from rl_actors.config import LoRAConfig
+    from rl_actors.engine import lora
+
+    config = LoRAConfig(rank=4, alpha=6.0, train_unembed=True)
+    with torch.device("meta"):
+        model = lora.convert(tiny(fuse_qkv=False), config).build()
+    lora.require_found(model, config)
+    assert model.lm_head._lora_scaling == 1.5
+    assert (model.lm_head.lora_a.weight.shape, model.lm_head.lora_b.weight.shape) == ((4, 32), (32, 4))
+
+
+@row("torchtitan.components.loss.ChunkedLossWrapper.num_chunks, loss_fn, lm_head")
+def _() -> None:
+    import torch
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config())
+    assert {"num_chunks", "loss_fn", "lm_head"} <= set(vars(wrapper))
+    calls = []
+
+    def loss(logits_BLV: torch.Tensor, targets_BL: torch.Tensor, _: Any, *, column: torch.Tensor) -> Any:
+        calls.append((tuple(logits_BLV.shape), tuple(targets_BL.shape), column.tolist()))
+        return logits_BLV.sum(), {}
+
+    wrapper.num_chunks, wrapper.loss_fn = 2, loss
+    wrapper.set_lm_head(torch.nn.Linear(3, 5))
+    hidden_BLD = torch.ones(1, 4, 3, requires_grad=True)
+    total, _ = wrapper(hidden_BLD, torch.zeros(1, 4), column=torch.arange(4)[None])
+    assert calls == [((1, 2, 5), (1, 2), [[0, 1]]), ((1, 2, 5), (1, 2), [[2, 3]])]
+    assert wrapper.lm_head.weight.grad is not None and hidden_BLD.grad is None
+    total.backward()
+    assert hidden_BLD.grad is not None
+
+
+@row("torchtitan.models.common.decoder.Decoder._skip_lm_head")
+def _() -> None:
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.models.qwen3 import Qwen3Model
+
+    assert Qwen3Model._skip_lm_head is False
+    assert Qwen3Model.forward is Decoder.forward and "if self._skip_lm_head:" in source(Decoder.forward)
+
+
+@row("torchtitan.models.qwen3: _build_qwen3_layers, _build_qwen3_moe_layers, _qwen3_norm, three _INIT")
+def _() -> None:
+    import torchtitan.models.qwen3 as qwen3
+
+    same = {"n_layers", "dim", "n_heads", "n_kv_heads", "head_dim", "fuse_qkv", "attn_backend", "rope"}
+    assert set(parameters(qwen3._build_qwen3_layers)) == same | {"hidden_dim"}
+    experts = {"moe_hidden_dim", "num_experts", "top_k", "moe_comm_backend", "non_blocking_capacity_factor"}
+    assert set(parameters(qwen3._build_qwen3_moe_layers)) == same | experts
+    assert qwen3._qwen3_norm(8).normalized_shape == 8
+    for init in (qwen3._LINEAR_INIT, qwen3._EMBEDDING_INIT, qwen3._EMBEDDING_SKIP_INIT):
+        assert callable(init["weight"])
+
+
+@row("torchtitan.models.qwen3: fields of built layer configs")
+def _() -> None:
+    layer = tiny(load_balance_coeff=0.5).layers[0]
+    for config, name in (
+        (layer.moe, "load_balance_coeff"),
+        (layer.moe.router, "route_norm"),
+        (layer.moe.routed_experts, "inner_experts"),
+        (layer.attention, "inner_attention"),
+        (layer.attention, "rope"),
+        (layer.attention.rope, "max_seq_len"),
+    ):
+        assert name in config.__dataclass_fields__
+    with pytest.raises(AttributeError):
+        layer.moe.router.renamed = True  # slots: a field that was renamed is refused
+
+
+@row("torchtitan.models.qwen3.Qwen3StateDictAdapter.model_config, rows of wqkv")
+def _() -> None:
+    import torch
+    from torchtitan.models.qwen3 import Qwen3StateDictAdapter
+
+    from rl_actors.engine.hf_names import split_qkv
+
+    adapter = Qwen3StateDictAdapter(tiny(), None)
+    attention = tiny().build().layers["0"].attention
+    torch.nn.init.normal_(attention.qkv_linear.wqkv.weight)
+    theirs = attention.qkv_linear.state_dict()
+    ours = split_qkv(adapter, "wqkv.weight", attention.qkv_linear.wqkv.weight)
+    assert len(theirs) == 3 and theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+
+
+@row("torchtitan.components.quantization.float8.Float8LinearConverter.torchao_config")
+def _() -> None:
+    from torchtitan.components.quantization.float8 import Float8LinearConverter
+
+    converter = Float8LinearConverter.Config(recipe_name="rowwise", emulate=True).build()
+    assert converter.torchao_config.emulate
+    assert "self.torchao_config" in source(Float8LinearConverter.convert)
+    emulated = converter.torchao_config.cast_config_weight.scaling_granularity
+    assert emulated.name == "TENSORWISE", "torchtitan emulates the recipe that is named: our replacement can go"
+
+
+# torchstore and Monarch
+
+
+@row("torchstore.api.Controller")
+def _() -> None:
+    import torchstore.api
+    import torchstore.controller
+    from monarch._src.actor.endpoint import EndpointProperty
+
+    assert "get_or_spawn_controller(store_name, Controller)" in source(torchstore.api._controller)
+    theirs = torchstore.controller.Controller
+
+    def kinds(controller: type) -> set[bool]:
+        found = {name: getattr(controller, name) for name in dir(theirs)}
+        endpoints = [value for value in found.values() if isinstance(value, EndpointProperty)]
+        return {inspect.iscoroutinefunction(value._method) for value in endpoints}
+
+    importlib.import_module("rl_actors.transports.torchstore")
+    assert kinds(theirs) == {True, False}, "torchstore's controller is of one kind: AsyncController can go"
+    assert torchstore.api.Controller is not theirs and kinds(torchstore.api.Controller) == {True}
+
+
+@row("monarch._src.actor.endpoint.EndpointProperty._method")
+def _() -> None:
+    from monarch._src.actor.endpoint import EndpointProperty
+    from monarch.actor import endpoint
+
+    async def call(self: Any) -> None:
+        pass
+
+    made = endpoint(call)
+    assert isinstance(made, EndpointProperty) and made._method is call
+
+
+@row("monarch.actor.unhandled_fault_hook")
+def _() -> None:
+    import monarch.actor
+    from monarch._src.actor import actor_mesh
+
+    assert parameters(monarch.actor.unhandled_fault_hook) == ["failure"]
+    assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)  # looked up at the fault
+
+
+@row(
+    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY, HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE, "
+    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE"
+)
+def _() -> None:
+    import mmap
+
+    import monarch._rust_bindings
+
+    from rl_actors.processes.spawn import _SUPERVISION
+
+    with (
+        open(monarch._rust_bindings.__file__, "rb") as file,
+        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as library,
+    ):
+        assert [name for name in _SUPERVISION if library.find(name.encode()) < 0] == []
+
+
+# vLLM
+
+
+@row("vllm.platforms.current_platform.simple_compile_backend")
+def _() -> None:
+    import vllm.v1.sample.ops.logprobs as compiled_when_imported
+    from vllm.platforms.interface import Platform
+
+    assert isinstance(Platform.simple_compile_backend, str)
+    assert "@torch.compile(backend=current_platform.simple_compile_backend)" in source(compiled_when_imported)
+
+
+@row("vllm Qwen3MoeForCausalLM.moe_layers, routed_experts.quant_method.moe_kernel")
+def _() -> None:
+    from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+
+    assert "self.moe_layers.append(layer.mlp.experts)" in source(Qwen3MoeForCausalLM.__init__)
+    assert "return self.routed_experts.quant_method" in source(MoERunner)
+    assert "self.moe_kernel: " in source(FusedMoEMethodBase.__init__)
+    assert issubclass(UnquantizedFusedMoEMethod, FusedMoEMethodBase)
+    assert "is_weight_update = self.moe_kernel is not None" in source(UnquantizedFusedMoEMethod)
+
+
+@row("vllm lm_head.quant_method.process_weights_after_loading")
+def _() -> None:
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+
+    assert parameters(UnquantizedEmbeddingMethod.process_weights_after_loading) == ["self", "layer"]
+    assert "self.quant_method" in source(VocabParallelEmbedding.__init__)
+
+
+@row("vllm LLMEngine.output_processor.request_states: external_req_id, detokenizer.output_token_ids")
+def _() -> None:
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+    assert "self.output_processor = OutputProcessor(" in source(LLMEngine.__init__)
+    assert "self.request_states: dict[str, RequestState]" in source(OutputProcessor.__init__)
+    assert {"external_req_id", "detokenizer"} <= set(parameters(RequestState.__init__))
+    assert isinstance(vars(IncrementalDetokenizer)["output_token_ids"], property) or callable(
+        IncrementalDetokenizer.output_token_ids
+    )
+
+
+@row("vllm LLMEngine.reset_prefix_cache(reset_running_requests)")
+def _() -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert "reset_running_requests" in parameters(LLMEngine.reset_prefix_cache)
+
+
+@row('vllm LLMEngine.collective_rpc("reload_weights", weights_iterator), apply_model')
+def _() -> None:
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
+    assert {"method", "kwargs"} <= set(parameters(LLMEngine.collective_rpc))
+    assert "self.model_runner.reload_weights(*args, **kwargs)" in source(Worker.reload_weights)
+    assert "weights_iterator" in parameters(GPUModelRunner.reload_weights)
+    assert parameters(LLMEngine.apply_model) == ["self", "func"]
+
+
+@row("vllm.config.lora.MaxLoRARanks")
+def _() -> None:
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    from rl_actors.config import MAX_VLLM_RANK
+
+    assert max(get_args(MaxLoRARanks)) == MAX_VLLM_RANK
+
+
+@row(
+    "VLLM_ENABLE_V1_MULTIPROCESSING, VLLM_LOGGING_LEVEL, VLLM_CONFIGURE_LOGGING, VLLM_CPU_OMP_THREADS_BIND, "
+    "VLLM_USE_FLASHINFER_SAMPLER, VLLM_BATCH_INVARIANT"
+)
+def _() -> None:
+    import vllm.envs
+
+    from rl_actors.vllm import cpu, engine, gpu
+
+    ours = {*engine.ENGINE_ENV, *engine.BATCH_INVARIANT_ENV, *cpu.ENV, *gpu.ENV, "VLLM_CONFIGURE_LOGGING"}
+    known = {name for name in ours if name.startswith("VLLM_")}
+    assert len(known) == 6 and known <= set(vllm.envs.environment_variables)
+
+
+@row("HF_HUB_OFFLINE")
+def _() -> None:
+    import huggingface_hub.constants
+
+    assert 'os.environ.get("HF_HUB_OFFLINE"' in source(huggingface_hub.constants)
+
+
+# The page, the checks and the code
+
+
+def rows(page: str) -> list[str]:
+    """The first cells of the tables' rows, without backticks."""
+    cells = [line.split("|")[1].strip() for line in page.splitlines() if line.startswith("| `")]
+    return [cell.replace("`", "") for cell in cells]
+
+
+def test_every_row_of_the_page_has_a_check_and_every_check_a_row():
+    assert rows(PAGE.read_text()) == list(CHECKS)
+
+
+@pytest.fixture(scope="module")
+def failures() -> dict[str, str]:
+    """{row: why it no longer holds}, from a process of its own: vLLM and our own modules change what others in this one would see."""
+    program = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    lines = program.stdout.splitlines()
+    assert lines, program.stderr
+    return json.loads(lines[-1])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_upstream_is_as_the_code_relies_on_it(failures, name):
+    assert failures.get(name) is None, failures[name]
+
+
+RENAMED = [  # (row, where the name is, the name)
+    ("torch._foreach_norm, torch._foreach_mul_", "torch", "_foreach_norm"),
+    ("torch.optim.Adam._init_group", "torch.optim:Adam", "_init_group"),
+    (
+        "torch.distributed.tensor.experimental._context_parallel._attention._compiled_create_block_mask",
+        "torch.distributed.tensor.experimental._context_parallel._attention",
+        "_compiled_create_block_mask",
+    ),
+    (
+        "torchtitan.components.optimizer.OptimizersContainer._build_param_groups",
+        "torchtitan.components.optimizer:OptimizersContainer",
+        "_build_param_groups",
+    ),
+    (
+        "torchtitan.distributed.activation_checkpoint.SelectiveAC._wrap_block, get_save_ops",
+        "torchtitan.distributed.activation_checkpoint:SelectiveAC",
+        "_wrap_block",
+    ),
+    (
+        "torchtitan.models.common.moe.GroupedExperts.forward, _grouped_mm",
+        "torchtitan.models.common.moe:GroupedExperts",
+        "_grouped_mm",
+    ),
+    (
+        "torchtitan.models.common.decoder.Decoder._skip_lm_head",
+        "torchtitan.models.common.decoder:Decoder",
+        "_skip_lm_head",
+    ),
+    ("monarch.actor.unhandled_fault_hook", "monarch.actor", "unhandled_fault_hook"),
+]
+
+
+@pytest.mark.parametrize(("name", "owner", "attribute"), RENAMED)
+def test_a_check_fails_when_its_name_is_gone(monkeypatch, name, owner, attribute):
+    importlib.import_module("rl_actors.engine")
+    CHECKS[name]()
+    monkeypatch.delattr(pkgutil.resolve_name(owner), attribute)
+    with pytest.raises((AssertionError, AttributeError, ImportError, KeyError)):
+        CHECKS[name]()
+
+
+def test_a_check_fails_when_a_forward_that_is_replaced_here_computes_something_else(monkeypatch):
+    importlib.import_module("rl_actors.engine")
+    from torchtitan.models.common.moe import GroupedExperts
+
+    forward = GroupedExperts.forward
+    monkeypatch.setattr(GroupedExperts, "forward", lambda self, *given: forward(self, *given).clamp(max=0.1))
+    with pytest.raises(AssertionError):
+        CHECKS["torchtitan.models.common.moe.GroupedExperts.forward, _grouped_mm"]()
+
+
+def sources() -> Iterator[tuple[Path, ast.Module]]:
+    for folder in CODE:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            yield path.relative_to(ROOT), ast.parse(path.read_text())
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def own_names(trees: Sequence[ast.Module]) -> set[str]:
+    """Private names that our own code defines: functions, classes, variables, attributes of self."""
+    found = {"_replace"}  # of named tuples, documented
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def reached_names() -> Iterator[tuple[str, str]]:
+    """(where, name): private names of others that our code imports or uses, and environment variables of theirs."""
+    trees = dict(sources())
+    own = own_names(list(trees.values()))
+    for path, tree in trees.items():
+        for node in ast.walk(tree):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
+                names = [*node.module.split("."), *(alias.name for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                names = [part for alias in node.names for part in alias.name.split(".")]
+            elif isinstance(node, ast.Attribute) and node.attr not in own:
+                names = [node.attr]
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLES.fullmatch(node.value):
+                yield f"{path}:{node.lineno}", node.value
+            yield from ((f"{path}:{node.lineno}", name) for name in names if is_private(name))
+
+
+def overridden_names() -> Iterator[tuple[str, str]]:
+    """(class, name): private methods of others that classes of the engine, the transports and vllm/ replace."""
+    for package in ("rl_actors.engine", "rl_actors.transports", "rl_actors.vllm"):
+        for module in pkgutil.iter_modules([str(ROOT / package.replace(".", "/"))]):
+            for thing in vars(importlib.import_module(f"{package}.{module.name}")).values():
+                if inspect.isclass(thing) and thing.__module__.startswith(package):
+                    yield from ((thing.__qualname__, name) for name in overridden_in(thing))
+
+
+def overridden_in(thing: type) -> list[str]:
+    """Private methods that the class, or another of our classes that it is made of, has in the place of a foreign class's."""
+    foreign = [base for base in thing.__mro__ if base.__module__.split(".")[0] in FOREIGN]
+    ours = [base for base in thing.__mro__ if base.__module__.split(".")[0] in CODE]
+    methods = {name for base in ours for name, value in vars(base).items() if inspect.isroutine(value)}
+    return [name for name in methods if is_private(name) and any(name in vars(base) for base in foreign)]
+
+
+def test_every_private_name_of_others_that_the_code_reaches_is_on_the_page():
+    words = set(re.findall(r"\w+", PAGE.read_text()))
+    reached = [*reached_names(), *overridden_names()]
+    assert {"_step_microbatches", "_local_tensor", "_init_group", "VLLM_BATCH_INVARIANT"} <= {
+        name for _, name in reached
+    }
+    assert sorted(f"{where}: {name}" for where, name in reached if name not in words) == []
+
+
+def main() -> None:
+    """Print {row: why it no longer holds}; exit status 1 when there is one."""
+    sys.path.insert(0, str(ROOT))
+    found = {}
+    for name, check in CHECKS.items():
+        try:
+            check()
+        except Exception as error:
+            failed = traceback.extract_tb(error.__traceback__)[-1]
+            found[name] = f"{type(error).__name__}: {error} at {failed.filename}:{failed.lineno}: {failed.line}"
+    print(json.dumps(found))
+    sys.exit(bool(found))
+
+
+if __name__ == "__main__":
+    main()
