@@ -13,7 +13,8 @@ from torch import Tensor
 from rl_actors.metrics import Partials
 
 IGNORE_TARGET = -100
-"""A target that is padding. Its logprob is 0, and every loss, mean and maximum leaves it out."""
+"""A target that is padding. Its logprob is 0, and every loss, mean and maximum leaves it out: the trainer sets all columns to 0 there,
+loss_weights among them."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -260,5 +261,8 @@ class GeneratorInfo:
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:
-    """Number of positions with a non-zero loss weight: the usual `grad_divisor`."""
-    return float(sum(int((sample.columns["loss_weights"] != 0).sum()) for sample in samples))
+    """Number of positions that have a target and a non-zero loss weight: the usual `grad_divisor`."""
+    count = 0
+    for sample in samples:
+        count += int(((sample.columns["loss_weights"] != 0) & (sample.targets != IGNORE_TARGET)).sum())
+    return float(count)

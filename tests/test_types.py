@@ -81,6 +81,12 @@ def test_num_loss_tokens_counts_positions_with_a_weight():
     assert num_loss_tokens(samples) == 3.0
 
 
+def test_num_loss_tokens_counts_no_padded_target():
+    sample = Sample.from_tokens([1], [2, 3, 4])
+    sample.targets[1] = -100
+    assert num_loss_tokens([sample]) == 2.0
+
+
 def test_a_list_of_samples_travels_whole_whether_or_not_its_columns_are_alike():
     alike = [Sample.from_tokens([1, 2], [3] * n, advantages=float(n), temperature=n / 2) for n in (1, 3, 2)]
     for samples in (alike, [*alike, Sample.from_tokens([4], [5])], []):

@@ -31,7 +31,7 @@ class PackedBatch:
     targets_BL: Tensor  # IGNORE_TARGET at padding
     positions_BL: Tensor  # 0 where a document starts
     temperatures_BL: Tensor
-    columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]
+    columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
     # Indices of the samples' positions in the flattened whole rows, in the order of spans. On the host.
@@ -141,12 +141,16 @@ def make_batch(
     temperatures_P = torch.tensor([1.0 if sample is None else sample.temperature for sample in pieces.samples])
     starts_P = pieces.lengths_P.cumsum(0) - pieces.lengths_P
     offsets_BL = torch.arange(is_padding_BL.numel()).view(pieces.shape) - pieces.spread(starts_P)
+    targets_BL = to_device(pieces.lay(lambda sample: sample.targets, torch.tensor(IGNORE_TARGET)))
+    has_no_target_BL = targets_BL == IGNORE_TARGET
     columns: dict[str, Tensor] = {}
     for name in column_names:
-        columns[name] = to_device(pieces.column(name, _absent(samples, name)))
+        column = to_device(pieces.column(name, _absent(samples, name)))
+        # A sample's padded targets get the columns of padding behind samples, so every loss and metric leaves both out alike.
+        columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
-        targets_BL=to_device(pieces.lay(lambda sample: sample.targets, torch.tensor(IGNORE_TARGET))),
+        targets_BL=targets_BL,
         positions_BL=to_device(offsets_BL.masked_fill_(is_padding_BL, 0)),
         temperatures_BL=to_device(pieces.spread(temperatures_P)),
         columns=columns,

@@ -1,7 +1,7 @@
 """Everything that only a CUDA machine needs. cpu.py has the same functions; machine.py lists them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed.tensor.experimental._context_parallel._attention as context_parallel
@@ -65,6 +65,10 @@ class HostCopy(metrics.HostCopy):
     def wait(self) -> Tensor:
         self.event.synchronize()
         return self.tensor
+
+
+def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return torch._foreach_norm(tensors)
 
 
 def fuse(function: Callable) -> Callable:

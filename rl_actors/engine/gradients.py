@@ -4,7 +4,7 @@ They are plain tensors here, a rank's own shards. DTensor's dispatch took 11 of 
 blocks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -37,9 +37,16 @@ class Gradients:
 
     @torch.no_grad()
     def __init__(
-        self, parameters: ParametersByLayout, pipeline_group: dist.ProcessGroup | None, device: torch.device
+        self,
+        parameters: ParametersByLayout,
+        pipeline_group: dist.ProcessGroup | None,
+        device: torch.device,
+        norms: Callable[[Sequence[Tensor]], Sequence[Tensor]],
     ) -> None:
-        """pipeline_group: one rank of each pipeline stage, this rank among them; None without a pipeline."""
+        """pipeline_group: one rank of each pipeline stage, this rank among them; None without a pipeline.
+
+        norms: the machine's function for the 2-norm of each tensor, [] each.
+        """
         self.pipeline_group, self.device = pipeline_group, device
         self.names: list[str] = []
         self.shards: list[Tensor] = []
@@ -50,7 +57,7 @@ class Gradients:
                 shards = [local(gradient) for _, gradient in with_gradient]
                 self.names += [name for name, _ in with_gradient]
                 self.shards += shards
-                self.norms[layout] = torch._foreach_norm(shards)
+                self.norms[layout] = norms(shards)
 
     def norm(self) -> Tensor:
         """The 2-norm of all gradients over all ranks, [] float64. The host does not wait for it."""
@@ -82,7 +89,7 @@ def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
 
     All ranks get the same value, even when one replica of a gradient is finite and another is not: their next calls depend on it.
     """
-    # In float64 because the squares of float32 norms could leave float32's range, and the order of the ranks then matters less.
+    # In float64 also where the norms are float32: their squares could leave float32's range, and the order of the ranks matters less.
     total = torch.stack(list(norms)).double().square().sum()
     if layout is not None:
         mesh, placements = layout

@@ -1,6 +1,6 @@
 """The machine as the rest of the engine sees it: the functions that cpu.py and gpu.py share, and which of the two modules to use."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +38,9 @@ class Machine(Protocol):
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of a host tensor on the device."""
+
+    def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The 2-norm of each tensor, [] each."""
 
     def fuse(self, function: Callable) -> Callable:
         """A function of tensors -> the same function as few kernels."""

@@ -115,7 +115,9 @@ class TrainEngine:
         assert hyperparameters is not None
         validate_optim_params(params, hyperparameters.name, hyperparameters.supported)
         with self._broken_on_failure():
-            gradients = Gradients(self.parameters_by_layout, self.pipeline_group, self.built.device)
+            gradients = Gradients(
+                self.parameters_by_layout, self.pipeline_group, self.built.device, this_machine().norms
+            )
             norm = gradients.norm() / params.grad_divisor
             norm_copy = self.built.to_host(norm)  # before the scaling: the host waits for the norm while a GPU scales
             # FSDP sums (divide factor 1), so the division by the global count belongs here, in one pass with the clipping.

@@ -17,6 +17,7 @@ Loss = Callable[..., tuple[Tensor, Partials]]
 """loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
 
 A loss with a true attribute `whole_sequence` gets one sample a row, padded with zeros. Any other loss may get any piece of any rows.
+Logprobs and columns are 0 at every position without a target: behind the samples of a row, and where a sample's target is padding.
 """
 
 LOSSES: dict[str, type] = {

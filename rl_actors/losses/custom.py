@@ -5,13 +5,13 @@ T positions of one sample; B rows, L row length.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from rl_actors.metrics import Partial, Partials, Scalar, merge
-from rl_actors.types import Sample
+from rl_actors.types import IGNORE_TARGET, Sample
 
 CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
 """loss(samples, logprobs, each [T]) -> (scalar, metrics). A metric named `x:mean` is a number or a pair (numerator, denominator)."""
@@ -31,11 +31,12 @@ def logprob_gradients(
 ) -> tuple[list[Tensor], Partials]:
     """Run the caller's loss -> (d loss / d logprobs of each sample [T], the metrics with loss:sum).
 
+    The loss gets samples whose columns are 0 at padded targets, as every loss in the trainer does.
     Raises TypeError when the loss does not return (scalar, dict), ValueError when the scalar does not depend on the logprobs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in logprobs]
     with torch.enable_grad():
-        result = loss(list(samples), leaves)
+        result = loss([_without_padded_columns(sample) for sample in samples], leaves)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):
         raise TypeError(f"the loss returned {result!r}; it must return (scalar Tensor, dict of metrics)")
     value, metrics = result
@@ -49,6 +50,17 @@ def logprob_gradients(
     gradients = torch.autograd.grad(value.reshape(()), leaves, materialize_grads=True)
     partials = {name: _partial(name, x) for name, x in metrics.items()}
     return list(gradients), merge([{**partials, "loss:sum": float(value.detach())}])
+
+
+def _without_padded_columns(sample: Sample) -> Sample:
+    """The sample with columns that are 0 where its target is IGNORE_TARGET: the sample itself when it has no such target."""
+    is_padded_T = torch.as_tensor(sample.targets) == IGNORE_TARGET
+    if not is_padded_T.any():
+        return sample
+    columns = {name: torch.as_tensor(column).clone() for name, column in sample.columns.items()}
+    for column in columns.values():
+        column[is_padded_T] = 0
+    return replace(sample, columns=columns)
 
 
 def _partial(name: str, value: Partial) -> Partial:

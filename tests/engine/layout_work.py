@@ -17,7 +17,7 @@ from torch import Tensor
 from rl_actors import layouts
 from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.losses import GSPO, KL, PPO
-from rl_actors.types import OptimParams, Sample
+from rl_actors.types import IGNORE_TARGET, OptimParams, Sample
 
 TIED = replace(BASE, max_position_embeddings=512, tie_word_embeddings=True)
 UNTIED = replace(TIED, tie_word_embeddings=False)
@@ -68,7 +68,9 @@ def samples_with(*columns: str) -> list[Sample]:
             "target_ids": torch.randint(VOCAB_SIZE, (length, 3), generator=draw),
         }
         all_columns = {**sample.columns, **extra}
-        samples.append(replace(sample, columns={name: all_columns[name] for name in columns}))
+        targets = sample.targets.clone()
+        targets[2:-1:9] = IGNORE_TARGET  # some of them at positions with a loss weight
+        samples.append(replace(sample, targets=targets, columns={name: all_columns[name] for name in columns}))
     return samples
 
 

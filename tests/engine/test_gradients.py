@@ -1,8 +1,11 @@
 """The norm, the scale and the names of a step's gradients, on plain tensors. The tests of layouts have sharded ones."""
 
+import math
+
 import pytest
 import torch
 
+from rl_actors.engine import cpu
 from rl_actors.engine.gradients import Gradients, by_layout
 
 
@@ -16,7 +19,7 @@ def parameters_with(gradients: dict[str, torch.Tensor | None]):
 
 
 def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
-    return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"))
+    return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"), cpu.norms)
 
 
 def test_the_norm_is_torchs_and_scaling_scales_it():
@@ -28,6 +31,18 @@ def test_the_norm_is_torchs_and_scaling_scales_it():
     before = [tensor.clone() for tensor in named.values()]
     gradients.scale(torch.tensor(0.125))
     assert all(torch.equal(a, 0.125 * b) for a, b in zip(named.values(), before, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [[1000], [640_000], [16_000_000], [7, 640_000, 16_000_000]], ids=str)
+@pytest.mark.parametrize("kind", ["random", "equal"])
+def test_the_norm_is_that_of_float64_at_every_size(sizes, kind):
+    draw = torch.Generator().manual_seed(0)
+    named, squares = {"an empty shard": torch.zeros(0)}, 0.0
+    for size in sizes:
+        tensor = torch.randn(size, generator=draw) if kind == "random" else torch.full((size,), 0.3)
+        named[str(size)] = tensor
+        squares += sum(float(block.double().square().sum()) for block in tensor.split(1_000_000))
+    assert make(named).norm().item() == pytest.approx(math.sqrt(squares), rel=1e-6)
 
 
 def test_without_gradients_the_norm_is_0():

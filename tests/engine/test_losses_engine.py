@@ -31,7 +31,7 @@ from rl_actors.losses import (
 )
 from rl_actors.losses.custom import logprob_gradients
 from rl_actors.metrics import finish, merge
-from rl_actors.types import Sample
+from rl_actors.types import IGNORE_TARGET, Sample
 
 LENGTHS = [7, 31, 1, 64, 13, 3]
 
@@ -161,24 +161,70 @@ def relative_error(engine, expected: dict[str, Tensor]) -> float:
     return float((difference / sum(expected[n].square().sum() for n in actual)).sqrt())
 
 
+def reference_loss(model, samples: list[Sample], closed_form) -> tuple[float, dict[str, Tensor]]:
+    """(sum of a closed form over samples, its gradients). Positions without a target are dropped."""
+    model.zero_grad()
+    total = 0.0
+    for sample in samples:
+        kept = sample.targets != IGNORE_TARGET
+        p, h, all_TV = reference(model, replace(sample, targets=sample.targets.clamp(min=0)))
+        columns = {name: column[kept].double() for name, column in sample.columns.items()}
+        value = closed_form(p[kept], columns, h[kept], all_TV[kept])
+        value.backward()
+        total += value.item()
+    return total, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float64(make_engine, model, everything, name):
     loss, closed_form = LOSSES[name]
-    model.zero_grad()
-    total = 0.0
-    for sample in everything:
-        p, h, all_TV = reference(model, sample)
-        columns = {n: c.double() for n, c in sample.columns.items()}
-        value = closed_form(p, columns, h, all_TV)
-        value.backward()
-        total += value.item()
-    expected = {n: p.grad.clone() for n, p in model.named_parameters()}
+    total, expected = reference_loss(model, everything, closed_form)
     engine = make_engine(logprob_chunk_tokens=40)
     output = engine.forward_backward(with_columns_of(loss, everything, top_k="top-K" in name), loss)
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
     assert error < 5e-6  # the rounding of a float32 model; test_losses.py holds the losses themselves to 1e-6
+
+
+def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample]:
+    """The samples with padded targets at every third position. Their loss weights there are `weight`, their other columns extreme."""
+    extreme = {
+        "loss_weights": weight,
+        "advantages": 50.0,
+        "old_logprobs": -9.0,
+        "ref_logprobs": -12.0,
+        "generator_logprobs": -1.0,
+        "target_weights": 7.0,
+    }
+    made = []
+    for sample in samples:
+        targets = sample.targets.clone()
+        targets[1:-1:3] = IGNORE_TARGET
+        is_padded = targets == IGNORE_TARGET
+        columns = {name: column.clone() for name, column in sample.columns.items()}
+        for name, value in extreme.items():
+            columns[name][is_padded] = value
+        made.append(replace(sample, targets=targets, columns=columns))
+    return made
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_padded_targets_count_in_no_loss_and_no_metric_whatever_their_weights(make_engine, model, everything, name):
+    loss, closed_form = LOSSES[name]
+    weighted, unweighted = (
+        with_columns_of(loss, without_some_targets(everything, weight=weight), top_k="top-K" in name)
+        for weight in (1.0, 0.0)
+    )
+    total, expected = reference_loss(model, without_some_targets(everything, weight=1.0), closed_form)
+    engine = make_engine(logprob_chunk_tokens=40)
+    output = engine.forward_backward(weighted, loss)
+    without_weights = finish(engine.forward(unweighted, loss).metrics)
+    for metric, value in finish(output.metrics).items():
+        print(f"{name}: {metric} {value:.4g}, without weights there {without_weights[metric]:.4g}")
+    assert finish(output.metrics) == pytest.approx(without_weights, rel=1e-6, abs=1e-6)
+    assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert relative_error(engine, expected) < 5e-6
 
 
 @pytest.mark.parametrize("name", ["gspo", "ppo with everything", "reinforce with entropy", "cross_entropy top-K"])
@@ -234,6 +280,25 @@ def test_a_gradient_computed_by_the_caller_is_that_of_the_built_in_loss(make_eng
     custom.forward_backward(carriers, LogprobGradient())
     assert partials["loss:sum"] == pytest.approx(value, rel=1e-6) and partials["mine:max"] == 2.0
     assert relative_error(custom, gradients(built_in)) < 1e-6
+
+
+@pytest.mark.parametrize("name", ["ppo", "gspo"])
+def test_padded_targets_count_in_no_loss_of_the_caller(make_engine, model, everything, name):
+    closed_form = LOSSES[name][1]
+    samples = without_some_targets(everything, weight=1.0)
+    total, expected = reference_loss(model, samples, closed_form)
+    engine = make_engine()
+
+    def mine(given, logprobs):
+        return sum(closed_form(p, s.columns, None, None) for s, p in zip(given, logprobs, strict=True)), {}
+
+    bare = [replace(sample, columns={}) for sample in samples]
+    output = engine.forward(bare)
+    grads, partials = logprob_gradients(mine, samples, in_order(output, output.logprobs))
+    carriers = [replace(s, columns={"logprob_grads": g}) for s, g in zip(bare, grads, strict=True)]
+    engine.forward_backward(carriers, LogprobGradient())
+    assert partials["loss:sum"] == pytest.approx(total, rel=1e-5)
+    assert relative_error(engine, expected) < 5e-6
 
 
 def a_loss_of_ones_own(logprobs_BL, *, loss_weights, entropy):
