@@ -1,8 +1,8 @@
-"""The same twice: recorded rollouts through two fresh trainers with deterministic kernels, seeded requests alone and among others.
+"""Repetition to the bit: the same rollouts through two new trainers, and seeded requests to a generator, alone and among others.
 
-Trainers: every metric of each forward_backward and optim_step, and every logprob, bit for bit, over five steps; beside them a pair
-without deterministic kernels. Generators: tokens and logprobs of seeded requests, submitted one at a time, then among other requests,
-then among others still; in vLLM's batch-invariant mode where the machine has it, and without. Everything is started at once.
+Trainers: two with deterministic kernels and two without. Every metric of each forward_backward and optim_step and every logprob is
+compared, over five steps. Generators: one in vLLM's batch-invariant mode, if the machine has it, and one without. Seeded requests are
+submitted one at a time, then twice among different other requests; their tokens and logprobs are compared. All actors start at once.
 """
 
 import argparse
@@ -24,19 +24,24 @@ from configs.tiny import tiny
 from rl_actors import (
     PPO,
     Completion,
+    ForwardBackwardOutput,
     GeneratorClient,
     GeneratorConfig,
     OptimParams,
+    OptimResult,
     Sample,
     SamplingParams,
     TrainerClient,
     TrainerConfig,
     num_loss_tokens,
 )
+from rl_actors.clients.call import Call
 
-# Tokens. vLLM keeps the keys and values of whole blocks of 16, so that a short prompt is never found again.
+Generation = Call[list[list[Completion]]]
+Answer = ForwardBackwardOutput | OptimResult
+# Tokens of a prompt. vLLM caches keys and values only for whole blocks of 16 tokens, so it never finds a short prompt in its cache.
 PROMPTS = {"short": 12, "long": 100}
-SHARPNESS = 15.0  # of the random weights: one to two nats a token, where rounding changes tokens
+SHARPNESS = 15.0  # scale of the logits; it leaves one to two nats a token, where rounding changes tokens
 
 
 def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
@@ -46,7 +51,8 @@ def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
         return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64)
     trainer = replace(trainer_config(name, tokens_per_row=4096), max_sequence_length=1024)
     generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=1024, max_num_seqs=128)
-    generator.gpu_memory_utilization, generator.kv_cache_bytes = 0.1, 4 << 30  # others start beside it
+    # Small, because others start at the same time.
+    generator.gpu_memory_utilization, generator.kv_cache_bytes = 0.1, 4 << 30
     generator.setup_timeout = 600.0
     return trainer, generator
 
@@ -61,39 +67,45 @@ def prompts_by_kind(count: int, vocab_size: int) -> dict[str, list[list[int]]]:
     }
 
 
-def seeded(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Any]:
-    """A call for each prompt, with a seed of its own, all under way."""
-    made = [SamplingParams(max_tokens=num_tokens, ignore_stop=True, seed=1000 + i) for i in range(len(prompts))]
-    return [client.generate([prompt], params) for prompt, params in zip(prompts, made, strict=True)]
+def seeded(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Generation]:
+    """Submit every prompt as a call with a seed of its own, without waiting."""
+    calls = []
+    for i, prompt in enumerate(prompts):
+        calls.append(client.generate([prompt], seeded_params(i, num_tokens)))
+    return calls
 
 
-def answers(calls: Sequence[Any]) -> list[Completion]:
+def seeded_params(index: int, num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, ignore_stop=True, seed=1000 + index)
+
+
+def answers(calls: Sequence[Generation]) -> list[Completion]:
+    """Wait for calls of one prompt and one completion each."""
     return [call.result()[0][0] for call in calls]
 
 
-def companions(client: GeneratorClient, count: int, vocab_size: int, num_tokens: int, seed: int) -> list[Any]:
-    """Requests without seeds, of many lengths, that begin and end while the others run."""
+def companions(client: GeneratorClient, count: int, vocab_size: int, num_tokens: int, seed: int) -> list[Generation]:
+    """Submit requests without seeds, of many lengths, which begin and end while others run."""
     draw = torch.Generator().manual_seed(seed)
     calls = []
-    for length, tokens in zip(
-        torch.randint(5, 120, (count,), generator=draw).tolist(),
-        torch.randint(num_tokens // 4, num_tokens + 1, (count,), generator=draw).tolist(),
-        strict=True,
-    ):
+    lengths = torch.randint(5, 120, (count,), generator=draw).tolist()
+    nums_tokens = torch.randint(num_tokens // 4, num_tokens + 1, (count,), generator=draw).tolist()
+    for length, tokens in zip(lengths, nums_tokens, strict=True):
         prompt = torch.randint(2, vocab_size, (length,), generator=draw).tolist()
         calls.append(client.generate([prompt], SamplingParams(max_tokens=tokens, ignore_stop=True)))
     return calls
 
 
 def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str, Any]:
-    """How many completions have other tokens, where first, and the largest difference of logprobs up to there."""
+    """Completions with other tokens, the first position that differs, and the largest difference of logprobs before it."""
     firsts, differences, same_bits = [], [0.0], 0
     for a, b in zip(some, others, strict=True):
         pairs = list(zip(a.tokens, b.tokens, strict=True))
         first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
         if first is not None:
             firsts.append(first)
-        same_bits += first is None and a.logprobs == b.logprobs
+        elif a.logprobs == b.logprobs:
+            same_bits += 1
         differences += [abs(x - y) for x, y in zip(a.logprobs[:first], b.logprobs[:first], strict=True)]
     return {
         "completions": len(some),
@@ -104,11 +116,13 @@ def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str,
     }
 
 
-def compare_generator(client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int) -> list[Any]:
-    """Print and keep what differs; [(prompt, completion)] of the requests submitted alone."""
-    recorded: list[Any] = []
+def compare_generator(
+    client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int
+) -> list[tuple[list[int], Completion]]:
+    """Keep lines about the differences. Returns (prompt, completion) of the requests that were submitted alone."""
+    recorded: list[tuple[list[int], Completion]] = []
     for kind, prompts in prompts_by_kind(count, vocab_size).items():
-        alone = [answers([call])[0] for call in _one_by_one(client, prompts, num_tokens)]
+        alone = one_by_one(client, prompts, num_tokens)
         rounds = {}
         for name, seed in (("among others", 1), ("among others still", 2)):
             others = companions(client, 5 * count, vocab_size, num_tokens, seed)
@@ -118,33 +132,38 @@ def compare_generator(client: GeneratorClient, mode: str, vocab_size: int, num_t
             answers(others)
         for name, completions in rounds.items():
             results.add("determinism", f"generator {mode}, {kind} prompts, alone and {name}", apart(alone, completions))
-        again = [answers([call])[0] for call in _one_by_one(client, prompts, num_tokens)]
+        again = one_by_one(client, prompts, num_tokens)
         results.add("determinism", f"generator {mode}, {kind} prompts, alone twice", apart(alone, again))
         recorded += zip(prompts, alone, strict=True)
     return recorded
 
 
-def _one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int):
-    """The calls of seeded(), each made when the one before is answered."""
+def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
+    """The completions of `seeded`, each submitted after the one before was answered."""
+    completions = []
     for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=num_tokens, ignore_stop=True, seed=1000 + i)
-        yield client.generate([prompt], params)
+        call = client.generate([prompt], seeded_params(i, num_tokens))
+        completions += answers([call])
+    return completions
 
 
 # --- trainers -----------------------------------------------------------------------------------------------------
 
 
-def rollouts(recorded: Sequence[Any]) -> list[Sample]:
-    return [
-        Sample.from_tokens(prompt, c.tokens, old_logprobs=c.logprobs, advantages=1.0 if i % 2 else -1.0)
-        for i, (prompt, c) in enumerate(recorded)
-    ]
+def rollouts(recorded: Sequence[tuple[list[int], Completion]]) -> list[Sample]:
+    samples = []
+    for i, (prompt, completion) in enumerate(recorded):
+        advantage = 1.0 if i % 2 else -1.0
+        samples.append(
+            Sample.from_tokens(prompt, completion.tokens, old_logprobs=completion.logprobs, advantages=advantage)
+        )
+    return samples
 
 
-def submit_steps(client: TrainerClient, samples: Sequence[Sample], num_steps: int) -> list[Any]:
-    """The calls of all steps, under way."""
+def submit_steps(client: TrainerClient, samples: Sequence[Sample], num_steps: int) -> list[Call[Answer]]:
+    """Submit the calls of all steps, without waiting."""
     params = OptimParams(learning_rate=1e-5, grad_divisor=num_loss_tokens(samples))
-    calls = []
+    calls: list[Any] = []
     half = len(samples) // 2
     for _ in range(num_steps):
         for part in (samples[:half], samples[half:]):
@@ -153,9 +172,9 @@ def submit_steps(client: TrainerClient, samples: Sequence[Sample], num_steps: in
     return calls
 
 
-def reported(answer: Any) -> dict[str, Any]:
-    """Every number of an answer by its name; floats as their bits."""
-    if hasattr(answer, "grad_norm"):
+def reported(answer: Answer) -> dict[str, Any]:
+    """Every number of an answer by its name. Floats are given as their bits."""
+    if isinstance(answer, OptimResult):
         return {"grad_norm": answer.grad_norm.hex(), "policy_version": answer.policy_version, "skipped": answer.skipped}
     found: dict[str, Any] = {name: float(value).hex() for name, value in answer.metrics.items()}
     for name in ("logprobs", "entropy"):
@@ -164,8 +183,8 @@ def reported(answer: Any) -> dict[str, Any]:
     return found
 
 
-def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Print and keep which numbers differ, and where first."""
+def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[Call[Answer]]) -> bool:
+    """Keep a line about the numbers that differ and the first call where they do. Returns True if none does."""
     first_at: dict[str, int] = {}
     compared = differing = 0
     for turn, (a, b) in enumerate(zip(some, others, strict=True)):
@@ -182,20 +201,19 @@ def compare_trainers(name: str, some: Sequence[Any], others: Sequence[Any]) -> b
 
 
 def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
-    """By mode: the batch-invariant one where the machine has it and it is looked at."""
+    """Start a generator for each mode. The batch-invariant one needs a GPU, and is left out if only trainers are compared."""
     modes = {"as it is": False}
     if torch.cuda.is_available() and only != "trainer":
         modes = {"batch-invariant": True} | modes
-    return {
-        mode: stack.enter_context(
-            GeneratorClient.spawn(replace(config, batch_invariant=invariant), name=f"generator{i}")
-        )
-        for i, (mode, invariant) in enumerate(modes.items())
-    }
+    clients = {}
+    for i, (mode, invariant) in enumerate(modes.items()):
+        client = GeneratorClient.spawn(replace(config, batch_invariant=invariant), name=f"generator{i}")
+        clients[mode] = stack.enter_context(client)
+    return clients
 
 
 def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[TrainerClient]]:
-    """Two of each kind, each in a process of its own."""
+    """Start two trainers of each kind, each in a process of its own."""
     pairs: dict[str, list[TrainerClient]] = {}
     for kind, deterministic in (("deterministic", True), ("as it is", False)):
         of_kind, name = replace(config, deterministic=deterministic), kind.split()[0]
@@ -205,15 +223,17 @@ def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[Tr
 
 def main() -> None:
     began = time.perf_counter()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # of each of the four trainers beside each other
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # for each of four trainers that compile at once
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=["trainer", "generator"], help="one of the two; trainers get rollouts all the same"
+        "--only", choices=["trainer", "generator"], help="compare only these; a generator makes the trainers' rollouts"
     )
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=12 if on_gpu else 4, help="seeded ones of each kind of prompt")
+    parser.add_argument(
+        "--requests", type=int, default=12 if on_gpu else 4, help="seeded requests of each kind of prompt"
+    )
     parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
     parser.add_argument("--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs")
     arguments = parser.parse_args()
@@ -235,7 +255,7 @@ def main() -> None:
         trainer_options.compile.enable = trainer_options.compile.enable and not arguments.eager
         pairs = {} if arguments.only == "generator" else start_trainers(stack, trainer_options)
         failed: list[str] = []
-        recorded: list[Any] = []
+        recorded: list[tuple[list[int], Completion]] = []
         for mode, client in clients.items():
             with recording_failure(f"generator {mode}", failed):
                 client.ready().result()
@@ -247,12 +267,12 @@ def main() -> None:
                     recorded = compare_generator(client, mode, model.vocab_size, arguments.tokens, arguments.requests)
                 say(f"generator {mode}: done")
         samples = rollouts(recorded)
-        calls = {
-            kind: [submit_steps(client, samples, arguments.steps) for client in pair] for kind, pair in pairs.items()
-        }
-        for kind, both in calls.items():
+        calls = {}
+        for kind, pair in pairs.items():
+            calls[kind] = [submit_steps(client, samples, arguments.steps) for client in pair]
+        for kind, (some, others) in calls.items():
             with recording_failure(f"trainer {kind}", failed):
-                if not compare_trainers(kind, *both) and kind == "deterministic":
+                if not compare_trainers(kind, some, others) and kind == "deterministic":
                     failed.append("deterministic trainers differ")
         say("done" if not failed else f"failed: {', '.join(failed)}")
     if failed:
@@ -261,7 +281,7 @@ def main() -> None:
 
 @contextmanager
 def recording_failure(name: str, failed: list[str]) -> Iterator[None]:
-    """What keeps one part from its figures is kept in their place, and the other parts go on."""
+    """Keep an exception as the result of this part, so that the other parts go on."""
     try:
         yield
     except Exception as error:

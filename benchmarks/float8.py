@@ -1,7 +1,8 @@
-"""Loss curves over 100 steps in float8, in bfloat16 and in float32, from the same weights on the same samples: how far apart they are.
+"""Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
 
-The corpus is benchmarks/chains.py's. float8 has one scale a tensor, as TrainerConfig(float8=True) has it, and once one a row; a CPU
-emulates both at a tiny shape. They run side by side on the GPUs that there are; a picture lies beside the figures.
+The corpus is that of benchmarks/chains.py. One float8 curve has a scale for each tensor, which is the default of TrainerConfig(float8=True),
+and one has a scale for each row. A CPU emulates both at a tiny shape. The curves run side by side on all GPUs, and a picture of them is kept
+with the results.
 """
 
 import argparse
@@ -25,10 +26,11 @@ CURVES = {
     "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
 WARMUP_STEPS = 10
+TAIL = 20  # last steps, of whose differences the mean is kept
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
-    """(config, documents of a step, positions of each, tokens of the corpus): Qwen3-0.6B's width in four blocks; tiny on a CPU."""
+    """(config, documents of a step, positions of each, tokens of the corpus). Qwen3-0.6B's width in four blocks; tiny on a CPU."""
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=4096, num_hidden_layers=4)
         config = TrainerConfig(model=model, max_sequence_length=512, tokens_per_row=4096, logprob_chunk_tokens=4096)
@@ -47,7 +49,7 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 
 
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
-    """{"losses": mean nats a token before each step, "grad_norms": …, "seconds": …}"""
+    """{"losses": mean nats a token before each step, "grad_norms": one a step, "seconds": of the whole curve}."""
     from rl_actors.engine.train_engine import TrainEngine
 
     config, count, length, num_tokens = config_here()
@@ -67,6 +69,7 @@ def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> di
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
+    """Write a picture of the losses and of their differences to bfloat16."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -87,6 +90,34 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     pyplot.close(figure)
 
 
+def keep_curve(name: str, answer: dict) -> None:
+    losses = answer["losses"]
+    figures = {
+        "first": losses[0],
+        "last": losses[-1],
+        "seconds": answer["seconds"],
+        "entropy_of_corpus": chains.ENTROPY,
+        "losses": [round(loss, 6) for loss in losses],
+        "grad_norms": [round(norm, 6) for norm in answer["grad_norms"]],
+    }
+    results.add("float8", name, figures)
+
+
+def keep_difference(name: str, losses: list[float], expected: list[float]) -> None:
+    """Keep a line about the difference of a curve to bfloat16's."""
+    differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
+    largest = max(differences)
+    tail = differences[-TAIL:]
+    figures = {
+        "final": losses[-1],
+        "final_bfloat16": expected[-1],
+        "largest_difference": largest,
+        "at_step": differences.index(largest) + 1,
+        f"mean_difference_of_last_{TAIL}": sum(tail) / len(tail),
+    }
+    results.add("float8", f"{name} against bfloat16", figures)
+
+
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -96,7 +127,7 @@ def main() -> None:
     began = time.perf_counter()
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, Ranks(len(CURVES) if on_gpu else 2) as ranks:
-        from benchmarks.harness.random_weights import write  # imports while the ranks do
+        from benchmarks.harness.random_weights import write  # this import and those of the ranks run at the same time
 
         directory = f"{folder}/model"
         write(config_here()[0].model, Path(directory))
@@ -107,18 +138,11 @@ def main() -> None:
             if not error:
                 (answer,) = answers
                 curves[job.name] = answer["losses"]
-                rounded = {name: [round(x, 6) for x in answer[name]] for name in ("losses", "grad_norms")}
-                figures = {"first": answer["losses"][0], "last": answer["losses"][-1], "seconds": answer["seconds"]}
-                results.add("float8", job.name, {**figures, "entropy_of_corpus": chains.ENTROPY, **rounded})
+                keep_curve(job.name, answer)
     if "bfloat16" not in curves or "float8" not in curves:
         raise SystemExit("a curve is missing")
     for name in curves.keys() - {"bfloat16"}:
-        apart = [abs(a - b) for a, b in zip(curves[name], curves["bfloat16"], strict=True)]
-        worst = max(range(len(apart)), key=apart.__getitem__)
-        last = {"final": curves[name][-1], "final_bfloat16": curves["bfloat16"][-1]}
-        tail = {"mean_difference_of_last_20": sum(apart[-20:]) / len(apart[-20:])}
-        figures = {**last, "largest_difference": apart[worst], "at_step": worst + 1, **tail}
-        results.add("float8", f"{name} against bfloat16", figures)
+        keep_difference(name, curves[name], curves["bfloat16"])
     draw(curves, results.FOLDER / "float8.png")
 
 

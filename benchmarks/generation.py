@@ -1,7 +1,7 @@
-"""Tokens a second of generation through GeneratorClient beside the bare vLLM engine with the same settings, in one run.
+"""Speed of generation through GeneratorClient beside the bare vLLM engine with the same settings, in one run.
 
-All requests are there at once: 128 prompt tokens and 256 new ones each on a GPU; logprobs of the sampled tokens on both sides. The two
-take turns, so that a slow moment of the machine meets both; on a GPU each has two fifths of its memory.
+All requests are submitted at once, on a GPU with 128 prompt tokens and 256 new tokens each. Both sides return the logprobs of the sampled
+tokens. The sides take turns, so that a slow moment of the machine affects both. On a GPU each side has two fifths of the memory.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
-    """vLLM's own loop over its engine: sends the seconds of its start, then those of every (prompts, params) that it receives."""
+    """Run vLLM's own loop over its engine. Sends the seconds of its start, and then the seconds of every (prompts, params) that it receives."""
     from rl_actors.vllm.engine import start_vllm, vllm_params
 
     start = time.perf_counter()
@@ -57,7 +57,7 @@ def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
 
 
 def through_client(client: GeneratorClient, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Seconds, with as many calls at once as GRPO would make with groups of 16."""
+    """Seconds that all prompts take, in calls of 16 prompts, as GRPO makes with groups of 16."""
     start = time.perf_counter()
     calls = [client.generate(prompts[i : i + 16], params) for i in range(0, len(prompts), 16)]
     for call in calls:
@@ -78,7 +78,7 @@ def _answer(pipe: Connection) -> float:
 
 
 def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Namespace, vocab_size: int) -> None:
-    """A line for each number of requests: medians after one round that warms up."""
+    """Keep a line for each number of requests. The times are medians after one round of warm-up."""
     prompt_tokens, new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
     prompts = prompts_of(max(arguments.requests), prompt_tokens, vocab_size)
     params = SamplingParams(max_tokens=new_tokens, ignore_stop=True)
@@ -86,7 +86,7 @@ def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Names
     for count in arguments.requests:
         ours, theirs = [], []
         for _ in range(arguments.repeats + 1):
-            # No prompt comes twice: vLLM would have its keys and values.
+            # No prompt is used twice, because vLLM keeps the keys and values of earlier ones.
             fresh = [[first, *prompt[1:]] for prompt in prompts[:count]]
             first += 1
             theirs.append(through_engine(pipe, fresh, params))
@@ -118,7 +118,7 @@ def main() -> None:
     child.start()
     other_end.close()
     try:
-        # First, and alone: vLLM measures the memory that is left.
+        # The bare engine starts first and without the other, because vLLM measures how much memory is left.
         print(f"bare engine: up after {_answer(pipe):.0f} s", flush=True)
         start = time.perf_counter()
         with GeneratorClient.spawn(config) as client:

@@ -1,7 +1,7 @@
-"""One synchronous GRPO step taken apart: generate, reward, samples, forward_backward, optim_step, push, pull, and each GPU's busy share.
+"""Phases of one synchronous GRPO step: generate, reward, samples, forward_backward, optim_step, push, pull, and each GPU's busy share.
 
-Trainer on the first GPU and generator on the second where there are two; else both on one. Weights are random, so rewards are made up:
-the parity of a completion's tokens. A GPU's busy share of a phase is nvidia-smi's, whose window is a sixth of a second.
+With two GPUs the trainer has the first and the generator the second; otherwise both share one. The weights are random, so the reward is
+arbitrary: the parity of a completion's tokens. The busy share of a GPU is that of nvidia-smi, whose window is a sixth of a second.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from configs.qwen3 import trainer as trainer_config
 from configs.tiny import tiny
 from rl_actors import (
     PPO,
+    ForwardBackwardOutput,
+    GeneratorClient,
     GeneratorConfig,
     OptimParams,
     Sample,
@@ -36,6 +38,8 @@ GROUP = 16
 
 
 class Phases:
+    """Times of named phases: `with phases("push"): …`"""
+
     def __init__(self) -> None:
         self.spans: dict[str, list[tuple[float, float]]] = {}
 
@@ -47,14 +51,16 @@ class Phases:
 
 
 def shares(of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
-    """{"gpu0_busy": the mean over spans of its mean percentages in a span, as a share, …}"""
-    means = [{gpu: statistics.fmean(values) / 100 for gpu, values in span.items()} for span in of_spans]
-    gpus = sorted({gpu for span in means for gpu in span})
-    return {f"gpu{gpu}_busy": statistics.fmean(span[gpu] for span in means if gpu in span) for gpu in gpus}
+    """{"gpu0_busy": a share, …} from the readings of each GPU in each span, in percent. The mean of a span counts once, however long it is."""
+    means: dict[int, list[float]] = {}
+    for span in of_spans:
+        for gpu, percentages in span.items():
+            means.setdefault(gpu, []).append(statistics.fmean(percentages) / 100)
+    return {f"gpu{gpu}_busy": statistics.fmean(means[gpu]) for gpu in sorted(means)}
 
 
 def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig, int, int]:
-    """(trainer, generator, prompt tokens, new tokens)."""
+    """(trainer's config, generator's config, prompt tokens, new tokens)."""
     if name == "tiny":
         model = replace(tiny().trainer.model, max_position_embeddings=512)
         trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
@@ -67,12 +73,53 @@ def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig
     return trainer, generator, 128, 256
 
 
+def timed_step(
+    trainer: TrainerClient,
+    generator: GeneratorClient,
+    prompts: list[list[int]],
+    phases: Phases,
+    *,
+    new_tokens: int,
+    tokens_per_row: int,
+) -> tuple[list[Sample], ForwardBackwardOutput]:
+    """One GRPO step. Returns its samples and what forward_backward answered."""
+    with phases("step"):
+        with phases("generate"):
+            params = SamplingParams(n=GROUP, max_tokens=new_tokens, ignore_stop=True)
+            groups = generator.generate(prompts, params).result()
+        with phases("reward"):
+            rewards = [[float(sum(c.tokens) % 2) for c in group] for group in groups]
+        with phases("samples"):
+            samples = []
+            for prompt, group, of_group in zip(prompts, groups, rewards, strict=True):
+                mean = statistics.fmean(of_group)
+                for completion, reward in zip(group, of_group, strict=True):
+                    samples.append(
+                        Sample.from_tokens(
+                            prompt, completion.tokens, old_logprobs=completion.logprobs, advantages=reward - mean
+                        )
+                    )
+        with phases("plan"):  # measured on its own here; every rank plans again within forward_backward
+            lengths = [len(sample) for sample in samples]
+            plan(lengths, tokens_per_row=tokens_per_row, rows_per_microbatch=1, num_ranks=1)
+        with phases("forward_backward"):
+            output = trainer.forward_backward(samples, loss=PPO(ratio_high=1.28)).result()
+        with phases("optim_step"):
+            step = OptimParams(learning_rate=1e-6, grad_divisor=num_loss_tokens(samples))
+            version = trainer.optim_step(step).result().policy_version
+        with phases("push"):
+            trainer.push_model_state_dict().result()
+        with phases("pull"):
+            generator.pull_model_state_dict(version).result()
+    return samples, output
+
+
 def main() -> None:
     num_gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if num_gpus else "tiny", choices=["tiny", *MODELS])
     parser.add_argument("--groups", type=int, default=32 if num_gpus else 2, help=f"of {GROUP} completions")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one that warms up")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one step of warm-up")
     arguments = parser.parse_args()
     trainer_options, generator_options, prompt_tokens, new_tokens = configs_of(arguments.model, num_gpus)
     busy = Watch("utilization.gpu")
@@ -80,41 +127,23 @@ def main() -> None:
     in_background(transport.open(), "store").result()
     with ExitStack() as clients:
         trainer = clients.enter_context(TrainerClient.spawn(trainer_options, transport=transport))
-        trainer.ready().result()  # first: vLLM measures the memory that is left
+        trainer.ready().result()  # before the generator starts, because vLLM measures how much memory is left
         generator = clients.enter_context(trainer.spawn_generator(generator_options))
         generator.ready().result()
         draw = torch.Generator().manual_seed(0)
         vocab_size = trainer_options.model.vocab_size
         for turn in range(arguments.steps + 1):
             if turn < 2:
-                phases = Phases()  # the first step compiles
+                phases = Phases()  # again after the first step, whose times include compiling
             prompts = torch.randint(2, vocab_size, (arguments.groups, prompt_tokens), generator=draw).tolist()
-            with phases("step"):
-                with phases("generate"):
-                    params = SamplingParams(n=GROUP, max_tokens=new_tokens, ignore_stop=True)
-                    groups = generator.generate(prompts, params).result()
-                with phases("reward"):
-                    rewards = [[float(sum(c.tokens) % 2) for c in group] for group in groups]
-                with phases("samples"):
-                    samples = [
-                        Sample.from_tokens(
-                            prompt, c.tokens, old_logprobs=c.logprobs, advantages=reward - statistics.fmean(of_group)
-                        )
-                        for prompt, group, of_group in zip(prompts, groups, rewards, strict=True)
-                        for c, reward in zip(group, of_group, strict=True)
-                    ]
-                with phases("plan"):  # once more here: every rank does the same within forward_backward
-                    rows = trainer_options.tokens_per_row
-                    plan([len(s) for s in samples], tokens_per_row=rows, rows_per_microbatch=1, num_ranks=1)
-                with phases("forward_backward"):
-                    output = trainer.forward_backward(samples, loss=PPO(ratio_high=1.28)).result()
-                with phases("optim_step"):
-                    step = OptimParams(learning_rate=1e-6, grad_divisor=num_loss_tokens(samples))
-                    version = trainer.optim_step(step).result().policy_version
-                with phases("push"):
-                    trainer.push_model_state_dict().result()
-                with phases("pull"):
-                    generator.pull_model_state_dict(version).result()
+            samples, output = timed_step(
+                trainer,
+                generator,
+                prompts,
+                phases,
+                new_tokens=new_tokens,
+                tokens_per_row=trainer_options.tokens_per_row,
+            )
             print(f"step {turn}: logprob_diff mean {output.metrics['logprob_diff:mean']:.2e}", flush=True)
     in_background(transport.close(), "store").result()
     busy.stop()

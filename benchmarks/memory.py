@@ -1,6 +1,6 @@
-"""Peak memory of forward_backward by tokens of a call at vocabulary 151,936, logits in chunks against logits whole.
+"""Peak memory of forward_backward by the tokens of a call at vocabulary 151,936, with logits in chunks and with all logits at once.
 
-One process a point, so that no point inherits another's memory; the slopes are least-squares lines through the points.
+Every point has a process of its own, so that it does not inherit another's memory. The slopes are those of least-squares lines.
 """
 
 import argparse
@@ -17,7 +17,7 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """Send the growth of this process's memory, in bytes, over a call with num_tokens positions in one microbatch."""
+    """Send how many bytes this process's memory grows in a call with num_tokens positions in one microbatch."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -33,12 +33,15 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
         )
     )
     draw = torch.Generator().manual_seed(0)
-    ids = lambda count: torch.randint(model.vocab_size, (count,), generator=draw).tolist()  # noqa: E731
 
     def samples(count: int) -> list[Sample]:
-        return [Sample.from_tokens(ids(1), ids(ROW), old_logprobs=-12.0, advantages=1.0) for _ in range(count)]
+        made = []
+        for _ in range(count):
+            first, *others = torch.randint(model.vocab_size, (1 + ROW,), generator=draw).tolist()
+            made.append(Sample.from_tokens([first], others, old_logprobs=-12.0, advantages=1.0))
+        return made
 
-    # Gradients and the optimizer's state are there before the call that is measured.
+    # A first step, so that gradients and the optimizer's state exist before the measured call.
     engine.forward_backward(samples(1), PPO())
     engine.optim_step(OptimParams(learning_rate=1e-4, grad_divisor=ROW))
     batch = samples(num_tokens // ROW)
@@ -49,8 +52,8 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
         engine.forward_backward(batch, PPO())
         answer.send(torch.cuda.max_memory_allocated() - before)
     else:
-        with open("/proc/self/clear_refs", "w") as reset:  # the high-water mark starts anew
-            reset.write("5")
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")  # resets the peak, VmHWM
         before = _status("VmRSS")
         engine.forward_backward(batch, PPO())
         answer.send(_status("VmHWM") - before)
@@ -58,11 +61,13 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
 
 
 def _status(name: str) -> int:
+    """Bytes of a line of this process's status, which the kernel gives in KiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
 
 def measure(num_tokens: int, chunk_tokens: int) -> int:
+    """The growth of a new process's memory in bytes. Exits if the process fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=peak, args=(num_tokens, chunk_tokens, sender))
@@ -78,7 +83,7 @@ def measure(num_tokens: int, chunk_tokens: int) -> int:
 
 
 def slope(points: dict[int, int]) -> float:
-    """Bytes a token: the least-squares line through (tokens, bytes)."""
+    """Bytes a token: the slope of the least-squares line through (tokens, bytes)."""
     x, y = (torch.tensor(list(values), dtype=torch.float64) for values in (points.keys(), points.values()))
     x, y = x - x.mean(), y - y.mean()
     return float((x * y).sum() / (x * x).sum())
@@ -89,10 +94,10 @@ def main() -> None:
     parser.add_argument("--chunk-tokens", type=int, default=1024, help="positions whose logits exist at a time")
     chunk = parser.parse_args().chunk_tokens
     slopes = []
-    for name, sizes, chunk_of in (("chunked", CHUNKED, lambda n: chunk), ("whole", WHOLE, lambda n: n)):
+    for name, sizes in (("chunked", CHUNKED), ("whole", WHOLE)):
         points = {}
         for num_tokens in sizes:
-            points[num_tokens] = measure(num_tokens, chunk_of(num_tokens))
+            points[num_tokens] = measure(num_tokens, chunk if name == "chunked" else num_tokens)
             print(f"{name:<8} {num_tokens:>6,} tokens: {points[num_tokens] / 2**20:>8,.0f} MiB", flush=True)
         slopes.append(slope(points))
         print(f"{name:<8} {slopes[-1] / 2**10:,.1f} KiB a token", flush=True)

@@ -1,7 +1,7 @@
-"""What the actors cost: a training step and generation through the clients, against the same engines called directly, in one run.
+"""Cost of the actors: a training step and generation through the clients, beside the same engines called directly, in one run.
 
-Each pair alternates, so that both sides meet the same load of the machine. The ratio is of medians: of times for a step (lower is
-better), of tokens/s for generation.
+The two sides take turns, so that both meet the same load of the machine. The ratio is of medians: of times for a step (lower is better),
+of tokens/s for generation (higher is better).
 """
 
 import argparse
@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams,
 
 
 def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
-    """Print and keep both medians and the ratio. tokens: that a call makes; 0: a step."""
-    through(), direct()  # the first of each pays for caches
+    """Keep both medians and the ratio. tokens: made by one call; 0: the call is a step."""
+    through()  # warm-up: the first call of each side fills its caches
+    direct()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for call, seconds in zip((through, direct), times, strict=True):
@@ -42,9 +44,10 @@ def training(repeats: int) -> None:
     """A GRPO-sized step of the tiny model: forward_backward of 1,024 samples, then optim_step."""
     config = tiny().trainer
     generator = torch.Generator().manual_seed(0)
-    draw = lambda n: torch.randint(2, config.model.vocab_size, (n,), generator=generator).tolist()  # noqa: E731
-    columns = {"old_logprobs": -1.0, "advantages": 0.5}
-    samples = [Sample.from_tokens(draw(6), draw(4), **columns) for _ in range(1024)]
+    samples = []
+    for _ in range(1024):
+        ids = torch.randint(2, config.model.vocab_size, (10,), generator=generator).tolist()
+        samples.append(Sample.from_tokens(ids[:6], ids[6:], old_logprobs=-1.0, advantages=0.5))
     params = OptimParams(learning_rate=1e-4, grad_divisor=num_loss_tokens(samples))
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -67,7 +70,7 @@ def training(repeats: int) -> None:
 
 
 def generation(repeats: int) -> None:
-    """256 prompts in one call, then 32 callers of one prompt each; 64 tokens a prompt, logprobs included on both sides."""
+    """256 prompts in one call, then 32 callers of one prompt each. Both sides make 64 tokens a prompt, with their logprobs."""
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
     params = SamplingParams(max_tokens=64, ignore_stop=True)
@@ -75,7 +78,7 @@ def generation(repeats: int) -> None:
 
     engine = start_vllm(config)
 
-    def direct(count: int) -> None:
+    def direct_calls(count: int) -> None:
         for index in range(count):
             engine.add_request(str(index), {"prompt_token_ids": prompts[index]}, vllm_params(params, index)[0])
         while engine.has_unfinished_requests():
@@ -87,14 +90,14 @@ def generation(repeats: int) -> None:
         def one_call() -> None:
             client.generate(prompts, params).result()
 
+        async def gather() -> None:
+            await asyncio.gather(*(client.generate([prompt], params) for prompt in prompts[:32]))
+
         def callers() -> None:
-            async def all_of_them() -> None:
-                await asyncio.gather(*(client.generate([prompt], params) for prompt in prompts[:32]))
+            asyncio.run(gather())
 
-            asyncio.run(all_of_them())
-
-        compare("one generate, 256 prompts x 64", one_call, lambda: direct(256), repeats, tokens=256 * 64)
-        compare("32 callers, 1 prompt x 64 each", callers, lambda: direct(32), repeats, tokens=32 * 64)
+        compare("one generate, 256 prompts x 64", one_call, partial(direct_calls, 256), repeats, tokens=256 * 64)
+        compare("32 callers, 1 prompt x 64 each", callers, partial(direct_calls, 32), repeats, tokens=32 * 64)
 
 
 def main() -> None:
@@ -103,9 +106,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(parts), help=" or ".join(parts), metavar="PART")
     parser.add_argument("--repeats", type=int, default=15, help="timed calls of each side")
     arguments = parser.parse_args()
-    if unknown := set(arguments.parts) - parts.keys():
+    unknown = set(arguments.parts) - parts.keys()
+    if unknown:
         parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
-    # A process each: vLLM turns off torch's threads in its own.
+    # Each part has a process of its own, because vLLM turns off torch's threads in its process.
     for name in arguments.parts:
         child = multiprocessing.get_context("spawn").Process(target=parts[name], args=(arguments.repeats,))
         child.start()

@@ -1,7 +1,7 @@
-"""Useful tokens a second, samples packed into rows against each padded to 4,096; time and waste of planning.
+"""Useful tokens a second of samples packed into rows, beside each sample padded to 4,096; time and waste of planning.
 
-Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0). One process: a tiny model on a CPU, the shape of
-Qwen3 0.6B in bfloat16 on a GPU. The ways take turns, so that a slow moment of the machine meets them all.
+Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0). One process trains a tiny model on a CPU, or the shape of
+Qwen3 0.6B in bfloat16 on a GPU. The ways of packing take turns, so that a slow moment of the machine affects all of them.
 """
 
 import argparse
@@ -27,24 +27,32 @@ PADDED = "padded"
 
 
 def long_tailed(count: int) -> list[int]:
-    """Lengths of count samples; the first ones are the same for every count."""
+    """Lengths of `count` samples. A longer list begins with the shorter one."""
     draw = random.Random(0)
     return [max(1, min(ROW, round(600 * math.exp(draw.gauss(0, 1))))) for _ in range(count)]
 
 
 def waste(lengths: Sequence[int], ranks: Plan) -> float:
     """The share of positions that hold no sample."""
-    return 1 - sum(lengths) / sum(len(batch.rows) * batch.row_length for rank in ranks for batch in rank)
+    num_positions = 0
+    for microbatches in ranks:
+        num_positions += sum(len(each.rows) * each.row_length for each in microbatches)
+    return 1 - sum(lengths) / num_positions
 
 
 def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) -> Plan:
-    """Every sample a microbatch of its own, of full length."""
-    rows = [(index,) for index in range(len(lengths))]
+    """A plan in which every sample is a microbatch of its own, padded to a full row."""
+    rows: list[tuple[int, ...]] = [(index,) for index in range(len(lengths))]
     rows += [()] * (-len(rows) % num_ranks)
-    return [
-        [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows[rank::num_ranks]]
-        for rank in range(num_ranks)
-    ]
+    microbatches = [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows]
+    return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
+
+
+def now() -> float:
+    """The time at which a GPU has done all its work; an answer comes while it is still in the last backward pass."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def print_planning() -> None:
@@ -90,19 +98,19 @@ def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> Non
     )
     print(f"\nforward_backward: {model}; {num_samples} samples, {sum(lengths):,} tokens")
     if num_samples < SIZES[-2]:
-        print(f"a fraction of a call of {SIZES[-2]:,} samples: {num_samples / SIZES[-2]:.2%}")
+        print(f"that is {num_samples / SIZES[-2]:.2%} of a call of {SIZES[-2]:,} samples")
     if not torch.cuda.is_available():
-        print("attention on a CPU takes the square of the row, not of its samples, so short rows gain here")
+        print("attention on a CPU computes the square of the row, not of its samples, so short rows are faster here")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, times in seconds.items():
             engine.config = replace(config, packing=config.packing if name == PADDED else name)
             planner = padded if name == PADDED else plan
             with mock.patch("rl_actors.engine.train_engine.plan", planner):
-                start = time.perf_counter()
-                engine.forward_backward(samples, "cross_entropy")  # answers with values on the CPU
-                if turn:  # the first is warm-up: kernels are compiled
-                    times.append(time.perf_counter() - start)
+                start = now()
+                engine.forward_backward(samples, "cross_entropy")
+                if turn:  # the first is warm-up, which compiles kernels
+                    times.append(now() - start)
             engine.discard_gradients()
     slow = statistics.median(seconds[PADDED])
     for name, times in seconds.items():
@@ -126,10 +134,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
     parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
-    # Samples that do not share rows have lengths of their own, for each of which a GPU's blocks would be compiled.
+    # Only one way on a GPU: the others have rows of many lengths, and its blocks would be compiled for each of them.
     every = ["packed", "token_budget", "fixed"]
     parser.add_argument(
-        "--ways", nargs="*", default=every[:1] if on_gpu else every, choices=every, help="beside padded"
+        "--ways", nargs="*", default=every[:1] if on_gpu else every, choices=every, help="ways beside padded"
     )
     arguments = parser.parse_args()
     print_planning()

@@ -1,7 +1,7 @@
-"""What a push and a pull of the weights take: sharded as they lie, against torch's get_model_state_dict, in one run.
+"""Time of a push and a pull of the weights: sharded as the engine holds them, beside torch's get_model_state_dict, in one run.
 
-A round pushes once each way, in turn, and pulls what was pushed into this process; the ratios are of medians over the rounds.
-collect: until the tensors are there, under their Hugging Face names and cast; push: that and sending them.
+In every round each way pushes once, and this process pulls what was pushed. The ratios are of medians over the rounds.
+collect: until the tensors exist under their Hugging Face names and in the dtype that is sent. push: collecting and sending them.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from rl_actors.transports.base import announce, find, transfer_dtype
 
 
 class AsTheyLie(PolicyTrainer):
-    """A push as it is."""
+    """A trainer whose push is the project's own."""
 
     name = "as they lie"
 
     @endpoint
     async def timed_push(self) -> tuple[float, float]:
-        """Seconds until the tensors are there to be sent, and of the whole push; nothing is taken from earlier pushes."""
-        self.publisher.start_stream()  # so that a version that is out goes out again
+        """(seconds until the tensors exist, seconds of a whole push). No push reuses anything of an earlier one."""
+        self.publisher.start_stream()  # so that a version that was published is published again
         torch.distributed.barrier()
         begin = _now()
         self._weights(await transfer_dtype(self.transport))
@@ -47,7 +47,7 @@ class AsTheyLie(PolicyTrainer):
 
 
 class GetModelStateDict(AsTheyLie):
-    """With torch's own, which knows no fused projection, so the model has none."""
+    """A trainer whose push takes torch's get_model_state_dict, which cannot split fused projections, so the model has none."""
 
     name = "get_model_state_dict"
 
@@ -55,8 +55,12 @@ class GetModelStateDict(AsTheyLie):
         super().__init__(*args)
         from rl_actors.engine import build
 
-        fused = build.qwen3_config
-        build.qwen3_config = lambda model, **options: fused(model, **{**options, "fuse_qkv": False})
+        original = build.qwen3_config
+
+        def without_fused_projections(model: ModelConfig, **options: Any) -> Any:
+            return original(model, **{**options, "fuse_qkv": False})
+
+        build.qwen3_config = without_fused_projections
 
     def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         from torch.distributed.checkpoint.state_dict import get_model_state_dict
@@ -71,12 +75,14 @@ WAYS: tuple[type[AsTheyLie], ...] = (AsTheyLie, GetModelStateDict)
 
 
 def _now() -> float:
+    """The time at which a GPU has done all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 async def measure(name: str, model: ModelConfig, *, processes: int, dtype: str, rounds: int) -> None:
+    """Print the medians of both ways, in milliseconds."""
     config = TrainerConfig(model=model, optimizer=None, max_sequence_length=128, tokens_per_row=128)
     config.parallelism.data_parallel_shard_degree = processes
     transport = TorchStoreTransport()
@@ -89,7 +95,7 @@ async def measure(name: str, model: ModelConfig, *, processes: int, dtype: str, 
         ]
         infos = [await TrainerClient(each).info() for each in actors]
         times: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for number in range(rounds + 1):  # the first pays for caches
+        for number in range(rounds + 1):  # the first is warm-up
             for each, way in zip(actors, WAYS, strict=True):
                 ranks = await collect(each.timed_push)
                 begin = time.perf_counter()
@@ -97,8 +103,9 @@ async def measure(name: str, model: ModelConfig, *, processes: int, dtype: str, 
                 pulled = time.perf_counter() - begin
                 assert {x.dtype for x in tensors.values()} == {getattr(torch, dtype)}
                 if number:
-                    for part, seconds in zip(PARTS, (*map(max, zip(*ranks, strict=True)), pulled), strict=True):
-                        times[part, way.name].append(seconds)
+                    times["collect", way.name].append(max(collected for collected, _ in ranks))
+                    times["push", way.name].append(max(pushed for _, pushed in ranks))
+                    times["pull", way.name].append(pulled)
     finally:
         for mesh in meshes:
             await mesh.stop()

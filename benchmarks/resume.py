@@ -1,7 +1,7 @@
-"""Whether a run that is killed at a random moment and resumed says what the uninterrupted run says: rounds, none of which may be lost.
+"""Runs that are killed at a random moment and resumed: each must report the same metrics as the uninterrupted run. Measures no speed.
 
-A round kills -9 the controller or the trainer of a short GRPO run with its own vLLM, between checkpoints or while one is being
-written, resumes the run and compares metrics.jsonl line by line, all but times and rates. It measures no speed.
+A round kills (-9) the controller or the trainer of a short GRPO run with its own vLLM, between checkpoints or while one is being written.
+Then it resumes the run and compares metrics.jsonl with that of the uninterrupted run, line by line, except times and rates.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,18 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 ROOT = Path(__file__).parents[1]
 MARKER = "RL_ACTORS_RESUME_MARKER"
-TOLERANCE = 1e-5  # relative and absolute: fresh generation, whose sums of floats may come in another order
-RUN_TIMEOUT = 600.0  # on two cores under a load of 9, starting alone took more than 300 s
-END_TIMEOUT = 60.0  # until a killed run's processes are gone
+TOLERANCE = 1e-5  # relative and absolute; completions are sampled again, and float sums may be added in another order
+RUN_TIMEOUT = 600.0  # on two cores under a load of 9 the start took more than 300 s
+END_TIMEOUT = 60.0  # for the processes of a killed run to end
 VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
-WARMUP_STEPS, GRPO_STEPS = 3, 12
+SFT_STEPS, GRPO_STEPS = 3, 12
 FLAGS = {
     "--steps": GRPO_STEPS,
-    "--sft-steps": WARMUP_STEPS,
+    "--sft-steps": SFT_STEPS,
     "--checkpoint-every": 2,
     "--validate-every": 3,
     "--rollouts.groups-per-step": 8,
-    # A reward that random weights earn half of the time, so that every step has a signal.
+    # Random weights earn this reward half of the time, so every step has a signal.
     "--environment.task": "tests.fakes:parity_reward",
     "--environment.options": "{}",
 }
@@ -44,7 +44,7 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """What dies, and when: `delay` seconds after the line of `step`, or once the first checkpoint from there on is being written."""
+    """A process to kill, and when: `delay` seconds after the line of `step`, or while the next checkpoint after it is being written."""
 
     victim: str
     moment: str
@@ -53,7 +53,7 @@ class Kill:
 
 
 class Controller:
-    """python -m controllers.grpo in a process group of its own; all that it starts carries a mark in its environment."""
+    """python -m controllers.grpo in a process group of its own. Every process that it starts has a mark in its environment."""
 
     def __init__(self, *arguments: object, log: Path) -> None:
         self.mark, self.log = uuid.uuid4().hex, log
@@ -69,6 +69,7 @@ class Controller:
             )
 
     def processes(self) -> list[psutil.Process]:
+        """The processes of this run that have not ended."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -82,15 +83,18 @@ class Controller:
         return next(p for p in self.processes() if p.environ().get("RL_ACTORS_PROCESS") == "trainer-0")
 
     def finish(self) -> None:
-        """Wait for the end. Raises RuntimeError unless the run reached its last step."""
+        """Wait for the end. Raises RuntimeError if the run did not reach its last step."""
         status = self.process.wait(RUN_TIMEOUT)
         if status:
             raise RuntimeError(f"exit status {status}; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
 
     def wait_until_gone(self) -> None:
-        """Raises RuntimeError when a process outlives the one that was killed by more than END_TIMEOUT."""
+        """Wait until no process is left. Raises RuntimeError after END_TIMEOUT."""
         deadline = time.monotonic() + END_TIMEOUT
-        while left := [process.pid for process in self.processes()]:
+        while True:
+            left = [process.pid for process in self.processes()]
+            if not left:
+                return
             if time.monotonic() > deadline:
                 raise RuntimeError(f"processes {left} still run {END_TIMEOUT:g} s after the kill; see {self.log}")
             time.sleep(0.2)
@@ -105,53 +109,63 @@ class Controller:
 
 
 def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
-    step = 1 + draw.randrange(WARMUP_STEPS + GRPO_STEPS - 5)  # the run must not be over before the moment comes
-    chosen = {"victim": draw.choice(VICTIMS), "moment": draw.choice(MOMENTS), "step": step, "delay": draw.random() / 2}
-    return Kill(**(chosen | {key: value for key, value in (("victim", victim), ("moment", moment)) if value}))
+    """A random kill. victim, moment: used in the place of a random one."""
+    step = 1 + draw.randrange(SFT_STEPS + GRPO_STEPS - 5)  # early enough that the run cannot end before the kill
+    drawn = Kill(victim=draw.choice(VICTIMS), moment=draw.choice(MOMENTS), step=step, delay=draw.random() / 2)
+    return replace(drawn, victim=victim or drawn.victim, moment=moment or drawn.moment)
 
 
 def carry_out(kill: Kill, run: Controller, folder: RunFolder) -> None:
-    """Wait for the moment and kill. Raises RuntimeError when the moment does not come."""
+    """Wait for the moment and kill. Raises RuntimeError if the moment does not come."""
     deadline = time.monotonic() + RUN_TIMEOUT
 
-    def until(holds: Callable[[], bool], pause: float) -> None:
-        while not holds():
+    def wait_until(condition: Callable[[], bool], pause: float) -> None:
+        while not condition():
             if run.process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the run ended or hung before {kill}; see {run.log}")
             time.sleep(pause)
 
-    until(lambda: any(record["step"] >= kill.step for record in read_jsonl(folder.metrics)), 0.02)
+    def reached_step() -> bool:
+        return any(record["step"] >= kill.step for record in read_jsonl(folder.metrics))
+
+    wait_until(reached_step, 0.02)
     victim = run.trainer() if kill.victim == "trainer" else run.process
     if kill.moment == "writing":
-        until(lambda: any(folder.checkpoints.glob("step-*/trainer.partial")), 0.0005)
+        wait_until(lambda: has_partial_checkpoint(folder), 0.0005)
     else:
         time.sleep(kill.delay)
     victim.kill()
     run.process.wait(END_TIMEOUT)
 
 
+def has_partial_checkpoint(folder: RunFolder) -> bool:
+    return any(folder.checkpoints.glob("step-*/trainer.partial"))
+
+
 def play(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], seed: int) -> str:
-    """One round; returns what happened. Raises RuntimeError when the run is lost."""
+    """Play one round and return an account of it. Raises RuntimeError if the run is lost."""
     log = folder.path.with_suffix(".log")
     with Controller(*flags(folder, seed), log=log) as run:
         carry_out(kill, run, folder)
         run.wait_until_gone()
     num_lines = len(read_jsonl(folder.metrics))
-    partial = any(folder.checkpoints.glob("step-*/trainer.partial"))
+    partial = has_partial_checkpoint(folder)
     newest = checkpoints.newest(folder.checkpoints)
     with Controller("--resume", folder.path, log=log) as resumed:
         resumed.finish()
-    if differing := differences(expected, read_jsonl(folder.metrics)):
+    differing = differences(expected, read_jsonl(folder.metrics))
+    if differing:
         raise RuntimeError(f"{len(differing)} values differ: {'; '.join(differing[:5])}")
     state = "with a checkpoint half written, " if partial else ""
     return f"killed after {num_lines} lines, {state}resumed from {newest.name if newest else 'the first step'}"
 
 
 def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> list[str]:
-    """What differs between two metrics.jsonl, but for times and rates."""
-    steps = [[record["step"] for record in records] for records in (expected, actual)]
-    if steps[0] != steps[1]:
-        return [f"steps {steps[1]} instead of {steps[0]}"]
+    """Differences between the lines of two metrics.jsonl, except times and rates."""
+    expected_steps = [record["step"] for record in expected]
+    actual_steps = [record["step"] for record in actual]
+    if actual_steps != expected_steps:
+        return [f"steps {actual_steps} instead of {expected_steps}"]
     found = []
     for one, other in zip(expected, actual, strict=True):
         for key in sorted(one.keys() | other.keys()):
@@ -176,10 +190,10 @@ def flags(folder: RunFolder, seed: int) -> list[object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="runs that are killed and resumed")
-    parser.add_argument("--seed", type=int, default=0, help="of what is killed and when; round i has seed + i")
+    parser.add_argument("--seed", type=int, default=0, help="of the random kills; round i has seed + i")
     parser.add_argument("--victim", choices=VICTIMS, help="kill only this one")
     parser.add_argument("--moment", choices=MOMENTS, help="kill only then")
-    parser.add_argument("--folder", type=Path, help="where the runs go; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder of the runs; default: a temporary one")
     args = parser.parse_args()
     base = args.folder or Path(tempfile.mkdtemp(prefix="rl_actors_resume_"))
     print(f"seed {args.seed}, runs in {base}", flush=True)
@@ -197,7 +211,7 @@ def main() -> None:
         print(
             f"round {index} (seed {args.seed + index}) {kill}: {outcome} ({time.monotonic() - start:.0f} s)", flush=True
         )
-    print(f"{args.rounds - lost} of {args.rounds} rounds went on as the uninterrupted run, {lost} lost")
+    print(f"{args.rounds - lost} of {args.rounds} rounds continued as the uninterrupted run, {lost} lost")
     sys.exit(1 if lost else 0)
 
 

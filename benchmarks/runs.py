@@ -1,7 +1,7 @@
 """A short run of a config as a user starts it, from a Hugging Face directory with random weights: load, train, sync, sample, train.
 
-Sixteen supervised steps and two of GRPO, whose reward is the share of a completion's characters that are digits, so that weights which
-were random just before get one. Further flags go to the controller.
+The run has sixteen supervised steps and two of GRPO. The reward is the share of digits among a completion's characters, because weights
+that were random sixteen steps before earn it at times. Further flags go to the controller.
 """
 
 import argparse
@@ -30,7 +30,7 @@ def share_of_digits(problem: Problem, completion: str) -> float:
 
 
 def digits(*, seed: int, num_held_out: int, **_: Any) -> Environment:
-    """For --environment.task: the addition of two digits, with another reward; the options are those of the config's own task."""
+    """Two-digit addition with share_of_digits as its reward, for --environment.task. It takes the options of the config's own task."""
     config = addition(digits=2)["environment"]
     config.seed, config.num_held_out = seed, num_held_out
     environment = build_environment(config)
@@ -56,31 +56,29 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
 
 
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """From the records of a run's first step and of its updates by GRPO: their worst differences, and the least of their times."""
+    """Figures from the records of a run's first step and of its GRPO updates: the largest difference and the shortest time of all updates."""
     differences = {
         "difference_mean": "logprob_diff/mean",
         "difference_max": "logprob_diff/max",
         "kl": "kl/policy_generator",
     }
-    return {
-        "updates": len(updates),
-        **{name: max(record[key] for record in updates) for name, key in differences.items()},
-        "rewards": [round(record["reward/mean"], 4) for record in updates],
-        **{
-            f"{part}_seconds": min(record[f"time/{part}"] for record in updates)
-            for part in ("generate", "train", "sync")
-        },
-        "first_step_seconds": first["time/step"],
-    }
+    found: dict[str, Any] = {"updates": len(updates)}
+    for name, key in differences.items():
+        found[name] = max(record[key] for record in updates)
+    found["rewards"] = [round(record["reward/mean"], 4) for record in updates]
+    for part in ("generate", "train", "sync"):
+        found[f"{part}_seconds"] = min(record[f"time/{part}"] for record in updates)
+    found["first_step_seconds"] = first["time/step"]
+    return found
 
 
 def measure(name: str, further: list[str]) -> None:
-    """Add a line of results. Raises SystemExit for a run that did not reach its end, or made no update."""
+    """Run the config and keep a line of results. Raises SystemExit if the run did not reach its end or made no update."""
     config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
     folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     with tempfile.TemporaryDirectory(dir=random_weights.scratch(config.trainer.model)) as scratch:
         weights = Path(scratch) / "model"
-        # In a process of its own: a CUDA context would stay on the GPU beside what is measured.
+        # A process of its own writes the weights, because its CUDA context would take memory beside the run that is measured.
         given = (config.trainer.model, weights)
         writer = multiprocessing.get_context("spawn").Process(target=random_weights.write, args=given)
         writer.start()
@@ -95,7 +93,8 @@ def measure(name: str, further: list[str]) -> None:
     if status or not updates:
         raise SystemExit(f"exit status {status} after {len(records)} steps and {len(updates)} updates: {folder.path}")
     found = figures(records[0], updates) | {"seconds": round(seconds, 1)}
-    if peaks := memory.between():
+    peaks = memory.between()
+    if peaks:  # on a CPU there are none
         found["peak_gib"] = [round(max(values) / MIB_OF_GIB, 1) for values in peaks.values()]
         found["generator_share"] = config.generator.gpu_memory_utilization
     results.add("runs", name + ", changed" * bool(further), found)

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-import rl_actors.engine.cpu  # noqa: F401  # isort: skip  (torchtitan's modules copy the device that it sets)
+from rl_actors.engine import cpu  # isort: skip  (it sets torchtitan's device, which torchtitan's modules copy)
 import torch
 from torch import Tensor, nn
 from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
@@ -169,7 +169,7 @@ class Reference:
         """torchtitan's own masks, for either kernel. A CPU has a kernel with a dense mask."""
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)
-        return self.machine.dense_mask(positions_BL)
+        return cpu.dense_mask(positions_BL)
 
 
 def _batch(row: Row, vocab_size: int, seed: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What nvidia-smi says of the GPUs that this program sees while something runs. Starts no CUDA context."""
+"""Readings of nvidia-smi while something runs, for the GPUs that this program sees. Starts no CUDA context."""
 
 import subprocess
 import threading
@@ -10,14 +10,14 @@ from benchmarks.harness import results
 
 
 class Watch:
-    """One field of nvidia-smi's, such as "utilization.gpu" (percent) or "memory.used" (MiB), of every GPU, ten times a second."""
+    """One field of nvidia-smi, such as "utilization.gpu" (percent) or "memory.used" (MiB), of every GPU, ten times a second."""
 
     def __init__(self, field: str) -> None:
         self.readings: list[tuple[float, int, float]] = []  # (time.perf_counter, GPU, value)
         query = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits", "-lms", "100"]
         self.numbers = {index: number for number, index in enumerate(results.visible(len(results.gpus())))}
         self.process: subprocess.Popen | None = None
-        with suppress(OSError):
+        with suppress(OSError):  # a machine without GPUs has no nvidia-smi
             self.process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
             threading.Thread(target=self._read, daemon=True).start()
 
@@ -30,7 +30,7 @@ class Watch:
                     self.readings.append((time.perf_counter(), self.numbers[index.strip()], float(value)))
 
     def between(self, start: float = -inf, end: float = inf) -> dict[int, list[float]]:
-        """The values of each GPU, in the times of time.perf_counter."""
+        """The values of each GPU between two times of time.perf_counter."""
         values: dict[int, list[float]] = {}
         for moment, gpu, value in list(self.readings):
             if start <= moment <= end:

@@ -1,6 +1,7 @@
 """Write a Hugging Face directory of a Qwen3 shape with random weights in bfloat16: python -m benchmarks random_weights 4b DIR.
 
-For measurements and rehearsals: config.json and safetensors of the right names and shapes, so that the real loading path is taken.
+For measurements and rehearsals. The directory has a config.json and safetensors of the right names and shapes, so that a run takes the
+same path as with trained weights.
 """
 
 import argparse
@@ -19,14 +20,15 @@ STD = 0.02
 
 
 def scratch(model: ModelConfig, times: int = 4) -> str | None:
-    """Where a temporary folder goes: shared memory, where `times` the size of these weights is free; None: the system's own place."""
+    """The parent of a temporary folder: shared memory if `times` the size of these weights is free there, else None, the system's default."""
     memory = Path("/dev/shm")
-    size = torch.bfloat16.itemsize * sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())
-    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= times * size else None
+    num_values = sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())
+    needed = times * num_values * torch.bfloat16.itemsize
+    return str(memory) if memory.is_dir() and shutil.disk_usage(memory).free >= needed else None
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:
-    """Norms are ones, all else normal with deviation STD; scale multiplies the last norm and so the logits."""
+    """Norms are ones, all other weights are normal with deviation STD. scale multiplies the last norm and so the logits."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     model.save(directory)
@@ -50,7 +52,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.directory.exists():
-        raise SystemExit(f"{arguments.directory} exists; this replaces nothing")
+        raise SystemExit(f"{arguments.directory} exists; this program replaces nothing")
     start = time.perf_counter()
     write(MODELS[arguments.model], arguments.directory, seed=arguments.seed, scale=arguments.scale)
     size = sum(file.stat().st_size for file in arguments.directory.iterdir())

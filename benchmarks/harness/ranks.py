@@ -1,6 +1,7 @@
-"""Processes that serve as ranks for one job after another: what they import, and what they compile, they do once. Measures nothing.
+"""Processes that serve as the ranks of one job after another, so that they import and compile only once. Measures nothing.
 
-A process keeps one GPU; more processes than GPUs share them. A job that fails or is late ends its processes, and fresh ones take their places.
+A process keeps one GPU; if there are more processes than GPUs, they share them. If a job fails or takes too long, its processes are killed
+and new ones take their places.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -20,17 +22,17 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """work(*arguments) on every one of num_ranks processes, in whose environment they are the ranks of a program of that size."""
+    """A call work(*arguments) on each of num_ranks processes, whose environment makes them the ranks of one program."""
 
     name: str
-    work: Callable[..., Any]  # of a module, so that it is found by its name
+    work: Callable[..., Any]  # a function of a module, because it is pickled by name
     arguments: tuple = ()
     num_ranks: int = 1
 
 
 @dataclass(slots=True, kw_only=True)
 class _Process:
-    process: Any
+    process: BaseProcess
     pipe: Connection
 
 
@@ -39,16 +41,23 @@ class _Running:
     job: Job
     places: list[int]
     deadline: float
-    answers: dict[int, tuple[bool, Any]] = field(
-        default_factory=dict
-    )  # by place: whether it worked, answer or traceback
+    answers: dict[int, tuple[bool, Any]] = field(default_factory=dict)  # place -> (success, answer or traceback)
+
+    def is_done(self) -> bool:
+        """True if all ranks answered, one of them failed, or the time is up."""
+        all_answered = len(self.answers) == len(self.places)
+        return all_answered or bool(self.failures()) or time.monotonic() > self.deadline
+
+    def failures(self) -> list[str]:
+        """The tracebacks of the ranks that failed."""
+        return [answer for success, answer in self.answers.values() if not success]
 
 
 class Ranks:
     """`with Ranks(4) as ranks: for job, answers, error in ranks.run(jobs): …`"""
 
     def __init__(self, count: int, *, seconds: float = 300.0) -> None:
-        """Start `count` processes. seconds: limit of one job."""
+        """Start `count` processes. seconds: the limit of one job."""
         self.seconds = seconds
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
         self.context = multiprocessing.get_context("spawn")
@@ -62,22 +71,21 @@ class Ranks:
             self._end(place)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Any], str]]:
-        """(job, what each rank answered, "") as they are done, or (job, [], why not). Jobs run side by side as far as there are processes."""
+        """(job, the answer of each rank, "") for every finished job, or (job, [], the reason) for one that failed.
+
+        Jobs run side by side while there are processes for them.
+        """
         waiting, running = list(jobs), []
         free = set(range(len(self.processes)))
         for job in jobs:
             if job.num_ranks > len(free):
                 raise ValueError(f"{job.name} takes {job.num_ranks} ranks; there are {len(free)}")
         while waiting or running:
-            while fitting := [(job, places) for job in waiting if (places := self._places(job, free))]:
-                job, places = fitting[0]
-                waiting.remove(job)
-                free -= set(places)
-                running.append(self._send(job, places))
+            running += self._send_fitting(waiting, free)
             for done in self._some_done(running):
                 running.remove(done)
                 free |= set(done.places)
-                failures = [answer for worked, answer in done.answers.values() if not worked]
+                failures = done.failures()
                 if len(done.answers) < len(done.places) or failures:
                     for place in done.places:
                         self._end(place)
@@ -86,11 +94,27 @@ class Ranks:
                 else:
                     yield done.job, [done.answers[place][1] for place in done.places], ""
 
+    def _send_fitting(self, waiting: list[Job], free: set[int]) -> list[_Running]:
+        """Start the waiting jobs for which there are free processes. Removes them from `waiting` and their places from `free`."""
+        started = []
+        for job in list(waiting):
+            places = self._places(job, free)
+            if places:
+                waiting.remove(job)
+                free -= set(places)
+                started.append(self._send(job, places))
+        return started
+
     def _places(self, job: Job, free: set[int]) -> list[int]:
-        """As many free ones, or none. A process has the same rank in all jobs of a size: torch remembers the shards of a mesh, not whose."""
-        starts = range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks)
-        blocks = [list(range(start, start + job.num_ranks)) for start in starts]
-        return next((block for block in blocks if free.issuperset(block)), [])
+        """The places of a job's ranks, or none if too few are free.
+
+        A process has the same rank in all jobs of one size, because torch remembers the shards of a mesh, but not their rank.
+        """
+        for start in range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks):
+            block = list(range(start, start + job.num_ranks))
+            if free.issuperset(block):
+                return block
+        return []
 
     def _send(self, job: Job, places: Sequence[int]) -> _Running:
         with socket.socket() as unused:
@@ -109,29 +133,26 @@ class Ranks:
         return _Running(job=job, places=list(places), deadline=time.monotonic() + self.seconds)
 
     def _some_done(self, running: Sequence[_Running]) -> list[_Running]:
-        """Those of which all ranks answered, or one failed, or whose time is up; waits until there is one."""
+        """Wait until a job is done, and return all that are."""
         while True:
-            open_pipes = {
-                self.processes[place].pipe: (each, place)
-                for each in running
-                for place in each.places
-                if place not in each.answers
-            }
-            for pipe in wait(list(open_pipes), timeout=1.0):
-                each, place = open_pipes[pipe]  # type: ignore[index]
-                try:
-                    each.answers[place] = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, OSError):
-                    each.answers[place] = (False, f"the process of place {place} ended")
-            done = [
-                each
-                for each in running
-                if len(each.answers) == len(each.places)
-                or any(not worked for worked, _ in each.answers.values())
-                or time.monotonic() > each.deadline
-            ]
+            done = [each for each in running if each.is_done()]
             if done:
                 return done
+            self._receive(running)
+
+    def _receive(self, running: Sequence[_Running]) -> None:
+        """Wait a second for answers and note them. A process that ended counts as a failed rank."""
+        expected: dict[Any, tuple[_Running, int]] = {}  # by the pipe that the answer comes through
+        for each in running:
+            for place in each.places:
+                if place not in each.answers:
+                    expected[self.processes[place].pipe] = (each, place)
+        for pipe in wait(list(expected), timeout=1.0):
+            each, place = expected[pipe]
+            try:
+                each.answers[place] = self.processes[place].pipe.recv()
+            except (EOFError, OSError):
+                each.answers[place] = (False, f"the process of place {place} ended")
 
     def _start(self, place: int) -> _Process:
         here, there = self.context.Pipe()
@@ -149,7 +170,7 @@ class Ranks:
 
 def _serve(pipe: Connection) -> None:
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        import rl_actors.engine.train_engine  # noqa: F401  while the first job is on its way
+        import rl_actors.engine.train_engine  # noqa: F401  imported before the first job arrives
 
         while True:
             work, arguments, environment = pipe.recv()
@@ -161,7 +182,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(answer)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            torch.compiler.reset()  # of one function it keeps eight forms
+            torch.compiler.reset()  # torch keeps at most eight compiled forms of a function
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -355,7 +355,7 @@ TABLE = {
 HEADLINE = (
     "0_6b-packed",
     "4b-packed",
-    "8b-packed-4gpu",
+    "8b-packed-2gpu",
     "generation-256",
     "float8-against-bf16",
     "packed-against-padded",

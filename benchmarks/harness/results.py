@@ -1,4 +1,7 @@
-"""Results of benchmarks as lines of JSON, each with what it takes to run it again. Measures nothing, and imports no torch."""
+"""Results of benchmarks as lines of JSON, each with the command, versions and device needed to repeat it. Measures nothing, and imports no torch.
+
+A line stays as its program printed it: it is never edited, and is replaced only by measuring again.
+"""
 
 import json
 import os
@@ -28,19 +31,19 @@ def add(benchmark: str, name: str, figures: dict[str, Any]) -> None:
 
 
 def lines(benchmark: str) -> list[dict[str, Any]]:
-    """All lines of <FOLDER>/<benchmark>.jsonl, oldest first; none when there is no file."""
+    """All lines of <FOLDER>/<benchmark>.jsonl, oldest first; none if there is no file."""
     file = FOLDER / f"{benchmark}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def kind(line: dict[str, Any]) -> str:
-    """The kind of device of a line: "2 x NVIDIA H200" -> "NVIDIA H200", and "CPU" for every machine without a GPU."""
+    """The kind of device that measured a line: "2 x NVIDIA H200" -> "NVIDIA H200"; "CPU" for every machine without a GPU."""
     return line["device"].partition(" x ")[2] or CPU
 
 
 @cache
 def gpus() -> tuple[str, ...]:
-    """Names of this machine's GPUs that CUDA_VISIBLE_DEVICES shows. Without torch: a context would take memory of what is measured."""
+    """Names of the GPUs that CUDA_VISIBLE_DEVICES shows. torch is not asked, since its context would take memory on the GPU that is measured."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -51,7 +54,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def visible(count: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES names of this many GPUs, in its order: all of them where it is not set."""
+    """Indices of the GPUs that CUDA_VISIBLE_DEVICES shows of `count`, in its order; all of them if it is not set."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
 
@@ -59,11 +62,12 @@ def visible(count: int) -> list[str]:
 def _circumstances() -> dict[str, Any]:
     module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     names = gpus()
+    versions = {name: _version(name) for name in PACKAGES}
     return {
         "command": shlex.join(["python", "-m", "benchmarks", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": f"{len(names)} x {names[0]}" if names else f"{os.cpu_count()} cores of {platform.machine()}",
-        "versions": {name: version for name in PACKAGES if (version := _version(name))},
+        "versions": {name: version for name, version in versions.items() if version},
     }
 
 

@@ -53,6 +53,7 @@ ROWS = {
     "4b-packed-float8-rowwise": replace(ROW_4B_PACKED, float8=True, float8_recipe="rowwise"),
     "4b-packed-float8-rowwise-gw-hp": replace(ROW_4B_PACKED, float8=True, float8_recipe="rowwise_with_gw_hp"),
     "4b-packed-2gpu": replace(ROW_4B_PACKED, num_gpus=2),
+    "8b-packed-2gpu": Row(model="8b", num_gpus=2, **PACKED),
     "8b-packed-4gpu": Row(model="8b", num_gpus=4, **PACKED),
     "tiny-cpu": Row(
         model="tiny", row_length=512, document=128, num_gpus=0, microbatches=2, checkpointing="none", attention="flex"

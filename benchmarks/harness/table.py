@@ -75,7 +75,7 @@ def verdict(row: TableRow, line: Line) -> str:
 
 def markdown(gpu: str = H200) -> str:
     """The table of all rows, also of the ones that were not run."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name, row in TABLE.items():
         line = newest(row, gpu)
         if line is None:
@@ -88,7 +88,7 @@ def markdown(gpu: str = H200) -> str:
 
 def headline(gpu: str = H200) -> str:
     """The table of the headline rows that were run."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for name in HEADLINE:
         line = newest(TABLE[name], gpu)
         if line is not None:

@@ -1,13 +1,16 @@
-"""What a torch.profiler trace of steps says: how long the GPU was busy, and which kernels took the time. Takes no trace."""
+"""Summary of a torch.profiler trace: how long the GPU was busy, and which kernels took the time. Takes no trace itself."""
 
 import json
 import sys
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-NAMES = 25
+NUM_KERNELS = 25
+NUM_GAPS = 8
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-KINDS = {  # what is found in a kernel's name, in this order -> what it is
+# Part of a kernel's name -> its kind. The first match counts.
+KINDS = {
     "flex": "attention",
     "flash": "attention",
     "fmha": "attention",
@@ -17,7 +20,7 @@ KINDS = {  # what is found in a kernel's name, in this order -> what it is
     "nvjet": "matrix products",
     "adam": "optimizer",
     "nccl": "communication",
-    "triton_red": "fused, with reductions",  # before the rest: their names list all that was fused
+    "triton_red": "fused, with reductions",  # before the rest, since a fused kernel's name lists all its operations
     "triton_per": "fused, with reductions",
     "triton": "fused",
     "memcpy": "copies",
@@ -31,19 +34,12 @@ KINDS = {  # what is found in a kernel's name, in this order -> what it is
 
 
 def summary(path: str | Path, steps: int = 1) -> str:
-    """Lines: span of `steps` steps and busy share of the GPU, time of a step by kind, the longest gaps and the kernels with most time."""
+    """Text about a trace of `steps` steps: its span, the GPU's busy share, time by kind, the longest gaps, and the slowest kernels."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES and "dur" in event]
     if not kernels:
         return f"{path}: no GPU events among {len(events)}"
-    spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in kernels)
-    busy, gaps, end = 0.0, [], spans[0][0]
-    for start, stop, name in spans:
-        if start > end:
-            gaps.append((start - end, name))
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    whole = end - spans[0][0]
+    whole, busy, gaps = _spans(kernels)
     by_name: dict[str, list[float]] = defaultdict(list)
     by_kind: dict[str, float] = defaultdict(float)
     for event in kernels:
@@ -52,18 +48,29 @@ def summary(path: str | Path, steps: int = 1) -> str:
     lines = [
         f"{path}: {steps} steps in {whole / 1e3:.1f} ms, busy {busy / whole:.1%}, {len(kernels):,} kernels, {len(gaps):,} gaps"
     ]
-    lines += [
-        f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%}  {kind}"
-        for kind, total in sorted(by_kind.items(), key=lambda item: -item[1])
-    ]
-    lines += ["longest gaps, before:"] + [
-        f"  {gap / 1e3:9.2f} ms  {name[:100]}" for gap, name in sorted(gaps)[-8:][::-1]
-    ]
-    lines += ["kernels:"] + [
-        f"  {sum(times) / steps / 1e3:9.1f} ms {sum(times) / whole:6.1%} {len(times) // steps:6}  {name[:110]}"
-        for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:NAMES]
-    ]
+    for kind, total in sorted(by_kind.items(), key=lambda item: -item[1]):
+        lines.append(f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%}  {kind}")
+    lines.append("longest gaps, before:")
+    for gap, name in sorted(gaps, reverse=True)[:NUM_GAPS]:
+        lines.append(f"  {gap / 1e3:9.2f} ms  {name[:100]}")
+    lines.append("kernels:")
+    for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:NUM_KERNELS]:
+        total = sum(times)
+        lines.append(f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%} {len(times) // steps:6}  {name[:110]}")
     return "\n".join(lines)
+
+
+def _spans(kernels: list[dict[str, Any]]) -> tuple[float, float, list[tuple[float, str]]]:
+    """(microseconds from the first kernel to the end of the last, microseconds with a kernel, the gaps and the kernel after each)."""
+    spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in kernels)
+    first = end = spans[0][0]
+    busy, gaps = 0.0, []
+    for start, stop, name in spans:
+        if start > end:
+            gaps.append((start - end, name))
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return end - first, busy, gaps
 
 
 def _kind(name: str) -> str:

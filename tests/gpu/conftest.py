@@ -1,4 +1,4 @@
-"""The default run starts before the first test and is read by the last: it takes as long as all others together."""
+"""The default run starts before the first test and the last test reads it, because it takes as long as all other tests together."""
 
 import subprocess
 import sys
@@ -8,10 +8,10 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def tiny_run(tmp_path_factory):
-    """(process, its run's folder, its output's file)."""
+    """(process, folder of its run, file of its output)."""
     folder = tmp_path_factory.mktemp("tiny")
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--output-dir", str(folder / "run")]
-    # A size of the cache: the trainers of other tests come and go while vLLM would measure what is left.
+    # The cache has a fixed size: vLLM cannot measure how much memory is left while trainers of other tests start and end.
     command += ["--steps", "8", "--generator.kv-cache-bytes", str(1 << 28)]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

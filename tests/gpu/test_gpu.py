@@ -1,4 +1,4 @@
-"""The CUDA path is alive: steps at the shape of Qwen3-0.6B. Needs one GPU; speed is not judged here."""
+"""Training steps at the shape of Qwen3-0.6B on one GPU. Speed is not tested here."""
 
 import math
 import time
@@ -11,7 +11,7 @@ from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerCo
 pytestmark = pytest.mark.gpu
 
 
-def test_one_step_at_0_6b_shape():
+def test_steps_at_the_shape_of_0_6b_start_at_the_loss_of_a_uniform_guess():
     length, rows = 4096, 4
     config = TrainerConfig(
         model=ModelConfig(),
@@ -32,7 +32,7 @@ def test_one_step_at_0_6b_shape():
             print(f"{time.perf_counter() - start:.2f} s for {rows * length} tokens", output.metrics, result)
         info = trainer.info().result()[0]
         print(info)
-    # Random weights predict nothing: the loss is that of a uniform guess.
+    # Random weights predict nothing, so the loss is that of a uniform guess.
     assert abs(output.metrics["loss:sum"] / (rows * length) - math.log(config.model.vocab_size)) < 0.5
     assert math.isfinite(result.grad_norm) and result.policy_version == 3
     assert info.device.startswith("cuda")

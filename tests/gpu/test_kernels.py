@@ -1,4 +1,4 @@
-"""Attention kernels and fused logprobs against float32 on one GPU; two deterministic trainers against each other."""
+"""FlashAttention 4 and fused logprobs beside float32 on one GPU, and two deterministic trainers beside each other."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual.float() - expected.float()).norm() / expected.float().norm())
 
 
-def test_documents_attend_as_a_dense_mask_in_float32_says():
+def test_flash_attention_4_attends_within_documents_as_a_dense_mask_does_in_float32():
     from rl_actors.engine import cpu, flash4
 
     num_rows, length, heads, groups, width = 2, 1024, 16, 8, 128
@@ -41,7 +41,7 @@ def test_documents_attend_as_a_dense_mask_in_float32_says():
         assert relative_error(actual, known) < 2e-2
 
 
-def test_fused_logprobs_are_those_of_float32():
+def test_fused_logprobs_equal_those_of_float32():
     from rl_actors.engine import gpu
     from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs
 
@@ -81,10 +81,13 @@ def test_two_deterministic_trainers_report_the_same_bits(attention):
         samples.append(Sample.from_tokens(ids[:4], ids[4:], old_logprobs=-11.9, advantages=1.0))
     params = OptimParams(learning_rate=1e-4, grad_divisor=num_loss_tokens(samples))
     with TrainerClient.spawn(config, name="one") as one, TrainerClient.spawn(config, name="other") as other:
-        # All calls of both are under way at once.
-        calls = [
-            [(trainer.forward_backward(samples, loss=PPO()), trainer.optim_step(params)) for _ in range(3)]
-            for trainer in (one, other)
-        ]
-        reported = [[(output.result().metrics, step.result().grad_norm) for output, step in steps] for steps in calls]
+        # Both trainers have all their calls at once.
+        calls: list[list] = [[], []]
+        for of_trainer, trainer in zip(calls, (one, other), strict=True):
+            for _ in range(3):
+                of_trainer.append((trainer.forward_backward(samples, loss=PPO()), trainer.optim_step(params)))
+        reported: list[list] = [[], []]
+        for of_trainer, steps in zip(reported, calls, strict=True):
+            for output, step in steps:
+                of_trainer.append((output.result().metrics, step.result().grad_norm))
     assert reported[0] == reported[1]

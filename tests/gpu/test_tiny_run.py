@@ -1,4 +1,4 @@
-"""The default run, as it is, on a GPU. The last file of this folder: conftest.py starts the run before the first test."""
+"""The default run on a GPU, without changes but for its length. conftest.py starts it before the first test; this file is the last one."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 pytestmark = pytest.mark.gpu
 
 
-def test_tiny_grpo_runs_unchanged_on_a_gpu(tiny_run):
+def test_the_default_run_learns_on_a_gpu(tiny_run):
     process, folder, output = tiny_run
     returncode = process.wait(timeout=400)
     print(output.read_text()[-4000:])

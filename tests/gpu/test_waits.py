@@ -1,4 +1,4 @@
-"""Where the host waits for the GPU, and where it must not."""
+"""The host waits for the GPU only where it must."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from rl_actors import GSPO, PPO, CrossEntropy, ModelConfig, Sample, TrainerConfi
 pytestmark = pytest.mark.gpu
 
 
-def test_an_answer_does_not_wait_for_what_was_launched_behind_it():
+def test_a_copy_to_the_host_does_not_wait_for_work_launched_after_it():
     from rl_actors.engine import gpu
 
     numbers = torch.arange(1000.0, device="cuda")
@@ -20,7 +20,7 @@ def test_an_answer_does_not_wait_for_what_was_launched_behind_it():
     assert not behind.query()
 
 
-def test_microbatches_wait_for_no_kernel(monkeypatch):
+def test_the_host_waits_for_no_kernel_while_it_launches_microbatches(monkeypatch):
     from rl_actors.engine.train_engine import TrainEngine
 
     process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
@@ -37,7 +37,7 @@ def test_microbatches_wait_for_no_kernel(monkeypatch):
         for length in (500, 30, 450, 200, 512, 7, 90):
             ids = torch.randint(model.vocab_size, (length + 1,), generator=draw).tolist()
             samples.append(Sample.from_tokens(ids[:1], ids[1:], **columns))
-        engine.forward_backward(samples, loss)  # compiles
+        engine.forward_backward(samples, loss)  # the first call compiles
         engine.discard_gradients()
         batches = engine._batches(samples, samples[0].columns)
         torch.cuda.set_sync_debug_mode("error")  # a wait raises
