@@ -431,6 +431,15 @@ def test_a_page_has_the_table_that_the_results_give(monkeypatch, page, marks, ma
     assert shown == made(), "python -m benchmarks table --write puts it there"
 
 
+def test_lines_of_results_say_how_to_repeat_them_and_no_mfu_exceeds_1():
+    files = sorted((ROOT / "benchmarks" / "results").glob("*.jsonl"))
+    assert files
+    for file in files:
+        for line in map(json.loads, file.read_text().splitlines()):
+            assert line.keys() >= {"name", "command", "date", "device", "versions"}, file
+            assert (line.get("mfu") or 0) <= 1, file
+
+
 def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
     page, marks = tmp_path / "page.md", table.TABLE_MARKS
     page.write_text(f"above\n{marks[0]}old\n{marks[1]}below\n")

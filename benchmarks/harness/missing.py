@@ -1,6 +1,6 @@
 """Run the rows of the table that this machine can run and that have no result yet, one after another, each in a process of its own.
 
-`make bench ROW=missing`. Every result is kept at once. If the command is interrupted, give it again: finished rows are not run again.
+`make bench ROW=missing`. A result is kept as soon as its row is done. If the command is interrupted, give it again: finished rows are not run again.
 A row that fails does not stop the others: it is named at the end, and the exit status is 1. Only results from the same kind of device count.
 """
 
