@@ -1,8 +1,15 @@
 """Stand-ins for tests, each named for what it is."""
 
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from controllers.environments import Problem
+from rl_actors import Completion, ForwardBackwardOutput, OptimParams, OptimResult, Sample, SamplingParams, metrics
+from rl_actors.metrics import to_numbers
 
 
 class ConstantReward:
@@ -55,3 +62,90 @@ class ReplayingGenerator:
 
     async def generate(self, prompts, params):
         return self.recording.pop(0)
+
+
+class ActorOfNothing:
+    """The calls that start and end an actor, for actors without a process."""
+
+    @classmethod
+    def spawn(cls, config, **_):
+        return cls()
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """An optimizer step that a trainer was asked for, with the samples of the forward_backward calls before it."""
+
+    params: OptimParams
+    samples: list[Sample]
+
+
+class NearTrainer(ActorOfNothing):
+    """A trainer without a model: its logprobs are the generator's, or -1, plus `difference`. It computes real losses of them."""
+
+    difference = 0.25
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.samples: list[Sample] = []  # since the last step
+
+    async def forward_backward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
+        self.samples += samples
+        rows, partials = [], []
+        for sample in samples:
+            columns = {name: column[None] for name, column in sample.columns.items()}
+            sampled = columns.get("old_logprobs", torch.full((1, len(sample)), -1.0))
+            rows.append(sampled[0] + self.difference)
+            total, values = loss(sampled + self.difference, **columns)
+            partials.append({"loss:sum": total, **values})
+        merged = to_numbers(metrics.merge(partials))
+        return ForwardBackwardOutput(
+            logprobs=rows, metrics=metrics.finish(merged), policy_version=len(self.steps), partials=merged
+        )
+
+    async def optim_step(self, params: OptimParams) -> OptimResult:
+        self.steps.append(Step(params=params, samples=self.samples))
+        self.samples = []
+        return OptimResult(policy_version=len(self.steps), grad_norm=1.0)
+
+    async def push_model_state_dict(self) -> int:
+        return len(self.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """A call of `generate` and its answer."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    answer: list[list[Completion]]
+
+
+class RandomGenerator(ActorOfNothing):
+    """A generator without a model: it draws tokens 2 to 11, by the seed of the call, the prompt and the completion."""
+
+    def __init__(self) -> None:
+        self.version = -1
+        self.generations: list[Generation] = []
+
+    async def pull_model_state_dict(self, version: int) -> int:
+        self.version = version
+        return version
+
+    async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        answer = []
+        for prompt in prompts:
+            group = [self._completion(random.Random(f"{params.seed}/{prompt}/{i}"), params) for i in range(params.n)]
+            answer.append(group)
+        self.generations.append(Generation(prompts=prompts, params=params, answer=answer))
+        return answer
+
+    def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:
+        tokens = [draw.randint(2, 11) for _ in range(draw.randint(1, params.max_tokens))]
+        logprobs = [-4 * draw.random() for _ in tokens]
+        versions = [self.version] * len(tokens)
+        return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason="stop")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import wait_until
+from waiting import GUARD, wait_until
 
 from benchmarks import __main__
 from benchmarks.harness import missing, register, results, table
@@ -35,11 +35,11 @@ for name in names:
         file.write(name + " ")
     if name == "stubborn":
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(60)", str(results.FOLDER)])
+        subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)", str(results.FOLDER)])
         (results.FOLDER / "began-stubborn").touch()
-        time.sleep(60)
+        time.sleep(600)
     if name == "slow" and not (results.FOLDER / "quick").exists():
-        time.sleep(60)
+        time.sleep(600)
     if name == "broken" and not (results.FOLDER / "mended").exists():
         sys.exit(3)
     if name != "silent":
@@ -143,7 +143,7 @@ def test_the_list_shows_what_every_row_needs_and_loads_no_torch():
     program = (
         "import sys; sys.argv[1:] = []; from benchmarks import __main__; __main__.main(); print('torch' in sys.modules)"
     )
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)
     *listed, torch_is_loaded = run.stdout.splitlines()
     assert torch_is_loaded == "False", run.stderr
     needs = {line.split()[0]: line for line in listed if line.strip()}
@@ -228,18 +228,18 @@ def commands() -> Iterator[str]:
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_interrupted_run_leaves_no_process_and_the_same_command_continues_it(folder, sent):
     (folder / "driver.py").write_text(DRIVER)
-    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "75", "a", "slow", "b"]
+    command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), "600", "a", "slow", "b"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    wait_until(lambda: "slow" in ran(folder) or broken.poll() is not None, 30)
+    wait_until(lambda: "slow" in ran(folder) or broken.poll() is not None)
     assert broken.poll() is None
     broken.send_signal(sent)
-    out, _ = broken.communicate(timeout=60)
+    out, _ = broken.communicate(timeout=GUARD)
     ended = (-signal.SIGKILL, False) if sent == signal.SIGKILL else (130, True)
     assert (broken.returncode, "continues from there" in out) == ended
-    wait_until(lambda: not any(str(folder / "fake.py") in command for command in commands()), 30)
+    wait_until(lambda: not any(str(folder / "fake.py") in command for command in commands()))
     (folder / "quick").touch()
-    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    again = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
     assert again.returncode == 0, again.stdout + again.stderr
     assert ran(folder) == ["a", "slow", "slow", "b"]
 
@@ -250,15 +250,15 @@ def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_
     command = [sys.executable, "-S", str(folder / "driver.py"), str(folder), grace, "stubborn"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     broken = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
-    wait_until((folder / "began-stubborn").exists, 60)
+    wait_until((folder / "began-stubborn").exists)
     broken.send_signal(signal.SIGINT)
     if interrupts == 2:
         with pytest.raises(subprocess.TimeoutExpired):
             broken.wait(2)
         broken.send_signal(signal.SIGINT)
-    out, _ = broken.communicate(timeout=60)
+    out, _ = broken.communicate(timeout=GUARD)
     assert broken.returncode == 130 and "continues from there" in out
-    wait_until(lambda: not any(str(folder) in command for command in commands()), 60)
+    wait_until(lambda: not any(str(folder) in command for command in commands()))
 
 
 def training_line(name: str, *, reference_attention: str, speed: float) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import GUARD
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("rl_actors", "controllers", "configs")
@@ -97,7 +98,7 @@ def loaded_after(code: str) -> dict:
     """The modules a fresh process holds after `code`, and whether it initialised CUDA."""
     report = "import json, sys; t = sys.modules.get('torch'); cuda = bool(t and t.cuda.is_initialized())"
     program = f"{code}\n{report}\nprint(json.dumps(dict(modules=list(sys.modules), cuda=cuda)))"
-    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
 

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from waiting import GUARD
+
 from rl_actors.processes.output import LOG_VARIABLE
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +21,9 @@ WORDS = ["from python", "to stderr", "from os.write", "from C", "from a child"]
 
 def run_python(code: str, log: Path) -> subprocess.CompletedProcess:
     header = f"from rl_actors.processes.output import route_logs, route_process_output\nlog = {str(log)!r}\n"
-    return subprocess.run([sys.executable, "-c", header + code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-c", header + code], cwd=ROOT, capture_output=True, text=True, timeout=GUARD
+    )
 
 
 def test_routed_output_of_every_level_is_in_the_file_and_nowhere_else(tmp_path):
@@ -70,7 +74,7 @@ warnings.warn("a warning")
 """
 
 
-def test_logging_and_warnings_go_to_the_file_alone(tmp_path):
+def test_logging_and_warnings_go_only_to_the_file(tmp_path):
     log = tmp_path / "logs" / "controller.log"
     done = run_python(LOGGING.replace("VERBOSE", "False"), log)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

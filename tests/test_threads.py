@@ -1,18 +1,18 @@
-"""What a computing process sets, seen in a process of its own."""
+"""The threads of a computing process, counted in a process of its own."""
 
 import subprocess
 import sys
 
+from waiting import GUARD
+
 PROGRAM = """
 import os
 import threading
-import time
 import torch
 from rl_actors.processes import threads
 
-def num_threads():
-    time.sleep(0.2)  # a thread that was joined may still be there
-    return len(os.listdir("/proc/self/task"))
+def running():
+    return set(os.listdir("/proc/self/task"))
 
 def compute():
     torch.ones(1 << 22).add_(1)
@@ -20,15 +20,15 @@ def compute():
 torch.set_num_threads(3)
 if {prepared}:
     threads.prepare_cpu_process()
-before = num_threads()
+before = running()
 compute()
-own = num_threads()
+own = running()
 release = threading.Event()
 other = threading.Thread(target=lambda: (compute(), computed.set(), release.wait()))
 computed = threading.Event()
 other.start()
 computed.wait()
-print(own - before, num_threads() - own - 1)
+print(len(own - before), len(running() - own) - 1)
 release.set()
 """
 
@@ -36,7 +36,7 @@ release.set()
 def workers(*, prepared: bool) -> list[int]:
     """OpenMP workers of the thread that prepared the process, and of another one."""
     program = PROGRAM.format(prepared=prepared)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=GUARD, check=True)
     return [int(number) for number in done.stdout.split()]
 
 

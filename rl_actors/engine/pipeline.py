@@ -39,6 +39,20 @@ class PipelineCall:
     failure: Exception | None = None
 
 
+def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
+    """The arguments of `plan` for torch's schedule of a pipeline of so many ranks.
+
+    1F1B takes any number of microbatches from one a rank on; Interleaved1F1B takes a multiple of the ranks.
+    """
+    multiple = 1 if _is_single(schedule_class) else num_ranks
+    return {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
+
+
+def _is_single(schedule_class: type) -> bool:
+    """True for schedules of one stage a rank."""
+    return issubclass(schedule_class, PipelineScheduleSingle)
+
+
 class PipelineRunner:
     """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
 
@@ -53,10 +67,8 @@ class PipelineRunner:
         self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.is_first = any(stage.is_first for stage in built.stages)
         self.reports_metrics = any(stage.is_last for stage in built.stages)
-        self.num_ranks = num_ranks = built.parallel_dims.get_mesh("pp").size()
-        # 1F1B takes any number of microbatches from one a rank on; Interleaved1F1B takes a multiple of the ranks.
-        multiple = 1 if self._is_single() else num_ranks
-        self.planned: PlanOptions = {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
+        self.num_ranks = built.parallel_dims.get_mesh("pp").size()
+        self.planned = plan_options(self.schedule_class, self.num_ranks)
         self._schedule = lru_cache(SCHEDULES_KEPT)(self._make_schedule)
         for stage in built.stages:
             stage.submod.register_forward_pre_hook(self._find_inputs, with_kwargs=True, prepend=True)
@@ -148,17 +160,16 @@ class PipelineRunner:
         call.outputs.append(MicrobatchOutput(batch, values, metrics, self.built.to_host))
         return total
 
-    def _is_single(self) -> bool:
-        """True if the schedule has one stage on each rank."""
-        return issubclass(self.schedule_class, PipelineScheduleSingle)
-
     def _make_schedule(
         self, shape: torch.Size, count: int, training: bool
     ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
         """A schedule for `count` microbatches of this shape. torch fixes both when it makes a schedule."""
         stages = [Stage(stage, shape, self._hidden(shape)) for stage in self.built.stages]
         schedule = self.schedule_class(
-            stages[0] if self._is_single() else stages, n_microbatches=count, loss_fn=self._loss, scale_grads=False
+            stages[0] if _is_single(self.schedule_class) else stages,
+            n_microbatches=count,
+            loss_fn=self._loss,
+            scale_grads=False,
         )
         schedule._has_backward = training
         return schedule, stages

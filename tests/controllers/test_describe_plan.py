@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from waiting import GUARD
 
 from configs import CONFIGS
 from configs.qwen3 import qwen3_4b, qwen3_8b
@@ -160,7 +161,7 @@ def test_the_plan_says_how_large_checkpoints_are_whatever_the_layout():
 def test_the_command_line_prints_the_plan_and_writes_nothing(tmp_path):
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--plan"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=GUARD)
     assert run.returncode == 0, run.stderr
     assert run.stdout == describe_plan.describe(tiny()) + "\n"
     assert list(tmp_path.iterdir()) == []

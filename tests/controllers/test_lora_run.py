@@ -1,4 +1,4 @@
-"""GRPO trains adapters over an exported Hugging Face directory, synced merged into the weights or alone as vLLM's adapter."""
+"""GRPO trains adapters over an exported Hugging Face directory, synced merged into the weights or as vLLM's adapter."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+from waiting import GUARD
 
 from configs.tiny import tiny
 from controllers.run_folder import read_jsonl
@@ -34,7 +35,7 @@ FLAGS = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> str:
-    """What export_hf writes of the tiny config's random weights."""
+    """The directory that export_hf writes of the tiny config's random weights."""
     path = str(tmp_path_factory.mktemp("base") / "exported")
     with TrainerClient.spawn(tiny().trainer, transport=MemoryTransport()) as trainer:
         trainer.export_hf(path).result()
@@ -49,7 +50,7 @@ def test_a_run_with_adapters_samples_from_what_it_trains(base, tmp_path, sync):
     flags = ["--config", "tiny", "--output-dir", tmp_path / "run", *(item for flag in options.items() for item in flag)]
     command = [sys.executable, "-m", "controllers.grpo", *map(str, flags)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     records = read_jsonl(tmp_path / "run/metrics.jsonl")
     assert [record.get("policy_version") for record in records] == [1, 2, 3, 4]

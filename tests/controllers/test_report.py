@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from waiting import GUARD
 
 from controllers.report import around_rewards, write_report
 from controllers.run_folder import RunFolder
@@ -140,7 +141,7 @@ def test_every_colour_of_a_chart_follows_dark_mode(tmp_path):
 def test_the_command_writes_a_report_and_refuses_a_folder_without_a_run(tmp_path):
     whole_run(tmp_path / "run")
     command = [sys.executable, "-m", "controllers.report"]
-    done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*command, str(tmp_path / "run")], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)
     assert (done.returncode, done.stdout) == (0, f"{tmp_path / 'run' / 'report.html'}\n"), done.stderr
-    empty = subprocess.run([*command, str(tmp_path / "no")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    empty = subprocess.run([*command, str(tmp_path / "no")], cwd=ROOT, capture_output=True, text=True, timeout=GUARD)
     assert empty.returncode == 1 and "holds no run" in empty.stderr and "Traceback" not in empty.stderr

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from references import BASE, VOCAB_SIZE, ppo_samples
 from torch import Tensor
+from waiting import GUARD
 
 from rl_actors import layouts
 from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
@@ -50,7 +51,6 @@ def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fi
 
 NO_SP = {"enable_sequence_parallel": False}
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
-COLLECTIVE_TIMEOUT = 100.0  # seconds
 LENGTHS = [7, 31, 1, 230, 13, 3, 22, 45, 9, 120, 2, 64, 5, 180, 17]
 POLICY = PPO(ratio_low=0.8, ratio_high=1.28, kl=KL(coefficient=0.1), entropy_coefficient=0.05)
 SEQUENCE = GSPO(ratio_low=0.5, ratio_high=2.0, sequence_mean=True)
@@ -175,9 +175,7 @@ def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) 
     torch.set_num_threads(1)
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=COLLECTIVE_TIMEOUT)
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=GUARD))
     torch.save(work(*args), f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from references import ppo_samples
+from waiting import GUARD
 
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors.engine.checkpoint import _WholeDirectoryWriter, is_checkpoint
@@ -133,7 +134,7 @@ def held(monkeypatch) -> threading.Event:
     event, finish = threading.Event(), _WholeDirectoryWriter.finish
 
     def wait_and_finish(*args, **kwargs):
-        assert event.wait(60)
+        assert event.wait(GUARD)
         finish(*args, **kwargs)
 
     monkeypatch.setattr(_WholeDirectoryWriter, "finish", wait_and_finish)
@@ -150,7 +151,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_does_not_change_it(m
     later = train(engine, (5, 6, 7))
     assert not saved.done() and not path.exists()
     held.set()
-    saved.result(60)
+    saved.result(GUARD)
     assert [found.name for found in tmp_path.iterdir()] == ["checkpoint"]
     # Neither the run nor the checkpoint is changed by the other.
     assert train(uninterrupted, (5, 6, 7)) == later

@@ -214,18 +214,22 @@ def test_a_sample_longer_than_a_row_is_refused_by_name():
 @pytest.mark.parametrize("uniform", [False, True])
 @pytest.mark.parametrize("row_multiple", [64, 256])
 @pytest.mark.parametrize(("num_ranks", "rows_per_microbatch"), [(1, 1), (1, 4), (8, 1), (8, 4)])
-def test_ten_thousand_long_tailed_samples_are_planned_in_no_time_with_little_padding(
+def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_padding(
     num_ranks, rows_per_microbatch, row_multiple, uniform
 ):
     lengths = long_tailed(10_000)
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": rows_per_microbatch, "num_ranks": num_ranks}
     pipeline = {"uniform": True, "min_microbatches": 4, "microbatch_multiple": 4} if uniform else {}
-    seconds = []
+    planning, counting = [], []
     for _ in range(3):  # a garbage collection over everything that the tests have imported may fall into one of them
         start = time.process_time()
         ranks = plan(lengths, row_multiple=row_multiple, **limits, **pipeline)
-        seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.2
+        planning.append(time.process_time() - start)
+        start = time.process_time()
+        sum(number * number for number in range(200_000))
+        counting.append(time.process_time() - start)
+    # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows both.
+    assert min(planning) < 25 * min(counting)
     # Measured: 0.02 % on one rank, 0.2 % on eight; in a pipeline of four, whose 283 rows a rank become 288, up to 1.9 %.
     assert waste(lengths, ranks) < (0.025 if uniform else 0.01)
     assert len({(len(batch.rows), batch.row_length) for batch in ranks[0]}) <= 3

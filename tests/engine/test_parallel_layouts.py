@@ -105,6 +105,10 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         pushed_later.update(answer["pushed later"])
     counts = {"forward": [len(LENGTHS)], "policy": [9, len(LENGTHS) - 9], "sequence": [len(LENGTHS)]}
     counts |= {f"{kind} evaluated": counts[kind] for kind in gradients}
+    for kind, sizes in counts.items():
+        for call, count in enumerate(sizes):
+            reported = [index for answer in answers for index in answer[kind][call].indices]
+            assert sorted(reported) == list(range(count))  # by one rank each
     return Numbers(
         outputs={
             kind: [merge_outputs(n, [answer[kind][call] for answer in answers]) for call, n in enumerate(sizes)]

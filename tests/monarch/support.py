@@ -1,4 +1,4 @@
-"""What the tests with real processes share: a small model, actors that can be made to fail or to wait, reference logprobs.
+"""Shared by the tests with real processes: a small model, actors that can be made to fail or to wait, reference logprobs.
 
 T tokens of one sequence, V vocabulary.
 """
@@ -76,7 +76,7 @@ def random_samples(count: int = 8, seed: int = 0) -> list[Sample]:
 def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
     """One step that moves every weight far enough to change what is sampled; the new version.
 
-    The decay bounds the weights: after 40 steps without it rounding alone moves logprobs by more than 1e-5.
+    The decay bounds the weights: after 40 steps without it rounding moves logprobs by more than 1e-5.
     """
     trainer.forward_backward(random_samples(seed=seed), loss="cross_entropy").result()
     params = OptimParams(learning_rate=learning_rate, weight_decay=5.0, grad_divisor=96)
@@ -124,7 +124,7 @@ def logits_TV(model, tokens: list[int]) -> Tensor:
 
 
 def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0, top_k=0) -> Tensor:
-    """Of the completion, under the distribution that is sampled from: temperature, then top-k, then top-p, renormalised."""
+    """Logprobs of the completion under the distribution that is sampled from: temperature, then top-k, then top-p, renormalised."""
     logits_CV = logits_TV(model, [*prompt, *completion])[len(prompt) - 1 : -1] / temperature
     for row in logits_CV:
         order = row.argsort(descending=True)
@@ -177,7 +177,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def whole_gradients(self) -> dict[str, Tensor]:
-        """What is accumulated, unsharded, under Hugging Face names. Collective."""
+        """The accumulated gradients, unsharded, under Hugging Face names. Collective."""
         parameters = list(self.engine.built.model.parameters())
         weights = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
@@ -193,7 +193,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def held_bytes(self) -> tuple[int, ...]:
-        """Of this rank's parameters, gradients, optimizer state and buffers."""
+        """The sizes of this rank's parameters, gradients, optimizer state and buffers."""
 
         def size(tensors) -> int:
             return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
@@ -212,7 +212,7 @@ class TestTrainer(PolicyTrainer):
 
         def wait_and_finish(*args, **kwargs):
             checkpoint._WholeDirectoryWriter.finish = finish
-            wait_until((folder / "open").exists, 60)
+            wait_until((folder / "open").exists)
             if error:
                 raise OSError(error)
             finish(*args, **kwargs)
@@ -240,8 +240,13 @@ class TestGenerator(Generator):
         return [len(state.detokenizer.output_token_ids) for state in list(states.values())]
 
     @concurrent_endpoint
+    async def cache_block_size(self) -> int:
+        """Tokens of one block of the prefix cache."""
+        return self.engine.engine.vllm_config.cache_config.block_size
+
+    @concurrent_endpoint
     async def held_weights(self) -> dict[str, Tensor]:
-        """What every layer of the engine computes with, under vLLM's names (q, k, v and gate, up are fused there).
+        """The weights that every layer of the engine computes with, under vLLM's names (q, k, v and gate, up are fused there).
 
         On a CPU vLLM packs a weight W away; the layer's output for the unit vectors, W^T, shows it exactly.
         """
@@ -305,12 +310,12 @@ class Gate:
 
     def __call__(self, logprobs_BL, *, loss_weights):
         (self.folder / self.name).touch()
-        wait_until((self.folder / "open").exists, 60)
+        wait_until((self.folder / "open").exists)
         loss = -(logprobs_BL * loss_weights).sum()
         return loss, {"loss:sum": loss.detach()}
 
     def wait_begun(self) -> None:
-        wait_until((self.folder / self.name).exists, 60)
+        wait_until((self.folder / self.name).exists)
 
     def open(self) -> None:
         (self.folder / "open").touch()

@@ -1,4 +1,4 @@
-"""What trainer actors log reaches the terminal of the process that spawned them, with actor name and rank."""
+"""Log lines of trainer actors reach the terminal of the process that spawned them, with actor name and rank."""
 
 import asyncio
 import logging
@@ -7,6 +7,7 @@ import sys
 
 import support
 from monarch.actor import endpoint
+from waiting import GUARD
 
 from rl_actors.processes.output import LogRoute
 from rl_actors.processes.spawn import spawn_processes
@@ -23,15 +24,18 @@ class TalkingTrainer(support.TestTrainer):
 
 
 def test_every_rank_of_a_trainer_logs_to_its_file_and_with_tee_to_the_terminal(tmp_path, capfd):
-    async def talk() -> None:
-        processes = await spawn_processes("trainer", 2, logs=LogRoute(directory=tmp_path, tee=True))
-        trainers = processes.mesh.spawn("trainer", TalkingTrainer, support.trainer_config())
-        await trainers.talk.call()
-        await asyncio.sleep(1)  # a line is shown within 0.2 s
-        await processes.stop()
+    pieces = []
 
-    asyncio.run(talk())
-    shown = capfd.readouterr().err.splitlines()
+    def last_lines_are_shown() -> bool:
+        pieces.append(capfd.readouterr().err)
+        return all(f"[trainer {rank}] printed" in "".join(pieces) for rank in (0, 1))
+
+    processes = asyncio.run(spawn_processes("trainer", 2, logs=LogRoute(directory=tmp_path, tee=True)))
+    trainers = processes.mesh.spawn("trainer", TalkingTrainer, support.trainer_config())
+    trainers.talk.call().get(timeout=GUARD)
+    support.wait_until(last_lines_are_shown)
+    asyncio.run(processes.stop())
+    shown = "".join(pieces).splitlines()
     for rank in (0, 1):
         [line] = [line for line in shown if f"an info line of rank {rank}" in line]
         assert line.startswith(f"[trainer {rank}] ") and "INFO user.loss: " in line

@@ -15,6 +15,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from references import save_random
 from safetensors.torch import load_file
+from waiting import GUARD
 
 from rl_actors import (
     GeneratorClient,
@@ -127,7 +128,7 @@ def test_before_the_first_pull_the_generator_serves_the_base_weights(pair):
     assert worst(pair.before, expected) < 1e-4
 
 
-def test_a_push_publishes_whole_weights_or_the_adapters_alone(pair):
+def test_a_push_publishes_whole_weights_or_only_the_adapters(pair):
     published = support.published_weights(pair.transport, sync(pair.trainer, pair.generator))
     whole = {name: tuple(tensor.shape) for name, tensor in load_file(f"{pair.base}/model.safetensors").items()}
     alone = adapters.shapes(LORA, whole)
@@ -252,7 +253,7 @@ def test_what_is_refused_fails_in_vllm(tmp_path, case, error):
     (tmp_path / "program.py").write_text(BARE_VLLM)
     command = [sys.executable, "program.py", base, case]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, cwd=tmp_path, env=environment, timeout=180, capture_output=True, text=True)
+    finished = subprocess.run(command, cwd=tmp_path, env=environment, timeout=GUARD, capture_output=True, text=True)
     assert finished.returncode != 0
     assert re.search(error, finished.stderr), finished.stderr[-2000:]
 

@@ -5,6 +5,7 @@ import pytest
 import support
 import torch
 from support import MAX_MODEL_LEN, VOCAB_SIZE, reference_logprobs
+from waiting import GUARD
 
 from rl_actors import Completion, GeneratorClient, MemoryTransport, Sample, SamplingParams
 
@@ -13,7 +14,7 @@ SAMPLED = SamplingParams(max_tokens=24, n=4, seed=7)
 
 
 def trainer_logprobs(trainer, prompts, groups, temperature=1.0) -> list[torch.Tensor]:
-    """Of every completion, from the trainer's forward."""
+    """The logprobs of every completion by the trainer's forward."""
     pairs = [(prompt, completion.tokens) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
     samples = [Sample.from_tokens(prompt, tokens, temperature=temperature) for prompt, tokens in pairs]
     logprobs = trainer.forward(samples).result().logprobs
@@ -146,8 +147,9 @@ def test_a_pull_of_the_held_version_is_a_no_op(generator, generator_mesh, synced
     assert set(call.result()[0][0].policy_versions) == {synced}
 
 
-def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generator, trainer, synced):
-    prompt = list(range(40))  # longer than a block of the cache
+def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generator, generator_mesh, trainer, synced):
+    block_size = generator_mesh.cache_block_size.call_one().get(timeout=GUARD)
+    prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]  # vLLM caches only whole blocks: two of them
     params = SamplingParams(max_tokens=8, seed=3)
     before = generator.generate([prompt], params).result()
     new = support.step(trainer, seed=3)
@@ -234,14 +236,14 @@ BAD_REQUESTS = [
 @pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_REQUESTS)
 def test_a_bad_request_is_refused_by_the_client_with_value_and_limit(generator, prompts, params, error, message):
     with pytest.raises(error, match=message) as raised:
-        generator.generate(prompts, params).result(60)
+        generator.generate(prompts, params).result(GUARD)
     assert not hasattr(raised.value, "__notes__")  # no actor was asked
 
 
 @pytest.mark.parametrize(("prompts", "params", "error", "message"), BAD_REQUESTS)
 def test_a_bad_request_to_the_raw_endpoint_is_refused_likewise(generator_mesh, prompts, params, error, message):
     with pytest.raises(Exception, match=message) as raised:
-        generator_mesh.generate.call_one(prompts, params).get(timeout=60)
+        generator_mesh.generate.call_one(prompts, params).get(timeout=GUARD)
     assert type(raised.value.exception) is error
 
 
@@ -249,7 +251,7 @@ def test_a_failing_step_reaches_every_waiting_caller_and_the_engine_works_afterw
     before = generator.generate(PROMPTS, SAMPLED).result()
     generator_mesh.fail_next_forward.call_one("the kernel is broken").get()
     calls = [generator.generate([prompt], SamplingParams(max_tokens=400)) for prompt in PROMPTS * 3]
-    outcomes = [call._future.exception(60) for call in calls]
+    outcomes = [call._future.exception(GUARD) for call in calls]
     failed = [error for error in outcomes if error is not None]
     # Requests that came after the failing step were not part of it.
     assert failed and {(type(error), str(error)) for error in failed} == {(RuntimeError, "the kernel is broken")}

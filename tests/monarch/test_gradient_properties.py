@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from references import load_qwen3, ppo_samples, reference_logprobs
 from torch import Tensor
+from waiting import GUARD
 
 from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
 from rl_actors.processes.spawn import spawn_processes
@@ -81,11 +82,11 @@ def test_the_gradient_does_not_depend_on_how_the_samples_are_split(sharded, refe
     expected = reference_gradients(reference_model, samples)
     norm = torch.stack([grad.norm() for grad in expected.values()]).norm()
 
-    mesh.pack.call(limits).get(timeout=60)
+    mesh.pack.call(limits).get(timeout=GUARD)
     shuffled = [samples[index] for index in order]
     for start, end in pairwise([0, *ends]):
         trainer.forward_backward(shuffled[start:end], loss=PPO(ratio_low=LOW, ratio_high=HIGH)).result()
-    actual = next(iter(mesh.whole_gradients.call().get(timeout=60).values()))
+    actual = next(iter(mesh.whole_gradients.call().get(timeout=GUARD).values()))
     assert actual.keys() == expected.keys()
     for name, grad in expected.items():
         allowed = 1e-5 * grad.norm() + 1e-7 * norm

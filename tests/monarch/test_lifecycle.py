@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 import support
+from waiting import GUARD
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -61,14 +62,14 @@ class Program:
         connections = [connection for process in self.processes() for connection in process.net_connections("tcp")]
         return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
 
-    def assert_nothing_is_left(self, ports: set[int], seconds: float) -> None:
-        support.wait_until(lambda: not self.processes() and not any(map(is_open, ports)), seconds)
+    def assert_nothing_is_left(self, ports: set[int]) -> None:
+        support.wait_until(lambda: not self.processes() and not any(map(is_open, ports)))
         assert support.shared_memory() <= self.segments
 
     def end(self) -> None:
         for process in self.processes():
             process.kill()
-        self.process.wait(10)
+        self.process.wait(GUARD)
         self.process.stdin.close()
         self.process.stdout.close()
 
@@ -104,18 +105,18 @@ def test_leaving_a_repl_without_close_leaves_nothing(start):
     ports = repl.ports()
     assert len(repl.processes()) >= 4 and ports
     repl.process.stdin.close()  # Ctrl-D
-    assert repl.process.wait(15) == 0
-    repl.assert_nothing_is_left(ports, 5)
+    assert repl.process.wait(GUARD) == 0
+    repl.assert_nothing_is_left(ports)
 
 
-def test_kill_9_of_a_program_leaves_nothing_after_30_seconds(start):
+def test_kill_9_of_a_program_leaves_nothing(start):
     program = start("-c", SPAWN + 'generator.generate([[1, 2]]).result(); print("generated"); input()')
     program.read_until("generated")
     ports = program.ports()
     assert len(program.processes()) >= 4 and ports
     program.process.kill()
-    program.process.wait(5)
-    program.assert_nothing_is_left(ports, 30)
+    program.process.wait(GUARD)
+    program.assert_nothing_is_left(ports)
 
 
 WAIT = """
@@ -146,8 +147,8 @@ def test_ctrl_c_ends_the_waiting_and_the_client_still_answers(start, tmp_path):
     os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does, to all processes of the program
     program.read_until("interrupted")
     program.read_until("version 1")
-    assert program.process.wait(15) == 0
-    program.assert_nothing_is_left(set(), 5)
+    assert program.process.wait(GUARD) == 0
+    program.assert_nothing_is_left(set())
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)])
@@ -156,14 +157,14 @@ def test_a_program_ended_by_a_signal_in_the_middle_of_a_call_leaves_nothing(star
     program.read_until("waiting")
     ports = program.ports()
     os.kill(program.process.pid, number)
-    assert program.process.wait(15) == status
-    program.assert_nothing_is_left(ports, 15)
+    assert program.process.wait(GUARD) == status
+    program.assert_nothing_is_left(ports)
 
 
 def test_a_monarch_program_uses_a_store_of_its_own(start):
     program = start(str(HERE / "embedding_own_store.py"))
-    output, _ = program.process.communicate(timeout=180)
+    output, _ = program.process.communicate(timeout=GUARD)
     assert program.process.returncode == 0, output
     assert re.search(r"logprob_diff/max \S+e-0[67]; a key of mine: 7", output), output
     assert "frozen in a process of mine: 0\n" in output
-    program.assert_nothing_is_left(set(), 5)
+    program.assert_nothing_is_left(set())

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import support
 from references import ppo_samples
+from waiting import GUARD
 
 from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
 from rl_actors.layouts import row_multiple
@@ -49,7 +50,7 @@ def test_parameters_gradients_and_optimizer_of_the_fullest_rank_are_exact(model,
         trainer.forward_backward(samples, loss=PPO()).result()
         trainer.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=9)).result()
         trainer.forward_backward(samples, loss=PPO()).result()
-        held = [values for _, values in mesh.held_bytes.call().get(timeout=60).items()]
+        held = [values for _, values in mesh.held_bytes.call().get(timeout=GUARD).items()]
         trainer.close().result()
     finally:
         asyncio.run(processes.stop())

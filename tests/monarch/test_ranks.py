@@ -4,13 +4,13 @@ import asyncio
 import json
 import os
 import signal
-import time
 from dataclasses import replace
 
 import pytest
 import support
 import torch
 from support import Gate, random_samples
+from waiting import GUARD
 
 from rl_actors import MemoryTransport, OptimizerConfig, OptimParams, TrainerClient
 from rl_actors.processes.spawn import spawn_processes
@@ -41,7 +41,7 @@ def test_every_rank_says_who_and_on_what_it_is(trainer, mesh):
     assert {info.device_name for info in infos} == {torch.cuda.get_device_name() if on_gpu else "CPU"}
     assert all(info.peak_memory_bytes >= info.memory_bytes > 0 for info in infos)
     assert {info.optimizer_fields for info in infos} == {("weight_decay",)}
-    shown = [mesh.slice(gpus=rank).shown.call_one().get(timeout=60) for rank in (0, 1)]
+    shown = [mesh.slice(gpus=rank).shown.call_one().get(timeout=GUARD) for rank in (0, 1)]
     assert shown == ["PolicyTrainer(0)", "PolicyTrainer(1)"]
 
 
@@ -87,7 +87,7 @@ def test_processes_of_the_caller_are_alive_while_a_call_runs_and_not_once_one_is
     gate = Gate(folder=tmp_path)
     pending = trainer.forward_backward(random_samples(), loss=gate)
     gate.wait_begun()
-    assert trainer.is_alive().result()
+    assert trainer.is_alive(GUARD).result()
     gate.open()
     pending.result()
     trainer.discard_gradients().result()
@@ -96,7 +96,5 @@ def test_processes_of_the_caller_are_alive_while_a_call_runs_and_not_once_one_is
     other.close().result()
     assert not other.is_alive().result()  # closed
     os.kill(pids[1], signal.SIGKILL)
-    began = time.monotonic()
     assert not trainer.is_alive(timeout=5).result()
-    assert time.monotonic() - began < 6
     trainer.close().result()

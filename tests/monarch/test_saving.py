@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import support
+from waiting import GUARD
 
 from rl_actors import OptimParams, TrainerClient
 from rl_actors.processes.spawn import spawn_processes
@@ -32,7 +33,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(trainer, hold, tmp_path)
     assert [support.step(trainer, seed=seed) for seed in (1, 2)] == [version + 1, version + 2]
     assert not durable.done() and not (tmp_path / "checkpoint").exists()
     hold.open()
-    durable.result(60)
+    durable.result(GUARD)
     assert (tmp_path / "checkpoint/.metadata").exists()
     assert trainer.load_checkpoint(saved.path).result() == version
 

@@ -1,0 +1,132 @@
+"""The calls of a whole GRPO run to its actors, and its report: the real controller in one process, with actors that have no model."""
+
+import asyncio
+import contextlib
+import io
+from dataclasses import dataclass, replace
+
+import pytest
+from fakes import Generation, NearTrainer, ParityReward, RandomGenerator, Step
+from rich.console import Console
+
+import rl_actors
+from configs.tiny import tiny
+from controllers.environments import Problem
+from controllers.grpo import GRPOConfig, train
+from controllers.metrics import MetricsLogger
+from controllers.rollouts import RolloutConfig
+from controllers.run import open_run
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.schedules import ScheduleConfig
+from controllers.sft import SFTPhaseConfig
+from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
+from rl_actors import num_loss_tokens
+
+NUM_SFT_STEPS, NUM_STEPS, NUM_HELD_OUT = 2, 3, 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    config: GRPOConfig
+    environment: ParityReward
+    tokenizer: object
+    records: list[dict]  # of metrics.jsonl
+    steps: list[Step]
+    training: list[Generation]
+    validation: list[Generation]
+
+    def prompts(self, problems: list[Problem]) -> list[list[int]]:
+        return [encode(self.tokenizer, problem.prompt) for problem in problems]
+
+
+def make_config() -> GRPOConfig:
+    return replace(
+        tiny(),
+        steps=NUM_STEPS,
+        sft_steps=NUM_SFT_STEPS,
+        updates_per_step=1,
+        epochs_per_step=1,
+        samples_per_forward_backward=7,
+        validate_every=1,
+        checkpoint_every=0,
+        transport="memory",
+        rollouts=RolloutConfig(groups_per_step=3, group_size=16, temperature=0.9),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=0.3),
+        sft=SFTPhaseConfig(batch_size=4, schedule=ScheduleConfig(learning_rate=0.7)),
+    )
+
+
+async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityReward, tokenizer) -> FinishedRun:
+    setup = contextlib.nullcontext
+    async with open_run(config, folder, environment, tokenizer, setup, verbose=False) as run:
+        with MetricsLogger(folder, tensorboard=False, console=Console(file=io.StringIO())) as run.log:
+            await train(run)
+        generations = run.generator.generations
+        return FinishedRun(
+            config=config,
+            environment=environment,
+            tokenizer=tokenizer,
+            records=read_jsonl(folder.metrics),
+            steps=run.trainer.steps,
+            training=[generation for generation in generations if generation.params.n > 1],
+            validation=[generation for generation in generations if generation.params.n == 1],
+        )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> FinishedRun:
+    """A run of two supervised and three GRPO steps."""
+    config, path = make_config(), tmp_path_factory.mktemp("grpo")
+    build_character_tokenizer(path / "tokenizer", config.alphabet)
+    environment, tokenizer = ParityReward(0.0, NUM_HELD_OUT), load_tokenizer(path / "tokenizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl_actors, "TrainerClient", NearTrainer, raising=False)
+        patch.setattr(rl_actors, "GeneratorClient", RandomGenerator, raising=False)
+        return asyncio.run(run_grpo(config, RunFolder(path / "run"), environment, tokenizer))
+
+
+def test_the_gradient_of_every_step_is_divided_by_the_loss_tokens_of_its_samples(finished):
+    assert len(finished.steps) == NUM_SFT_STEPS + NUM_STEPS
+    for step in finished.steps:
+        assert step.params.grad_divisor == num_loss_tokens(step.samples) > 1
+
+
+def test_the_schedule_begins_with_the_first_grpo_step(finished):
+    rates = [step.params.learning_rate for step in finished.steps]
+    assert rates == pytest.approx([0.7, 0.7, 0.3, 0.2, 0.1])
+    assert [record["learning_rate"] for record in finished.records] == rates
+
+
+def test_the_reported_difference_of_logprobs_is_the_trainers_from_the_generators(finished):
+    records = [record for record in finished.records if record["phase"] == "grpo"]
+    assert [record["logprob_diff/mean"] for record in records] == pytest.approx([NearTrainer.difference] * NUM_STEPS)
+    assert [record["logprob_diff/max"] for record in records] == pytest.approx([NearTrainer.difference] * NUM_STEPS)
+
+
+def test_no_two_completions_of_a_run_are_sampled_with_one_seed(finished):
+    seeds: list[int] = []
+    for generation in finished.training:  # a generator counts up from the seed of a call
+        first = generation.params.seed
+        seeds += range(first, first + len(generation.prompts) * generation.params.n)
+    assert len(seeds) >= NUM_STEPS * 3 * 16 and len(set(seeds)) == len(seeds)
+
+
+def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished):
+    assert {generation.params.temperature for generation in finished.training} == {0.9}
+    asked = [prompt for generation in finished.training for prompt in generation.prompts]
+    first = NUM_SFT_STEPS * finished.config.sft.batch_size  # the supervised steps took the problems before
+    problems = [finished.environment.problem(index) for index in range(first, first + len(asked))]
+    assert asked == finished.prompts(problems)
+
+
+def test_accuracy_is_that_of_greedy_completions_of_the_held_out_problems(finished):
+    held_out = finished.environment.held_out()
+    assert len(finished.validation) == 1 + NUM_STEPS  # once behind the supervised steps
+    accuracies = []
+    for generation in finished.validation:
+        assert generation.prompts == finished.prompts(held_out)
+        assert generation.params.temperature == 0.0
+        texts = [finished.tokenizer.decode(completion.tokens) for [completion] in generation.answer]
+        rewards = [finished.environment.reward(problem, text) for problem, text in zip(held_out, texts, strict=True)]
+        accuracies.append(sum(rewards) / NUM_HELD_OUT)
+    assert [r["validation/accuracy"] for r in finished.records if "validation/accuracy" in r] == accuracies

@@ -1,0 +1,40 @@
+"""The output projection is applied to at most `logprob_chunk_tokens` positions at a time."""
+
+import pytest
+from references import ppo_samples
+
+from rl_actors.losses import GSPO, PPO
+
+
+def record_chunks(engine) -> list[int]:
+    """The number of positions of every chunk that the output projection is applied to from here on."""
+    sizes: list[int] = []
+
+    def record(head, args, logits_BLV) -> None:
+        sizes.append(logits_BLV.shape[:-1].numel())
+
+    engine.built.model.lm_head.register_forward_hook(record)
+    return sizes
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (1024, [128]),
+        (128, [128]),
+        (127, [64, 64]),
+        (50, [32, 32, 32, 32]),  # 3 chunks would do, but 3 does not divide rows of 64
+    ],
+)
+def test_logits_exist_for_at_most_so_many_positions_at_a_time(make_engine, limit, expected):
+    engine = make_engine(logprob_chunk_tokens=limit)  # rows of 64 positions, 2 in a microbatch
+    samples = ppo_samples([64, 64])
+    sizes = record_chunks(engine)
+    engine.forward(samples)
+    assert sizes == expected
+    sizes.clear()
+    engine.forward_backward(samples, PPO())
+    assert sizes == expected
+    sizes.clear()
+    engine.forward_backward(samples, GSPO())
+    assert sizes == 2 * expected  # a loss of whole samples needs the logprobs before it has a gradient

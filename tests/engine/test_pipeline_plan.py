@@ -1,0 +1,28 @@
+"""The number of microbatches of a call suits torch's schedule of the pipeline, whatever the number of samples."""
+
+import pytest
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from rl_actors.engine.packing import plan
+from rl_actors.engine.pipeline import plan_options
+
+
+def num_microbatches(schedule: str, num_ranks: int, num_samples: int) -> int:
+    """The number of microbatches of a call in which each sample fills one."""
+    options = plan_options(get_schedule_class(schedule), num_ranks)
+    limits = {"tokens_per_row": 64, "rows_per_microbatch": 1, "row_multiple": 64, "num_ranks": 1}
+    [microbatches] = plan([64] * num_samples, **limits, **options)
+    return len(microbatches)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_interleaved_stages_take_a_multiple_of_the_ranks(num_ranks):
+    for num_samples in range(1, 3 * num_ranks + 1):
+        rounds = -(-num_samples // num_ranks)
+        assert num_microbatches("Interleaved1F1B", num_ranks, num_samples) == rounds * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_one_stage_a_rank_takes_any_number_from_one_a_rank_on(num_ranks):
+    for num_samples in range(1, 3 * num_ranks + 1):
+        assert num_microbatches("1F1B", num_ranks, num_samples) == max(num_ranks, num_samples)

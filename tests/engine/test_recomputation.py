@@ -1,0 +1,42 @@
+"""How much each policy of activation_checkpointing computes again in the backward pass."""
+
+from collections import Counter
+
+import torch
+from references import random_samples
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MATRIX_PRODUCT, ACTIVATION = torch.ops.aten.mm.default, torch.ops.aten.silu.default
+
+
+class CountedOperators(TorchDispatchMode):
+    """Counts what is computed under it. Values that recomputation kept are not computed again, so they are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.counts[operator] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def counts_of(engine) -> Counter:
+    """Operators of one forward and backward pass."""
+    with CountedOperators() as counted:
+        engine.forward_backward(random_samples([31]), "cross_entropy")
+    return counted.counts
+
+
+def test_each_policy_recomputes_its_share_of_the_five_matrix_products_of_a_block(make_engine):
+    counts = {}
+    for policy in ("none", "products", "selective", "full"):
+        engine = make_engine(activation_checkpointing=policy)
+        counts[policy] = counts_of(engine)
+    num_blocks = engine.config.model.num_hidden_layers
+    again = {}
+    for policy, count in counts.items():
+        count = count - counts["none"]
+        again[policy] = (count[MATRIX_PRODUCT] / num_blocks, count[ACTIVATION] / num_blocks)
+    # The selective policy recomputes every second product.
+    assert again == {"none": (0, 0), "products": (0, 1), "selective": (2, 1), "full": (5, 1)}

@@ -1,0 +1,23 @@
+"""How the engine lays the samples of a call into rows under each `packing` of its config."""
+
+from collections import Counter
+
+import pytest
+from references import random_samples
+
+
+@pytest.mark.parametrize(
+    ("packing", "samples_per_row"),  # of every microbatch
+    [
+        ("packed", [[4]]),
+        ("token_budget", [[1, 1, 1, 1]]),  # 2 full rows of 256 positions are as many as 8 rows of 64
+        ("fixed", [[1, 1], [1, 1]]),
+    ],
+)
+def test_a_call_is_packed_as_the_config_says(make_engine, packing, samples_per_row):
+    engine = make_engine(packing=packing, tokens_per_row=256, rows_per_microbatch=2)
+    found = []
+    for batch in engine._batches(random_samples([9, 10, 11, 12]), ()):
+        rows = Counter(row for _, row, _, _ in batch.spans)
+        found.append([rows[row] for row in range(len(batch.tokens_BL))])
+    assert found == samples_per_row

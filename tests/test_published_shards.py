@@ -1,0 +1,24 @@
+"""Shards of a published tensor are put together by their offsets."""
+
+import pytest
+import torch
+
+from rl_actors.transports.base import assemble
+
+WHOLE = torch.arange(30).view(5, 6)
+
+
+def shards_at(*offsets: tuple[int, int]) -> dict[tuple[int, int], torch.Tensor]:
+    """The parts of WHOLE that begin at these offsets of a grid whose second row is 3 and whose second column is 2."""
+    rows, columns = {0: 3, 3: 2}, {0: 2, 2: 4}
+    return {(row, column): WHOLE[row : row + rows[row], column : column + columns[column]] for row, column in offsets}
+
+
+def test_shards_of_rows_and_columns_make_the_whole_in_any_order():
+    shards = shards_at((3, 2), (0, 0), (3, 0), (0, 2))
+    assert torch.equal(assemble("w", (5, 6), torch.int64, shards), WHOLE)
+
+
+def test_a_tensor_with_a_missing_shard_is_refused_by_name():
+    with pytest.raises(RuntimeError, match="w: the shards hold 22 of 30 values"):
+        assemble("w", (5, 6), torch.int64, shards_at((0, 0), (3, 0), (0, 2)))
