@@ -59,7 +59,7 @@ class PackedBatch:
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to one sample a row [S, T, ...], with zeros behind the sample's end, and back.
+    """Moves values from packed rows [B, L, ...] to one sample a row [S, T, ...], with zeros after the sample's end, and back.
 
     Without samples S is 1 and T is L, so that a loss over nothing still has a shape.
     """
@@ -92,7 +92,7 @@ class RowPerSample:
 
 
 class _Pieces:
-    """The rows of a microbatch as one sequence of pieces. A piece is a sample, or the padding behind the last sample of its row."""
+    """The rows of a microbatch as one sequence of pieces. A piece is a sample, or the padding after the last sample of its row."""
 
     def __init__(self, samples: Sequence[Sample], microbatch: Microbatch) -> None:
         self.shape = (len(microbatch.rows), microbatch.row_length)

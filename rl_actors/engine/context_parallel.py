@@ -80,7 +80,7 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # The ranks' parts come one behind the other; index_BL moves every position to its place in the row.
+            # The ranks' parts come one after the other; index_BL moves every position to its place in the row.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole
@@ -97,6 +97,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """The index as gather and scatter need it for a value of [B, X, ...]: expanded over the dimensions behind X."""
+    """The index as gather and scatter need it for a value of [B, X, ...]: expanded over the dimensions after X."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

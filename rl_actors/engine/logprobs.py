@@ -198,7 +198,7 @@ class _Chunks:
         return total, {}
 
     def joined(self) -> Values:
-        """The values of all chunks, one chunk behind the other."""
+        """The values of all chunks, one chunk after the other."""
         return {name: torch.cat([values[name] for values in self.values], dim=1) for name in self.values[0]}
 
 

@@ -75,7 +75,7 @@ class RouterCounters:
             moe.tokens_per_expert_E.zero_()
 
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """A hook behind the router, which counts the chosen experts of all positions."""
+        """Forward hook of a router: subtracts the padding, before the block counts the chosen experts of all positions."""
         if not moe.training:
             return
         expert_ids_BLK = output[1]
