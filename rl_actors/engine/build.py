@@ -33,7 +33,7 @@ from torchtitan.models.qwen3 import (
 )
 
 from rl_actors.config import ModelConfig, TrainerConfig
-from rl_actors.engine import gpu, lora, recomputation
+from rl_actors.engine import gpu, initial_weights, lora, recomputation
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.context_parallel import RowShards, WholeRows
 from rl_actors.engine.machine import Machine, this_machine
@@ -164,12 +164,14 @@ def build(config: TrainerConfig) -> BuiltModel:
     lora.require_found(whole, config.lora)
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     trained = [name for name, parameter in whole.named_parameters() if parameter.requires_grad]
+    initialisers = initial_weights.take_initialisers(whole)
     stages, modules = _parallelize(whole, model_config, config, training, parallel_dims, device)
     model = LocalModel(modules) if stages else modules[0]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
-    _initialise(modules, device, machine)
-    with torch.no_grad():
-        lora.initialise(model, config.lora.seed)
+    _allocate(modules, device, machine)
+    if not config.hf_path:  # else the weights are loaded
+        initial_weights.draw(initialisers, model, config.seed)
+    lora.initialise(model, config.lora.seed)
     model.train()
     hyperparameters, optimizers = None, NoOptimizers()
     if config.optimizer is not None:
@@ -246,8 +248,8 @@ def _parallelize(
     return stages, [stage.submod for stage in stages]
 
 
-def _initialise(modules: list[nn.Module], device: torch.device, machine: Machine) -> None:
-    """Move the modules to the device, with random weights."""
+def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine) -> None:
+    """Give the modules memory on the device, and initialise their buffers."""
     for module in modules:
         machine.after_parallelize(module)
         wait_for_input(module)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.models.qwen3 import Qwen3Model
@@ -20,6 +20,7 @@ from torchtitan.models.qwen3 import Qwen3Model
 from rl_actors import adapters
 from rl_actors.config import LoRAConfig
 from rl_actors.engine.collectives import whole_tensors
+from rl_actors.engine.initial_weights import assign
 
 ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Tensors under torchtitan's names -> tensors under Hugging Face's names."""
@@ -48,18 +49,16 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
         raise RuntimeError(f"torchtitan trains {sorted(trained ^ found)}, which are not lora_a and lora_b of one layer")
 
 
+@torch.no_grad()
 def initialise(model: nn.Module, seed: int) -> None:
-    """Draw A uniformly as peft does (kaiming, a = sqrt(5)). B is zero already. The values are the same in every layout."""
+    """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every layout."""
     for name, layer in _layers(model):
         # Each layer has its own generator, because a pipeline stage has only some of the layers.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        weight = layer.lora_a.weight.detach()
-        whole = torch.empty(weight.shape)
+        whole = torch.empty(layer.lora_a.weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
-        whole = whole.to(weight.device)
-        if isinstance(weight, DTensor):
-            whole = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.copy_(whole)
+        assign(layer.lora_a.weight, whole)
+        layer.lora_b.weight.zero_()
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -33,6 +33,10 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "balanced experts": (EXPERTS, {"load_balance_coeff": 0.01}),
     "adapters": (UNTIED, {"lora": ADAPTERS}),
     "adapters beside experts": (EXPERTS, {"lora": LoRAConfig(rank=4, train_mlp=False)}),
+    # These have no directory; their weights are drawn from the seed.
+    "tied, drawn": (TIED, {"model": TIED, "seed": 5}),
+    "four blocks, drawn": (FOUR_BLOCKS, {"model": FOUR_BLOCKS, "seed": 5}),
+    "experts, drawn": (EXPERTS, {"model": EXPERTS, "seed": 5}),
 }
 
 

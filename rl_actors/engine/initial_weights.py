@@ -1,0 +1,81 @@
+"""Random weights of a seed: the same in every layout, on a CPU and on a GPU. Reads no Hugging Face directory.
+
+torchtitan's init_weights draws each parameter where it lies. On a CPU mesh DTensor lets every rank draw its shard from the rank's own
+generator; the generators have one seed, so the shards repeat each other. A GPU draws other numbers than a CPU, and each stage of a
+pipeline has a seed of its own. Here every rank draws all parameters of the model on the CPU, from one stream, and keeps its shards of
+the parameters that it holds. The order is torchtitan's, so one process has the numbers that init_weights draws on a CPU.
+
+A rank holds one whole parameter at a time.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.models.common.param_init import skip_param_init
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Initialiser:
+    """torchtitan's initialiser of one parameter."""
+
+    name: str
+    shape: torch.Size  # of the whole parameter
+    initialise: Callable[[Tensor], object]  # in place
+
+
+def take_initialisers(whole: nn.Module) -> list[Initialiser]:
+    """Take the initialisers off a model that is not parallelized yet. Its init_weights then initialises only buffers.
+
+    They come in torchtitan's order as long as only modules without children have parameters, which holds without adapters.
+    """
+    taken: list[Initialiser] = []
+    for prefix, module in whole.named_modules():
+        parameters = dict(module.named_parameters(recurse=False))
+        if not parameters:
+            continue
+        for name, parameter in parameters.items():
+            initialise = module._param_init[name]
+            # A tied embedding is skipped: it has the initialiser of the output projection.
+            if initialise is not skip_param_init:
+                taken.append(Initialiser(name=f"{prefix}.{name}", shape=parameter.shape, initialise=initialise))
+        module._param_init = dict.fromkeys(parameters, skip_param_init)
+    return taken
+
+
+@torch.no_grad()
+def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> None:
+    """Fill the parameters of `model`, this rank's part of the whole model. Raises RuntimeError if a parameter has no initialiser."""
+    held: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        held[canonical_fqn(name)] = parameter
+    undrawn = set(held.values())
+    torch.default_generator.manual_seed(seed)
+    for initialiser in initialisers:
+        # A parameter of another pipeline stage is drawn too, because the next parameter continues the stream.
+        whole = torch.empty(initialiser.shape)
+        initialiser.initialise(whole)
+        if initialiser.name in held:
+            assign(held[initialiser.name], whole)
+            undrawn.discard(held[initialiser.name])
+    if undrawn:
+        names = [name for name, parameter in held.items() if parameter in undrawn]
+        raise RuntimeError(f"torchtitan's model has no initialiser for {', '.join(names)}")
+
+
+def assign(parameter: Tensor, whole: Tensor) -> None:
+    """Copy a whole tensor on the CPU, the same on all ranks, into a parameter. For a DTensor each rank copies only its shard."""
+    held = parameter
+    if isinstance(parameter, DTensor):
+        # distribute_tensor would copy the shard twice, and on a GPU move the whole tensor there first.
+        shape, offsets = compute_local_shape_and_global_offset(
+            parameter.shape, parameter.device_mesh, parameter.placements
+        )
+        for dim, (offset, size) in enumerate(zip(offsets, shape, strict=True)):
+            whole = whole.narrow(dim, offset, size)
+        held = parameter.to_local()
+    held.copy_(whole)
