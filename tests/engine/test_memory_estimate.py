@@ -8,7 +8,6 @@ import torch
 from references import ppo_samples
 from torch.distributed.pipelining.schedules import _get_warmup_ops
 from torch.distributed.tensor import DTensor
-from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
 from rl_actors import PPO, LoRAConfig, ModelConfig, OptimizerConfig, OptimParams, TrainerConfig
 from rl_actors.memory_estimate import _gathered, _held_parts, _under_way, memory
@@ -76,6 +75,9 @@ def test_a_trainer_that_only_infers_holds_neither_gradients_nor_optimizer_state(
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.parametrize(("num_ranks", "less"), [(2, (1, 1)), (3, (1, 1)), (3, (2, 1)), (4, (1, 2)), (4, (0, 0))])
 def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ranks, less, schedule):
+    # Not at the top of the file: the engine sets torchtitan's device before other modules of torchtitan are imported.
+    from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
+
     # With such a large vocabulary the fullest rank is the first or the last.
     config = TrainerConfig(model=replace(MODELS["untied"], num_hidden_layers=14, vocab_size=151_936))
     parallel = config.parallelism
