@@ -1,4 +1,4 @@
-"""Low-rank adapters under peft's names: which modules, which tensors, and the directory that peft and vLLM load. Knows no model.
+"""Low-rank adapters under peft's names: their modules, their tensors, and the directory that peft and vLLM load. Knows no model.
 
 R rank, I inputs and O outputs of a linear layer.
 """
@@ -12,31 +12,40 @@ from torch import Tensor
 
 from rl_actors.config import LoRAConfig
 
-# torchtitan's config of a layer -> the modules that peft calls it; wk and wv are built from one config.
+# torchtitan's config of a layer -> peft's names of its modules. torchtitan builds wk and wv from one config.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
 MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 UNEMBED = {"lm_head": ("lm_head",)}
 
 
 def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
-    """Which layers get adapters: torchtitan's names, and peft's."""
-    parts = ((config.train_attn, ATTENTION), (config.train_mlp, MLP), (config.train_unembed, UNEMBED))
-    return {name: peft_names for wanted, part in parts if wanted for name, peft_names in part.items()}
+    """Layers that get adapters: torchtitan's name -> peft's names."""
+    found: dict[str, tuple[str, ...]] = {}
+    if config.train_attn:
+        found |= ATTENTION
+    if config.train_mlp:
+        found |= MLP
+    if config.train_unembed:
+        found |= UNEMBED
+    return found
 
 
 def modules(config: LoRAConfig) -> list[str]:
-    """The same in peft's names alone: ["q_proj", "k_proj", ...]"""
+    """Layers that get adapters, only by peft's names: ["q_proj", "k_proj", ...]"""
     return [name for names in targets(config).values() for name in names]
 
 
 def names(weight: str) -> tuple[str, str]:
-    """names("lm_head.weight") -> ("base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight"): [R, I] and [O, R]"""
+    """Names of the adapters A [R, I] and B [O, R] of a weight.
+
+    names("lm_head.weight") -> ("base_model.model.lm_head.lora_A.weight", "base_model.model.lm_head.lora_B.weight")
+    """
     module = weight.removesuffix(".weight")
     return f"base_model.model.{module}.lora_A.weight", f"base_model.model.{module}.lora_B.weight"
 
 
 def shapes(config: LoRAConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the adapters, given those of the weights under their Hugging Face names."""
+    """Name and shape of every tensor of the adapters. weights: shapes of the weights by their Hugging Face names."""
     wanted = modules(config)
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in weights.items():
@@ -48,7 +57,7 @@ def shapes(config: LoRAConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *, base: str) -> None:
-    """Write whole tensors into an existing directory, as peft and vLLM read them over the weights of `base`."""
+    """Write whole tensors into an existing directory, in the form in which peft and vLLM load adapters of the weights in `base`."""
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

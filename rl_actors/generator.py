@@ -1,8 +1,7 @@
-"""The generator as a Monarch actor around the real vLLM engine, its model in Hugging Face layout. Any number of callers may call at the same time."""
+"""The generator as a Monarch actor around a vLLM engine, with the model in Hugging Face layout. Many callers may call at the same time."""
 
 import asyncio
 import os
-from typing import Any
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
@@ -12,9 +11,9 @@ from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
-from rl_actors.processes.spawn import probe_here
+from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
-from rl_actors.types import Completion, GeneratorInfo, SamplingParams
+from rl_actors.types import MAX_NAMES_REPORTED, Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import validate_prompts
 from rl_actors.vllm.engine import (
     EngineThread,
@@ -29,18 +28,22 @@ from rl_actors.vllm.engine import (
 
 
 class Generator(Actor):
-    """n samples for many callers; weights are replaced in place. One process, one engine."""
+    """One process with one engine, which samples for many callers. Weights are replaced in place."""
+
+    vocab_size: int  # from setup on
+    expected: dict[str, tuple[int, ...]]  # from setup on: name and shape of every tensor of a pull
 
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
+        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty: none were pulled
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()
 
     @concurrent_endpoint
     @sends_errors
     async def setup(self) -> GeneratorInfo:
-        """Start vLLM on first call."""
+        """Start vLLM on the first call."""
         async with self.setting_up:
             if self._engine is None:
                 route_library_logs("generator")
@@ -63,8 +66,8 @@ class Generator(Actor):
         )
 
     @concurrent_endpoint
-    async def probe(self) -> Any:
-        """A Probe beside this actor."""
+    async def probe(self) -> Probe:
+        """A Probe on the process of this actor."""
         return await probe_here()
 
     @property
@@ -87,10 +90,9 @@ class Generator(Actor):
     async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
         """n completions of every prompt, in order. Many calls may run at the same time.
 
-        Raises ValueError for a prompt that is empty or longer than max_model_len, and for parameters out of range.
+        Raises ValueError for a prompt that is empty or not shorter than max_model_len, and for parameters out of range.
         """
-        limits = {"max_model_len": self.config.max_model_len, "vocab_size": self.vocab_size}
-        validate_prompts(prompts, params, **limits)
+        validate_prompts(prompts, params, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         requests = self.engine.start(prompts, lambda index: vllm_params(params, index), read_completion)
         results = await asyncio.wrap_future(requests)
         return [results[i : i + params.n] for i in range(0, len(results), params.n)]
@@ -98,16 +100,16 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Log probability of every token after the first, given those before it, at temperature 1: float32 [T - 1] each.
+        """Log probability of every token after the first, given the tokens before it, at temperature 1: float32 [T - 1] each.
 
-        Raises ValueError under an adapter of the output projection.
+        Raises ValueError with an unmerged adapter of the output projection.
         """
         from vllm import SamplingParams as VLLMParams
 
         if self.config.lora.syncs_adapter and self.config.lora.train_unembed:
             raise ValueError(
                 'compute_logprobs is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
-                "the output projection to sampled tokens alone; sync them merged"
+                'the output projection only to sampled tokens; set lora.sync="merged"'
             )
         one_token = SamplingParams(max_tokens=1)
         validate_prompts(sequences, one_token, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
@@ -117,9 +119,9 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> int:
-        """Replace the weights, or the adapter, by a published version; a no-op when it is held.
+        """Replace the weights, or the adapter, by a published version. Does nothing if the engine has that version.
 
-        Raises TimeoutError when the version is not published in time, ValueError unless every parameter arrived whole.
+        Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or misshapen.
         """
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
@@ -130,16 +132,14 @@ class Generator(Actor):
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.loaded_version_key = ""  # a load that fails half way leaves no version that is held
+        self.loaded_version_key = ""  # it stays so if the load fails half way
         await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
         self.loaded_version_key = manifest.key
         return version
 
-    loaded_version_key = ""
-
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of a Hugging Face directory of the model; a tied head is not a tensor of its own."""
+    """Name and shape of every tensor in a Hugging Face directory. A tied head is not a tensor of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)
@@ -152,7 +152,9 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """transformers' model stacks the experts of a block, and the outputs of gate and up; directories and pushes name each.
+    """Names and shapes of the single tensors in a parameter of transformers' model.
+
+    That model stacks the experts of a block, and the outputs of gate and up. Directories and pushes have a tensor for each.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}
@@ -167,7 +169,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], manifest: Manifest) -> None:
-    """Raises ValueError listing missing, unknown and misshapen parameters."""
+    """Raises ValueError listing missing, unknown and misshapen parameters, at most MAX_NAMES_REPORTED."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):
@@ -175,6 +177,5 @@ def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...
         if tuple(tensor.shape) != expected[name] or tensor.dtype != dtype or not dtype.is_floating_point:
             wrong.append(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {expected[name]} {dtype}")
     if wrong:
-        raise ValueError(
-            f"version {manifest.version} does not fit the model: {'; '.join(wrong[:10])} ({len(wrong)} in all)"
-        )
+        listed = "; ".join(wrong[:MAX_NAMES_REPORTED])
+        raise ValueError(f"version {manifest.version} does not fit the model: {listed} ({len(wrong)} in all)")

@@ -1,4 +1,4 @@
-"""What an endpoint raises must reach its caller: Monarch ends an actor whose exception cannot be pickled."""
+"""Errors of endpoints in a form that reaches the caller: Monarch ends an actor that raises an exception which cannot be pickled."""
 
 import functools
 import pickle
@@ -11,7 +11,7 @@ from monarch.actor import current_rank
 
 
 def sends_errors(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Leave the rank on what an async method raises, and replace what cannot travel by a RuntimeError with its words."""
+    """Wrap an async method: write the rank on each exception, and replace one that cannot be sent by a RuntimeError with its traceback."""
 
     @functools.wraps(method)
     async def call(self, *args, **kwargs):
@@ -19,14 +19,17 @@ def sends_errors(method: Callable[..., Any]) -> Callable[..., Any]:
             return await method(self, *args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            if not hasattr(error, "rank"):  # a failure that one rank told all others says whose it is
-                sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client tells where it was raised
-            raise sent  # noqa: B904  # `from` would bring the error that cannot travel
+            if not hasattr(
+                error, "rank"
+            ):  # an error of another rank, which that rank sent to all, has the rank already
+                sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client says where it was raised
+            raise sent  # noqa: B904  # `from` would attach the error that cannot be sent
 
     return call
 
 
 def _travels(error: Exception) -> bool:
+    """True if the error can be pickled, and is of the same type when it is read."""
     try:
         return type(pickle.loads(cloudpickle.dumps(error))) is type(error)
     except Exception:

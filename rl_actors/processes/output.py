@@ -1,4 +1,4 @@
-"""Where the words of a process go: fd 1 and 2, logging, warnings. Knows nothing of actors or run folders."""
+"""Routes for the output of a process: fd 1 and 2, logging, warnings. Knows nothing of actors or run folders."""
 
 import atexit
 import ctypes
@@ -17,8 +17,10 @@ from typing import Any
 LOG_VARIABLE = "RL_ACTORS_LOG"
 """Environment variable of an actor's process: the file that holds its output and logs."""
 
+LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
 LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtitan", "transformers", "vllm")
-"""Loggers whose lines go to a file in a process that also runs other people's code."""
+"""Loggers whose lines go to a file in a process that belongs to another program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,15 +40,15 @@ class LogRoute:
 
 @functools.cache
 def default_log_route() -> LogRoute:
-    """Files in a temporary directory that is made once a process. It stays when the process ends: it holds the last words of a crash."""
+    """Files in a temporary directory, which is made once per process. It stays when the process ends, since it has the output of a crash."""
     return LogRoute(directory=Path(tempfile.mkdtemp(prefix="rl_actors_logs_")))
 
 
 def route_library_logs(name: str) -> None:
-    """In a process that this package did not spawn: send the log lines and warnings of LIBRARIES to a file, and nothing else.
+    """Send the log lines and warnings of LIBRARIES to a file, in a process that this package did not spawn.
 
-    The process belongs to somebody else, so its fd 1 and 2, its other loggers and its own warnings stay as they are. Does nothing in
-    a process whose output has a file already.
+    The process belongs to another program, so its fd 1 and 2, its other loggers and its own warnings stay as they are.
+    Does nothing in a process whose output goes to a file already.
     """
     if LOG_VARIABLE in os.environ:
         return
@@ -54,7 +56,7 @@ def route_library_logs(name: str) -> None:
     os.environ[LOG_VARIABLE] = str(path)
     os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM would give its logger a terminal handler again
     handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(LINE))
     for library in LIBRARIES:
         logger = logging.getLogger(library)
         logger.handlers, logger.propagate = [handler], False
@@ -70,11 +72,16 @@ def route_library_logs(name: str) -> None:
 
 
 class RoutedOutput(AbstractContextManager):
-    """`terminal` writes to the stdout of before; `restore()`, leaving `with`, or the end of the process ends it."""
+    """A redirection of fd 1 and 2 to a file. `restore()`, leaving `with`, or the end of the process ends it.
+
+    `terminal` writes to the stdout that fd 1 was before.
+    """
 
     def __init__(self, path: Path, tee_prefix: str | None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._originals, self._done, self._tee = (os.dup(1), os.dup(2)), threading.Event(), None
+        self._originals = (os.dup(1), os.dup(2))
+        self._done = threading.Event()
+        self._tee: threading.Thread | None = None
         self.terminal = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8", errors="replace")
         with path.open("ab") as file:
             if tee_prefix is not None:
@@ -84,18 +91,26 @@ class RoutedOutput(AbstractContextManager):
         atexit.register(self.restore)
 
     def _follow(self, path: Path, start: int, prefix: str) -> None:
-        # Reads the file: a pipe would lose the last words of a crash, and hang native code that fills it under the GIL.
-        partial, last = b"", False
-        with path.open("rb") as file, suppress(OSError):  # OSError: the terminal is gone, the file goes on
+        """Copy new lines of the file to the terminal until the redirection ends.
+
+        It reads the file and not a pipe. A pipe would lose the last output of a crash, and native code that fills a pipe while it holds
+        the GIL would hang.
+        """
+        partial, is_last = b"", False
+        with (
+            path.open("rb") as file,
+            suppress(OSError),
+        ):  # OSError: the terminal is gone; the file still gets everything
             file.seek(start)
-            while not last:
-                last = self._done.wait(0.2)
+            while not is_last:
+                is_last = self._done.wait(0.2)
                 *lines, partial = (partial + file.read()).split(b"\n")
-                lines += [partial] if last and partial else []
+                if is_last and partial:
+                    lines.append(partial)
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """Point fd 1 and 2 back, then show the last teed lines. A second call does nothing."""
+        """Point fd 1 and 2 back, then show the last lines on the terminal. A second call does nothing."""
         if not self._done.is_set():
             _point_output(self._originals)
             self._done.set()
@@ -106,33 +121,40 @@ class RoutedOutput(AbstractContextManager):
 
 
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
-    """Append all that this process and its later children write to fd 1 and 2, C++ and Rust included, to a file.
+    """Append to a file everything that this process and its later children write to fd 1 and 2, also from C++ and Rust.
 
-    route_process_output("trainer-0.log", tee_prefix="[trainer 0] ") shows each line where fd 2 was, too, within 0.2 s.
+    route_process_output("trainer-0.log", tee_prefix="[trainer 0] ") also writes each line to the former fd 2, within 0.2 s.
     """
     return RoutedOutput(Path(path), tee_prefix)
 
 
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
-    """Send the logging and warnings of this process to a file; verbose: also to stderr, `[label]` in front.
+    """Send the log lines and warnings of this process to a file. verbose: also to stderr, after `[label]`.
 
-    Leave verbose False where `route_process_output` tees the same file.
+    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    handlers: list[logging.Handler] = [logging.FileHandler(path), *([logging.StreamHandler()] if verbose else [])]
-    for handler, prefix in zip(handlers, ("", f"[{label}] "), strict=False):
-        handler.setFormatter(logging.Formatter(prefix + "%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    in_file: logging.Handler = logging.FileHandler(path)
+    in_file.setFormatter(logging.Formatter(LINE))
+    handlers = [in_file]
+    if verbose:
+        on_terminal = logging.StreamHandler()
+        on_terminal.setFormatter(logging.Formatter(f"[{label}] {LINE}"))
+        handlers.append(on_terminal)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
-    for logger in logging.root.manager.loggerDict.values():  # libraries with a terminal handler of their own
+    # Some libraries give their logger a handler that writes to the terminal.
+    for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and any(type(h) is logging.StreamHandler for h in logger.handlers):
             logger.handlers, logger.propagate = [], True
 
 
 def _point_output(targets: tuple[int, int]) -> None:
+    """Make fd 1 and 2 copies of the two targets, and flush what was written before."""
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
-        with suppress(AttributeError, ValueError, OSError):  # no stream, a closed one, or not a text file
-            stream.reconfigure(line_buffering=True)  # flushes; and a killed process leaves its words in the file
+        with suppress(AttributeError, ValueError, OSError):  # the stream is None, closed, or no text file
+            # This flushes. Line buffering also leaves the last lines of a killed process in the file.
+            stream.reconfigure(line_buffering=True)
         ctypes.CDLL(None).fflush(None)
         os.dup2(target, fd)

@@ -1,6 +1,6 @@
-"""Processes for actors on this host. Spawning sets up what a rank needs (rendezvous, logs); importing this changes nothing.
+"""Processes for actors on this host. Spawning sets up the rendezvous and the logs of the ranks; importing this module changes nothing.
 
-A process ends with the process that spawned it, within seconds, also after kill -9.
+A spawned process ends within seconds when the process that spawned it ends, also after kill -9.
 """
 
 import asyncio
@@ -13,12 +13,22 @@ import select
 import signal
 import sys
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import monarch.actor
-from monarch.actor import Actor, ProcMesh, default_bootstrap_cmd, endpoint, this_host, this_proc
+from monarch.actor import (
+    Actor,
+    Endpoint,
+    MeshFailure,
+    Point,
+    ProcMesh,
+    default_bootstrap_cmd,
+    endpoint,
+    this_host,
+    this_proc,
+)
 from torch.distributed import TCPStore
 
 from rl_actors.processes import threads
@@ -28,7 +38,7 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 logger = logging.getLogger(__name__)
 
-# A dead process is noticed within seconds instead of Monarch's nine; a value that the user set stays.
+# Monarch notices a dead process after nine seconds; with these values it takes less. A value that the user set stays.
 _SUPERVISION = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
@@ -37,7 +47,7 @@ _SUPERVISION = {
 
 
 class Probe(Actor):
-    """Beside the real actor on each process, because that one does not answer while a call runs."""
+    """Second actor on each process, which answers while a call runs in the first."""
 
     @endpoint
     async def who(self) -> tuple[int, int]:
@@ -45,8 +55,8 @@ class Probe(Actor):
         return int(os.environ["RANK"]), os.getpid()
 
 
-async def probe_here() -> Any:
-    """A Probe on the process of the actor that calls this."""
+async def probe_here() -> Probe:
+    """A Probe on the process of the actor that calls this function."""
     probe = this_proc().spawn(f"probe_{uuid.uuid4().hex[:12]}", Probe)
     await probe.initialized
     return probe
@@ -54,9 +64,11 @@ async def probe_here() -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Process:
+    """A spawned process."""
+
     rank: int
     pid: int
-    handle: int = field(repr=False)  # of pidfd_open: unlike a pid it never comes to mean another process
+    handle: int = field(repr=False)  # from pidfd_open; unlike a pid it is never used again for another process
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
@@ -73,17 +85,19 @@ class Process:
 
 @dataclass(slots=True, kw_only=True)
 class ProcessMesh:
+    """Processes that were spawned together."""
+
     mesh: ProcMesh
-    probe: Any  # Probe actors, one a process
+    probe: Probe  # a mesh of them, one on each process; Monarch types a mesh as its actor
     processes: list[Process]
     # The rendezvous of the ranks lives as long as they do.
     rendezvous: TCPStore = field(repr=False)
 
     async def first_end(self) -> Process:
-        """Wait until one of the processes has ended, whatever ended it."""
+        """Wait until one of the processes has ended, for whatever reason."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
-        handles = {os.dup(process.handle): process for process in self.processes}  # a loop takes one reader a handle
+        handles = {os.dup(process.handle): process for process in self.processes}  # a loop takes one reader per handle
 
         def tell(process: Process) -> None:
             if not first.done():
@@ -101,7 +115,7 @@ class ProcessMesh:
     async def stop(self) -> None:
         """End the processes; a second call does nothing."""
         processes, self.processes = self.processes, []
-        # Monarch would wait for the goodbye of one that ended before.
+        # Monarch would wait for an answer of a process that has ended already.
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
             for process in processes:
                 process.kill()
@@ -122,8 +136,8 @@ async def spawn_processes(
 ) -> ProcessMesh:
     """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
 
-    The rendezvous store is bound here, on a port that the system chose, so that no rank can find it taken.
-    Raises TimeoutError when they are not up within START_TIMEOUT.
+    The rendezvous store is bound here, on a port that the system chose, so no rank can find the port taken.
+    Raises TimeoutError if the processes are not up within START_TIMEOUT.
     """
     _prepare_this_process()
     rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -132,20 +146,23 @@ async def spawn_processes(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rendezvous.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of our store
-        # Losses and actors of the caller's modules can be imported there: a rank that cannot read a message ends.
+        # The ranks import losses and actors from the caller's modules: a rank that cannot unpickle a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        "PYTHONFAULTHANDLER": "1",  # a process that a library ends says where it was
+        "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
         "MALLOC_ARENA_MAX": "1",  # threads.keep_memory works in the main arena only
         **threads.gpu_environment(),
         **(env or {}),
     }
 
-    def command(point):
-        # The last is for people who look at a process list.
-        rank = {"RANK": str(point.rank), "LOCAL_RANK": str(point["gpus"]), "RL_ACTORS_PROCESS": f"{name}-{point.rank}"}
+    def command(point: Point):
+        of_rank = {
+            "RANK": str(point.rank),
+            "LOCAL_RANK": str(point["gpus"]),
+            "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # also for people who look at a process list
+        }
         if logs is not None:
-            rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
-        return default_bootstrap_cmd().with_env({**common, **rank})
+            of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
+        return default_bootstrap_cmd().with_env({**common, **of_rank})
 
     bootstrap = functools.partial(_prepare_rank, name, logs)
     mesh = this_host().spawn_procs(
@@ -160,13 +177,16 @@ async def spawn_processes(
     return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
 
 
-async def collect(endpoint: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """The answers as they come, and the first error at once: other ranks may wait in a collective for the one that failed."""
+async def collect(endpoint: Endpoint[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """All ranks' answers, in the order in which they come.
+
+    Raises the first error at once, because other ranks may wait in a collective for the rank that failed.
+    """
     return [await answer for answer in endpoint.stream(*args, **kwargs)]
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
-    # A terminal sends Ctrl-C to all processes of the program; its own answers it and, when it ends, the ranks end.
+    # A terminal sends Ctrl-C to all processes of the program. Only the spawning process answers it, and the ranks end when it ends.
     ctypes.CDLL(None).signal(signal.SIGINT, ctypes.c_void_p(signal.SIG_IGN))
     if logs is not None:
         rank = int(os.environ["RANK"])
@@ -178,7 +198,7 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
 def _prepare_this_process() -> None:
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch's own hook ends this process when any actor dies; the caller of a dead actor gets an exception anyway.
+    # Monarch's hook ends this process when any actor dies. It is not needed: a call to a dead actor raises an exception.
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 
@@ -186,9 +206,10 @@ def _prepare_this_process() -> None:
 _DEFAULT_HOOK = monarch.actor.unhandled_fault_hook
 
 
-def _log_fault(failure) -> None:
+def _log_fault(failure: MeshFailure) -> None:
     logger.warning("an actor failed: %s", failure)
 
 
-async def _future(future):
+async def _future(future: Awaitable[Any]) -> Any:
+    """The result of a Monarch future, as a coroutine."""
     return await future

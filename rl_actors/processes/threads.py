@@ -1,6 +1,6 @@
 """Host threads and memory of a process that computes on a CPU, and host threads of a process beside a GPU.
 
-A CPU process gets exact vector functions, keeps its memory, and has one pool of workers.
+A CPU process gets accurate vector functions, keeps its memory, and has one pool of worker threads.
 
 MKL's vector functions choose their kernel at their first call. Threads that make this call together may get a kernel of low accuracy.
 PyTorch 2.13 splits the first large cos or exp of a process among threads. One process in fifty then kept a rotary embedding
@@ -23,14 +23,14 @@ HOST_THREADS = 4
 
 
 def prepare_cpu_process() -> None:
-    """Call it from the one thread that is to compute with several cores, once it has set how many."""
+    """Set up the process. Call it from the one thread that will compute with several cores, after setting the number of threads."""
     choose_kernels()
     keep_memory()
     keep_one_pool()
 
 
 def choose_kernels() -> None:
-    """Make the first calls from this thread alone."""
+    """Call every vector function once, from one thread, so that each gets its accurate kernel."""
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
         for name in VECTOR_FUNCTIONS:
@@ -38,31 +38,36 @@ def choose_kernels() -> None:
 
 
 def keep_memory() -> None:
-    """glibc gives activations back to the system after every step, and a fifth of the next one is page faults."""
+    """Keep freed memory in the process.
+
+    By default glibc gives the memory of activations back to the system after every step. A fifth of the next step then is page faults.
+    """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
     libc.mallopt(M_TRIM_THRESHOLD, 1 << 30)
 
 
 def keep_one_pool() -> None:
-    """Other threads that compute, such as gloo's, do it alone: OpenMP makes a pool of workers for each thread that does not.
+    """Let every other thread, such as gloo's, compute without workers.
 
-    With more workers than cores libgomp lets all of them sleep between two kernels. A checkpoint's collectives made such a pool,
-    and from then on a step took twice the time.
+    OpenMP makes a pool of workers for each thread that computes with more than one. With more workers than cores libgomp lets all of
+    them sleep between two kernels. A checkpoint's collectives made such a pool, and from then on a step took twice the time.
     """
-    torch.set_num_threads(torch.get_num_threads())  # this thread's own number, which the next line leaves alone
+    # This fixes the number of this thread. The other thread below changes only the default for threads that have none of their own.
+    torch.set_num_threads(torch.get_num_threads())
     other = threading.Thread(target=torch.set_num_threads, args=(1,))
     other.start()
     other.join()
 
 
 def gpu_environment() -> dict[str, str]:
-    """Environment of a new process on this machine that computes on a GPU; empty without a GPU. A user's own OMP_NUM_THREADS stands."""
-    beside_gpu = torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ
-    return {"OMP_NUM_THREADS": str(HOST_THREADS)} if beside_gpu else {}
+    """Environment that limits the host threads of a new process beside a GPU. Empty without a GPU, or if the user set OMP_NUM_THREADS."""
+    if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        return {"OMP_NUM_THREADS": str(HOST_THREADS)}
+    return {}
 
 
 def prepare_gpu_process() -> None:
-    """Limit the host threads of a process that somebody else started. Call it from the thread that will compute."""
+    """Limit the host threads of a process that another program started. Call it from the thread that will compute."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(HOST_THREADS, torch.get_num_threads()))

@@ -1,13 +1,13 @@
-"""How weights get from a trainer's ranks to generators: versions, commit and completeness. The bytes travel in the subclasses.
+"""Weights on their way from a trainer's ranks to generators: versions, commit and completeness. Subclasses of Transport move the bytes.
 
-A version is published in two moments: every rank puts its shards, and only when all have, rank 0 writes the manifest.
-What has no manifest cannot be read, so an interrupted push is never seen as whole.
+A version is published in two steps. First every rank puts its shards. When all ranks have done so, rank 0 writes the manifest.
+Tensors without a manifest cannot be read, so an interrupted push is never taken for a whole one.
 """
 
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 POLL_SECONDS = 0.05
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""What generators compute in, widest first."""
+"""dtypes in which generators compute, widest first."""
+
+Gather = Callable[[Any], list[Any]]
+"""A collective: gives every rank the values of all ranks, in the order of the ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What was published under (stream, version); a stream is one lineage of versions, so that a rollback cannot meet an older 7."""
+    """Names, shapes and dtypes of one published version.
+
+    A stream is one lineage of versions: a trainer that went back to version 6 publishes another version 7 than before.
+    """
 
     stream: str
     version: int
@@ -35,17 +41,17 @@ class Manifest:
 
 
 class Transport(ABC):
-    """A picklable handle that trainer and generator actors share. Who makes it opens and closes it."""
+    """A picklable handle that trainer and generator actors share. The process that made it opens and closes it."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
-        """Start what the transport needs, once, from the process that owns it."""
+        """Start the processes or create the directories of the transport: once, in the process that made it."""
 
     async def close(self) -> None:  # noqa: B027
-        """Stop and remove what open made."""
+        """Stop and remove what `open` started and created."""
 
     @abstractmethod
     async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Put this rank's shards of DTensors, and whole plain tensors."""
+        """Put this rank's shards of DTensors, and plain tensors whole."""
 
     @abstractmethod
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
@@ -53,11 +59,11 @@ class Transport(ABC):
 
     @abstractmethod
     async def put_object(self, key: str, value: Any) -> None:
-        """Put a small picklable value, replacing the former at once."""
+        """Put a small picklable value. It replaces the former value at once."""
 
     @abstractmethod
     async def get_object(self, key: str) -> Any | None:
-        """The value, or None when there is none."""
+        """The value, or None if there is none."""
 
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
@@ -65,12 +71,12 @@ class Transport(ABC):
 
 
 async def announce(transport: Transport, dtype: str) -> None:
-    """A generator of this dtype will pull."""
+    """Say that a generator of this dtype will pull."""
     await transport.put_object(f"generators/{dtype}", True)
 
 
 async def transfer_dtype(transport: Transport) -> torch.dtype:
-    """What pushes are cast to: the widest dtype that a generator announced, float32 before any has."""
+    """dtype of a push: the widest that a generator announced. It is float32 before any generator has announced one."""
     for name, dtype in DTYPES.items():
         if await transport.get_object(f"generators/{name}"):
             return dtype
@@ -78,62 +84,66 @@ async def transfer_dtype(transport: Transport) -> torch.dtype:
 
 
 async def publish(
-    transport: Transport,
-    tensors: Mapping[str, Tensor],
-    *,
-    stream: str,
-    version: int,
-    rank: int,
-    gather: Callable[[Any], list[Any]],
+    transport: Transport, tensors: Mapping[str, Tensor], *, stream: str, version: int, rank: int, gather: Gather
 ) -> Manifest:
-    """Put this rank's part of a version; called on every rank. `gather` gives every rank's value to every rank.
+    """Put this rank's part of a version. Every rank calls it.
 
-    Raises RuntimeError naming the rank and its error when another rank failed; then the version stays unreadable.
+    Raises the error of this rank, or RuntimeError naming the ranks that failed and their errors. The version then stays unreadable.
     """
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
-    # Under pipeline parallelism the ranks of a stage have names of their own.
-    everywhere = {name: spec for of_rank in gather(shapes) for name, spec in of_rank.items()}
+    everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for of_rank in gather(shapes):  # under pipeline parallelism each stage's ranks have other names
+        everywhere |= of_rank
     manifest = Manifest(stream=stream, version=version, tensors=everywhere)
-
-    async def put_shards() -> None:
-        await transport.put_tensors(manifest.key, tensors, rank)
-
-    async def commit() -> None:
-        if rank == 0:
-            await transport.put_object(f"{manifest.key}/manifest", manifest)
-            await transport.put_object("latest", (stream, version))
-
-    for part in (put_shards, commit):
-        failure: Exception | None = None
-        try:
-            await part()
-        except Exception as error:
-            failure = error
-        failures = [f"rank {r}: {text}" for r, text in enumerate(gather(repr(failure) if failure else "")) if text]
-        if failures:
-            raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
+    await _on_all_ranks(transport.put_tensors(manifest.key, tensors, rank), version, gather)
+    await _on_all_ranks(_commit(transport, manifest, rank), version, gather)
     return manifest
 
 
-async def find(transport: Transport, version: int, timeout: float) -> Manifest:
-    """Wait until `version` of the newest stream is published; its tensors are whole then.
+async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
+    """Rank 0 makes the version readable."""
+    if rank == 0:
+        await transport.put_object(f"{manifest.key}/manifest", manifest)
+        await transport.put_object("latest", (manifest.stream, manifest.version))
 
-    Raises TimeoutError naming the version and the newest one there is.
+
+async def _on_all_ranks(work: Awaitable[None], version: int, gather: Gather) -> None:
+    """Await this rank's work, then raise on every rank if the work of any rank failed."""
+    failure: Exception | None = None
+    try:
+        await work
+    except Exception as error:
+        failure = error
+    failures = []
+    for rank, text in enumerate(gather(repr(failure) if failure else "")):
+        if text:
+            failures.append(f"rank {rank}: {text}")
+    if failures:
+        raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
+
+
+async def find(transport: Transport, version: int, timeout: float) -> Manifest:
+    """Wait until `version` of the newest stream is published. All its tensors are there then.
+
+    Raises TimeoutError naming the version and the newest one.
     """
     deadline = time.monotonic() + timeout
     while True:
+        newest = "nothing was published yet"
         latest = await transport.get_object("latest")
-        manifest = await transport.get_object(f"{latest[0]}/{version}/manifest") if latest else None
-        if manifest is not None:
-            return manifest
+        if latest is not None:
+            stream, newest_version = latest
+            manifest = await transport.get_object(f"{stream}/{version}/manifest")
+            if manifest is not None:
+                return manifest
+            newest = f"the newest is {newest_version}"
         if time.monotonic() > deadline:
-            newest = f"the newest is {latest[1]}" if latest else "nothing was published yet"
             raise TimeoutError(f"pull: version {version} was not published within {timeout:g} s; {newest}")
         await asyncio.sleep(POLL_SECONDS)
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part on the CPU and its offset in the whole."""
+    """This rank's part of a tensor, on the CPU, and its offset in the whole."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu(), (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -141,13 +151,14 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put shards together by offset; equal offsets are replicas and were given once.
+    """Put shards together by their offsets. Replicas have the same offset, of which the caller gives one.
 
-    Raises RuntimeError when the shards do not cover the tensor.
+    Raises RuntimeError if the shards do not cover the tensor.
     """
     whole = torch.empty(shape, dtype=dtype)
     for offset, shard in shards.items():
-        whole[tuple(slice(o, o + n) for o, n in zip(offset, shard.shape, strict=True))] = shard
+        region = tuple(slice(start, start + size) for start, size in zip(offset, shard.shape, strict=True))
+        whole[region] = shard
     covered = sum(shard.numel() for shard in shards.values())
     if covered != whole.numel():
         raise RuntimeError(f"{name}: the shards hold {covered} of {whole.numel()} values")

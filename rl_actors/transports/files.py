@@ -1,4 +1,4 @@
-"""Weights through safetensors files in a directory that all processes see: a debugging aid, and the way to hosts that share only a disk."""
+"""Weights through safetensors files in a directory that all processes see: for debugging, and for hosts that share only a disk."""
 
 import asyncio
 import json
@@ -19,9 +19,9 @@ from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
 
 
 class FilesTransport(Transport):
-    """One file a rank and version; the offsets of its shards stand in the file's metadata.
+    """One file per rank and version. The metadata of a file holds the offsets of its shards.
 
-    Closing removes the directory when opening made it.
+    `close` removes the directory if `open` created it.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -46,7 +46,7 @@ class FilesTransport(Transport):
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Copies: tied or sliced tensors may share storage, which safetensors refuses.
+        # safetensors refuses tensors that share storage, as tied or sliced ones may, so these are copies.
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 
@@ -64,9 +64,9 @@ class FilesTransport(Transport):
     async def put_object(self, key: str, value: Any) -> None:
         file = self.directory / f"{key}.pickle"
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")  # two may put the same
+        partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")  # two processes may put the same key
         partial.write_bytes(pickle.dumps(value))
-        partial.rename(file)  # a reader sees the former value or this one
+        partial.rename(file)  # at once: a reader sees the former value or this one
 
     async def get_object(self, key: str) -> Any | None:
         file = self.directory / f"{key}.pickle"

@@ -1,4 +1,4 @@
-"""The fake that ships: a dictionary in one actor. For tests and for reading; every byte goes through Monarch's message queue."""
+"""The simplest transport: a dictionary in one actor. For tests and for reading; every byte goes through Monarch's message queue."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,6 +12,8 @@ from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
 
 
 class MemoryStore(Actor):
+    """Objects by key, and shards by key and offset."""
+
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
         self.shards: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
@@ -41,8 +43,11 @@ class MemoryStore(Actor):
 
 
 class MemoryTransport(Transport):
+    """Weights in a MemoryStore, which `open` starts in a process of its own."""
+
+    store: MemoryStore  # a mesh of one, from `open` on; Monarch types a mesh as its actor
+
     def __init__(self) -> None:
-        self.store: Any = None
         self._processes: ProcessMesh | None = None
 
     def __getstate__(self) -> dict:

@@ -1,38 +1,39 @@
-"""The versions that one trainer publishes: when one goes out, in which dtype, under which stream, and when an old one is deleted.
+"""Versions that one trainer publishes: the moment, the dtype and the stream of each, and the deletion of old ones.
 
-base.py knows how a version is put into a transport. Moves no bytes.
+Moves no bytes: base.py puts a version into a transport.
 """
 
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_actors.transports.base import Manifest, Transport, publish, transfer_dtype
+from rl_actors.transports.base import Gather, Manifest, Transport, publish, transfer_dtype
 
 VERSIONS_KEPT = 2
 
 
 class Publisher:
-    """Publishes each version once and keeps the newest VERSIONS_KEPT. Every rank of a trainer has one, and all make the same calls."""
+    """Publishes each version once and keeps the newest VERSIONS_KEPT.
 
-    def __init__(self, transport: Transport, *, rank: int, gather: Callable[[Any], list[Any]]) -> None:
-        """gather: a collective that gives every rank's value to every rank, by rank."""
+    Every rank of a trainer has a Publisher, and all ranks make the same calls.
+    """
+
+    def __init__(self, transport: Transport, *, rank: int, gather: Gather) -> None:
         self.transport, self.rank, self.gather = transport, rank, gather
         self.published: list[Manifest] = []
         self.dtype: torch.dtype | None = None  # of the versions of this stream
         self.start_stream()
 
     def start_stream(self) -> None:
-        """Begin a new lineage of versions, with the same name on all ranks. A version that is out can then go out again."""
+        """Begin a new lineage of versions, with the same name on all ranks. A version that was published can then be published again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]) -> None:
         """Publish what make_weights(dtype) returns, in the widest dtype that a generator of the transport computes in.
 
-        Does nothing when the version is out in that dtype.
+        Does nothing if the version was published in that dtype.
         """
         dtype = self.gather(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
         if dtype != self.dtype:
@@ -40,8 +41,15 @@ class Publisher:
             self.start_stream()
         if any(manifest.stream == self.stream and manifest.version == version for manifest in self.published):
             return
-        names = {"stream": self.stream, "version": version, "rank": self.rank}
-        self.published.append(await publish(self.transport, make_weights(dtype), **names, gather=self.gather))
+        manifest = await publish(
+            self.transport,
+            make_weights(dtype),
+            stream=self.stream,
+            version=version,
+            rank=self.rank,
+            gather=self.gather,
+        )
+        self.published.append(manifest)
         while len(self.published) > VERSIONS_KEPT:
             expired = self.published.pop(0)
             if self.rank == 0:

@@ -1,13 +1,14 @@
 """Weights through torchstore, the default. The store lives in a process of its own, or where the caller initialized it.
 
-A newer torchstore, whose controller works under this Monarch, needs only the line that sets `torchstore.api.Controller` removed.
+The controller of torchstore 0.1.2 does not work under Monarch 0.7, so this module replaces `torchstore.api.Controller`. Remove the line
+that does so once torchstore has a controller that works.
 """
 
 import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torchstore
@@ -24,7 +25,9 @@ SHUTDOWN_TIMEOUT = 5.0
 logger = logging.getLogger(__name__)
 
 
-def _asynchronous(method):
+def _asynchronous(method: Callable[..., Any]) -> EndpointProperty:
+    """An asynchronous endpoint that runs a synchronous method."""
+
     async def call(self, *args, **kwargs):
         return method(self, *args, **kwargs)
 
@@ -32,18 +35,24 @@ def _asynchronous(method):
     return endpoint(call)
 
 
+def _asynchronous_endpoints() -> dict[str, EndpointProperty]:
+    """Asynchronous versions of the synchronous endpoints of torchstore's controller."""
+    found = {}
+    for name, attribute in vars(torchstore.controller.Controller).items():
+        if isinstance(attribute, EndpointProperty) and not inspect.iscoroutinefunction(attribute._method):
+            found[name] = _asynchronous(attribute._method)
+    return found
+
+
 # torchstore 0.1.2 mixes synchronous and asynchronous endpoints in one actor, which Monarch 0.7 refuses.
-_SYNCHRONOUS = {
-    name: _asynchronous(attribute._method)
-    for name, attribute in vars(torchstore.controller.Controller).items()
-    if isinstance(attribute, EndpointProperty) and not inspect.iscoroutinefunction(attribute._method)
-}
-AsyncController = type("AsyncController", (torchstore.controller.Controller,), {"__module__": __name__, **_SYNCHRONOUS})
+AsyncController = type(
+    "AsyncController", (torchstore.controller.Controller,), {"__module__": __name__, **_asynchronous_endpoints()}
+)
 torchstore.api.Controller = AsyncController
 
 
 class TorchStoreTransport(Transport):
-    """TorchStoreTransport() starts a store of its own when opened; TorchStoreTransport(store_name) uses one that the caller initialized."""
+    """Weights in a torchstore: TorchStoreTransport() starts one when it is opened, TorchStoreTransport(store_name) uses the caller's."""
 
     def __init__(self, store_name: str | None = None) -> None:
         self.owns_store = store_name is None
@@ -63,7 +72,7 @@ class TorchStoreTransport(Transport):
             processes, self._processes = self._processes, None
             try:
                 await asyncio.wait_for(torchstore.shutdown(self.store_name), SHUTDOWN_TIMEOUT)
-            except Exception as error:  # a store that died cannot say goodbye; its processes still end
+            except Exception as error:  # a dead store does not answer; its processes are stopped all the same
                 logger.info("shutting down torchstore: %r", error)
             finally:
                 await processes.stop()

@@ -1,24 +1,28 @@
-"""Everything of the generator's vLLM that only a CPU needs: its threads, its options, what a reload of weights leaves out. gpu.py has the same names."""
+"""The part of the generator's vLLM that only a CPU needs: threads, options, repairs after a reload. gpu.py has the same names."""
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rl_actors.config import GeneratorConfig
 from rl_actors.processes import threads
 
-# Helper kernels compiled at first use would cost twelve seconds.
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm import LLMEngine
+
+# Compiling helper kernels at their first use would take twelve seconds.
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Prompt tokens of one step; what runs beside them waits for it."""
+"""Prompt tokens of one step. Running requests wait until the step is done."""
 
 SPARSE_MODEL_TYPE = "qwen3_moe"
 """model_type in the config.json of a mixture of experts."""
 
 
 def require_possible(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason for what vLLM 0.32 cannot do on a CPU."""
+    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot do this on a CPU."""
     if config.lora.syncs_adapter and config.model.num_experts:
         raise ValueError(
             f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
@@ -31,7 +35,7 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, Any]:
-    """vLLM's arguments; call it on the thread that is to run the engine."""
+    """vLLM's arguments. Call it on the thread that will run the engine, since it also sets up the process."""
     from vllm.platforms import current_platform
 
     threads.prepare_cpu_process()
@@ -46,17 +50,18 @@ def options(config: GeneratorConfig) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def reloading(engine: Any) -> Iterator[None]:
-    """Around a reload of all weights: kernels compute with weights packed from the model's."""
+def reloading(engine: "LLMEngine") -> Iterator[None]:
+    """Context of a reload of all weights. vLLM's kernels on a CPU compute with packed copies, which a reload must renew."""
     engine.apply_model(_forget_packed_experts)
     yield
     engine.apply_model(_repack_tied_head)
 
 
-def _forget_packed_experts(model: Any) -> None:
-    """vLLM packs the experts of a block only while it makes their kernel; without one a reload makes it again.
+def _forget_packed_experts(model: "nn.Module") -> None:
+    """Drop the expert kernels, so that a reload rebuilds them.
 
-    With one it puts the weights unpacked where the kernel reads packed ones, or fails where packing had padded them.
+    vLLM packs expert weights only when it builds the kernel. With an old kernel in place a reload would write unpacked weights where
+    packed ones are read, or fail on their padding.
     """
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return
@@ -67,7 +72,7 @@ def _forget_packed_experts(model: Any) -> None:
         method.moe_kernel = None
 
 
-def _repack_tied_head(model: Any) -> None:
-    """A reload leaves the kernel of a tied head with the weights it was packed from at start."""
+def _repack_tied_head(model: "nn.Module") -> None:
+    """Pack a tied head again. A reload leaves its kernel with the weights from before."""
     if model.config.tie_word_embeddings:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

@@ -1,4 +1,4 @@
-"""vLLM in this process: one thread owns the engine, callers wait on futures. Knows no actors and no transports."""
+"""vLLM in this process: one thread owns the engine, and callers wait on futures. Knows no actors and no transports."""
 
 import contextlib
 import os
@@ -8,9 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -20,30 +20,55 @@ from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.types import Completion, SamplingParams
 from rl_actors.vllm import cpu, gpu
 
+if TYPE_CHECKING:
+    from vllm import LLMEngine, RequestOutput
+    from vllm import SamplingParams as VLLMParams
+    from vllm.lora.request import LoRARequest
+
+T = TypeVar("T")
+
 NO_VERSION = -1
 """policy_version of weights that were not pulled."""
 
 # The engine must share the actor's process.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # read as vLLM's modules are imported
+BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
 
 
-def this_machine() -> ModuleType:
-    """vllm/gpu.py or vllm/cpu.py: what differs between the machines is theirs."""
-    return gpu if torch.cuda.is_available() else cpu
+class Machine(Protocol):
+    """The names that cpu.py and gpu.py share. The two modules are its implementations."""
+
+    ENV: dict[str, str]  # environment of vLLM's process
+
+    def require_possible(self, config: GeneratorConfig) -> None:
+        """Raises ValueError naming the value and the reason if vLLM cannot do this on the machine."""
+
+    def options(self, config: GeneratorConfig) -> dict[str, Any]:
+        """vLLM's arguments for the machine. Also sets up the process."""
+
+    def reloading(self, engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
+        """Context of a reload of all weights."""
 
 
-def start_vllm(config: GeneratorConfig) -> Any:
-    """An LLMEngine in this process: on the weights of config.hf_path, else on random ones until the first pull.
+def this_machine() -> Machine:
+    """vllm/gpu.py if torch sees a GPU, else vllm/cpu.py."""
+    if torch.cuda.is_available():
+        return gpu
+    return cpu
+
+
+def start_vllm(config: GeneratorConfig) -> "LLMEngine":
+    """Start an LLMEngine in this process: on the weights of config.hf_path, or on random ones until the first pull.
 
     Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that it does not have there.
     """
-    this_machine().require_possible(config)
-    os.environ.update(ENGINE_ENV | this_machine().ENV)
+    machine = this_machine()
+    machine.require_possible(config)
+    os.environ.update(ENGINE_ENV | machine.ENV)
     if config.batch_invariant:
         os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory:
-        return _llm_engine(config, directory)
+        return _llm_engine(config, directory, machine)
 
 
 @contextlib.contextmanager
@@ -57,9 +82,12 @@ def model_directory(config: GeneratorConfig) -> Iterator[str]:
         yield directory
 
 
-def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
+def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "LLMEngine":
     from vllm import EngineArgs, LLMEngine
 
+    options = machine.options(config)
+    if config.lora.syncs_adapter:
+        options |= adapter_options(config.lora)
     args = EngineArgs(
         model=directory,
         skip_tokenizer_init=True,
@@ -67,18 +95,17 @@ def _llm_engine(config: GeneratorConfig, directory: str) -> Any:
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # log_softmax(logits / temperature) after top-p and top-k: the distribution that was sampled from
+        # These are log_softmax(logits / temperature) after top-p and top-k: logprobs of the distribution that was sampled from.
         logprobs_mode="processed_logprobs",
         seed=config.seed,
         disable_log_stats=True,
-        **this_machine().options(config),
-        **(adapter_options(config.lora) if config.lora.syncs_adapter else {}),
+        **options,
     )
     return LLMEngine.from_engine_args(args)
 
 
 def adapter_options(config: LoRAConfig) -> dict[str, Any]:
-    """vLLM's arguments for one adapter at a time, of these modules alone."""
+    """vLLM's arguments for one adapter at a time, only on the modules of the config."""
     from vllm.config.lora import MaxLoRARanks
 
     return {
@@ -90,131 +117,145 @@ def adapter_options(config: LoRAConfig) -> dict[str, Any]:
 
 
 class WholeWeights:
-    """What a pull brings is every parameter."""
+    """A pull replaces every parameter of the model."""
 
-    request = None
+    request: "LoRARequest | None" = None
 
-    def begin(self, engine: Any) -> None:
-        """Leave the weights that the engine was started with."""
+    def begin(self, engine: "LLMEngine") -> None:
+        """Leave the weights with which the engine was started."""
 
-    def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
         with this_machine().reloading(engine):
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
 
 
 class OneAdapter:
-    """What a pull brings is the adapter that every request uses; the weights under it stay."""
+    """A pull replaces the adapter that every request uses. The weights under it stay."""
 
-    request: Any = None
+    request: "LoRARequest | None" = None
 
     def __init__(self, config: GeneratorConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """shapes: name and shape of every tensor of the adapter."""
         self.config = config
         self.shapes = shapes
 
-    def begin(self, engine: Any) -> None:
-        """An adapter of zeros: a request that runs during the first pull is to go on under what is pulled."""
+    def begin(self, engine: "LLMEngine") -> None:
+        """Load an adapter of zeros, so that requests from before the first pull refer to it and continue with the pulled weights."""
         self.load(engine, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
-        self.request = _adapter_request("loaded")  # by its number; vLLM reads the path of what is not loaded alone
+        # vLLM finds a loaded adapter by its id. It reads the path only of one that is not loaded.
+        self.request = _adapter_request("loaded")
 
-    def load(self, engine: Any, tensors: Mapping[str, Tensor]) -> None:
+    def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
         with tempfile.TemporaryDirectory(prefix="rl_actors_adapter_") as directory:
             adapters.write(Path(directory), tensors, self.config.lora, base=self.config.hf_path)
             engine.add_lora(_adapter_request(directory, load_inplace=True))
 
 
-def _adapter_request(path: str, **options: bool) -> Any:
+def _adapter_request(path: str, **options: bool) -> "LoRARequest":
     from vllm.lora.request import LoRARequest
 
     return LoRARequest("adapter", 1, path, **options)
 
 
 @dataclass(slots=True, kw_only=True)
-class GenerateCall:
-    """One generate or compute_logprobs call: its requests finish in any order, its future when all have."""
+class GenerateCall(Generic[T]):
+    """One generate or compute_logprobs call. Its requests finish in any order; its future gets the results when all have finished."""
 
-    future: Future
-    results: list[Any]
-    num_open: int
+    future: "Future[list[T]]"
+    results: list[Any]  # by request: a T, or None until the request has finished
+    num_open: int  # requests that have not finished
 
 
 @dataclass(slots=True, kw_only=True)
-class _Request:
-    call: GenerateCall
+class _Request(Generic[T]):
+    """One request of a call: vLLM makes one completion or one list of logprobs for it."""
+
+    call: GenerateCall[T]
     index: int  # in call.results
-    read: Callable[[Any, "_Request"], Any]  # vLLM's output -> the result
-    versions: list[tuple[int, int]] = field(default_factory=list)  # (first token, policy_version) of each stretch
+    read: "Callable[[RequestOutput, _Request[T]], T]"  # turns vLLM's output into the result
+    # (index of the first token, policy_version) of each stretch of tokens that one version produced
+    versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 class EngineThread:
     """An LLMEngine and the one thread that may touch it.
 
-    The thread also starts the engine: OpenMP keeps a pool of threads for each thread that computes, and with two pools on the
-    same cores it lets workers sleep between kernels.
+    The thread also starts the engine, because OpenMP keeps a pool of workers for each thread that computes. With two pools on the
+    same cores the workers sleep between kernels.
     """
 
-    def __init__(self, start: Callable[[], Any], weights: WholeWeights | OneAdapter) -> None:
-        """Wait until `start` has made the engine. Raises what it raises."""
-        self.engine: Any = None
+    engine: "LLMEngine"
+
+    def __init__(self, start: Callable[[], "LLMEngine"], weights: WholeWeights | OneAdapter) -> None:
+        """Wait until `start` has made the engine. Raises the error of `start`."""
         self.weights = weights
         self.version = NO_VERSION
-        self.requests: dict[str, _Request] = {}
+        self.requests: dict[str, _Request[Any]] = {}  # by id, those that have not finished
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.num_started = 0
+        self.num_started = 0  # requests
         self.failure: BaseException | None = None
-        started: Future = Future()
+        started: Future[None] = Future()
         threading.Thread(target=self._run, args=(start, started), name="vllm", daemon=True).start()
         started.result()
 
-    def submit(self, function: Callable[[], Any]) -> Future:
+    def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on the engine's thread between two steps."""
         self._require_alive()
-        future = _running_future()
-
-        def command() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self.commands.put(command)
+        future: Future[T] = _running_future()
+        self.commands.put(partial(_run_into, future, function))
         return future
 
-    def start(self, prompts: Sequence[Sequence[int]], make_params: Callable[[int], list[Any]], read) -> Future:
-        """Start all requests of a call; its future gets their results in order, or the first error."""
+    def start(
+        self,
+        prompts: Sequence[Sequence[int]],
+        make_params: Callable[[int], list["VLLMParams"]],
+        read: Callable[["RequestOutput", _Request[T]], T],
+    ) -> "Future[list[T]]":
+        """Start all requests of a call. Its future gets their results in order, or the first error.
+
+        make_params(index of a prompt) gives the parameters of its requests; `read` turns vLLM's output into a result.
+        """
         self._require_alive()
-        future = _running_future()
-
-        def command() -> None:
-            started: list[str] = []
-            try:
-                per_prompt = [make_params(index) for index in range(len(prompts))]
-                total = sum(map(len, per_prompt))
-                call = GenerateCall(future=future, results=[None] * total, num_open=total)
-                for prompt, all_params in zip(prompts, per_prompt, strict=True):
-                    for params in all_params:
-                        request_id = str(self.num_started)
-                        self.num_started += 1
-                        self.engine.add_request(
-                            request_id, {"prompt_token_ids": list(prompt)}, params, lora_request=self.weights.request
-                        )
-                        request = _Request(call=call, index=len(started), read=read, versions=[(0, self.version)])
-                        self.requests[request_id] = request
-                        started.append(request_id)
-            except Exception as error:
-                self._abort(started)
-                future.set_exception(error)
-
-        self.commands.put(command)
+        future: Future[list[T]] = _running_future()
+        self.commands.put(partial(self._add_requests, prompts, make_params, read, future))
         return future
+
+    def _add_requests(
+        self,
+        prompts: Sequence[Sequence[int]],
+        make_params: Callable[[int], list["VLLMParams"]],
+        read: Callable[["RequestOutput", _Request[T]], T],
+        future: "Future[list[T]]",
+    ) -> None:
+        added: list[str] = []
+        try:
+            params_of_prompts = [make_params(index) for index in range(len(prompts))]
+            num_requests = sum(map(len, params_of_prompts))
+            call = GenerateCall(future=future, results=[None] * num_requests, num_open=num_requests)
+            for prompt, params_of_prompt in zip(prompts, params_of_prompts, strict=True):
+                for params in params_of_prompt:
+                    request = _Request(call=call, index=len(added), read=read, versions=[(0, self.version)])
+                    added.append(self._add_request(prompt, params, request))
+        except Exception as error:
+            self._abort(added)
+            future.set_exception(error)
+
+    def _add_request(self, prompt: Sequence[int], params: "VLLMParams", request: _Request[Any]) -> str:
+        request_id = str(self.num_started)
+        self.num_started += 1
+        tokens = {"prompt_token_ids": list(prompt)}
+        self.engine.add_request(request_id, tokens, params, lora_request=self.weights.request)
+        self.requests[request_id] = request
+        return request_id
 
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the weights between two steps. Running requests go on under the new ones, which their versions show."""
-        self.version = NO_VERSION  # what a load that fails half way leaves
+        """Replace the weights. Call it on the engine's thread. Running requests continue with the new weights, as their versions show."""
+        self.version = NO_VERSION  # it stays so if the load fails half way
         self.weights.load(self.engine, tensors)
-        # Keys and values of the old weights must not serve the new ones: running requests are computed again.
+        # Keys and values of the old weights must not be used with the new ones, so vLLM computes those of running requests again.
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
-        for state in self.engine.output_processor.request_states.values():  # their keys are vLLM's own ids
+        for state in self.engine.output_processor.request_states.values():  # the keys are vLLM's own ids, not ours
             request = self.requests[state.external_req_id]
             request.versions.append((len(state.detokenizer.output_token_ids), version))
 
@@ -222,7 +263,7 @@ class EngineThread:
         if self.failure is not None:
             raise RuntimeError(f"vLLM's thread ended: {self.failure!r}; spawn the generator again")
 
-    def _run(self, start: Callable[[], Any], started: Future) -> None:
+    def _run(self, start: Callable[[], "LLMEngine"], started: "Future[None]") -> None:
         try:
             self.engine = start()
             self.weights.begin(self.engine)
@@ -232,7 +273,7 @@ class EngineThread:
         started.set_result(None)
         try:
             self._serve()
-        except BaseException as error:  # nobody would answer the callers any more
+        except BaseException as error:  # the thread ends, so it answers its callers now
             self.failure = error
             for request in self.requests.values():
                 if not request.call.future.done():
@@ -240,6 +281,7 @@ class EngineThread:
             raise
 
     def _serve(self) -> None:
+        """Run commands, and steps while there are requests. Without requests wait for a command."""
         while True:
             while not self.commands.empty() or not self.requests:
                 self.commands.get()()
@@ -248,13 +290,13 @@ class EngineThread:
                     if output.finished:
                         self._finish(output)
             except Exception as error:
-                # vLLM stays wedged until the requests that it was running are gone.
+                # vLLM makes no progress until the requests that it was running are gone.
                 failed = {id(request.call): request.call for request in self.requests.values()}
                 self._abort(list(self.requests))
                 for call in failed.values():
                     call.future.set_exception(error)
 
-    def _finish(self, output: Any) -> None:
+    def _finish(self, output: "RequestOutput") -> None:
         request = self.requests[output.request_id]
         call = request.call
         call.results[request.index] = request.read(output, request)
@@ -269,37 +311,50 @@ class EngineThread:
             self.requests.pop(request_id, None)
 
 
-def _running_future() -> Future:
-    """A future that a caller who goes away cannot cancel, so that the engine's thread can always answer it."""
-    future: Future = Future()
+def _running_future() -> "Future[Any]":
+    """A future that its caller cannot cancel, so that the engine's thread can always set it."""
+    future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
-def vllm_params(params: SamplingParams, prompt: int) -> list[Any]:
-    """One vLLM request a completion: then every completion has its own seed, and a stretch of versions of its own."""
+def _run_into(future: "Future[T]", function: Callable[[], T]) -> None:
+    """Put the result or the error of the function into the future."""
+    try:
+        future.set_result(function())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
+    """One vLLM request per completion. Every completion then has its own seed and its own policy versions.
+
+    prompt: index of the prompt in its call.
+    """
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind
 
-    return [
-        VLLMParams(
+    requests = []
+    for completion in range(params.n):
+        request = VLLMParams(
             max_tokens=params.max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=params.top_k,
             stop_token_ids=list(params.stop_token_ids),
-            seed=None if params.seed is None else params.seed + prompt * params.n + i,
+            seed=None if params.seed is None else params.seed + prompt * params.n + completion,
             ignore_eos=params.ignore_stop,
-            logprobs=0,
+            logprobs=0,  # only of the sampled token
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # made for this request alone
+            skip_clone=True,  # no other request has this object
         )
-        for i in range(params.n)
-    ]
+        requests.append(request)
+    return requests
 
 
-def read_completion(output: Any, request: _Request) -> Completion:
+def read_completion(output: "RequestOutput", request: _Request[Completion]) -> Completion:
+    """The completion of a finished request, with the version of every token."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
     versions: list[int] = []
@@ -314,8 +369,7 @@ def read_completion(output: Any, request: _Request) -> Completion:
     )
 
 
-def read_prompt_logprobs(output: Any, _: _Request) -> Tensor:
-    tokens = output.prompt_token_ids
-    # The first token has no logprob.
-    pairs = zip(tokens[1:], output.prompt_logprobs[1:], strict=True)
+def read_prompt_logprobs(output: "RequestOutput", _: _Request[Tensor]) -> Tensor:
+    """Logprobs of the prompt's tokens after the first, which has none: [T - 1] float32."""
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([by_token[token].logprob for token, by_token in pairs])

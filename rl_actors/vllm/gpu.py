@@ -1,35 +1,44 @@
-"""Everything of the generator's vLLM that only a GPU needs: decoding in CUDA graphs, kernels that some options want. cpu.py has the same names."""
+"""The part of the generator's vLLM that only a GPU needs: CUDA graphs, limits of its kernels. cpu.py has the same names."""
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_actors.config import GeneratorConfig
 from rl_actors.processes import threads
 
-ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}  # whose first use compiles for minutes, and needs nvcc
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+# FlashInfer's sampler compiles for minutes at its first use, and needs nvcc.
+ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Prompt tokens of one step; what runs beside them waits for it."""
+"""Prompt tokens of one step. Running requests wait until the step is done."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 
 
 def require_possible(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason for what vLLM 0.32 cannot do on this GPU."""
+    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot do this on this GPU."""
     if config.lora.syncs_adapter and config.dtype == "float32":
         raise ValueError(
             'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take no float32; '
-            "set bfloat16, or sync them merged"
+            'set bfloat16, or lora.sync="merged"'
         )
-    if config.batch_invariant and (capability := torch.cuda.get_device_capability()) < BATCH_INVARIANT_CAPABILITY:
-        raise ValueError(
-            f"generator.batch_invariant=True on a GPU of compute capability {'.'.join(map(str, capability))}; "
-            f"vLLM's batch-invariant kernels want {'.'.join(map(str, BATCH_INVARIANT_CAPABILITY))} or later"
-        )
+    if config.batch_invariant:
+        capability = torch.cuda.get_device_capability()
+        if capability < BATCH_INVARIANT_CAPABILITY:
+            raise ValueError(
+                f"generator.batch_invariant=True on a GPU of compute capability {'.'.join(map(str, capability))}; "
+                f"vLLM's batch-invariant kernels need {'.'.join(map(str, BATCH_INVARIANT_CAPABILITY))} or later"
+            )
 
 
 def options(config: GeneratorConfig) -> dict[str, Any]:
-    """vLLM's arguments: decoding in CUDA graphs, without the minutes that compiling the model takes. Call it on the thread that is to run the engine."""
+    """vLLM's arguments. Decoding runs in CUDA graphs, but the model is not compiled, which would take minutes.
+
+    Call it on the thread that will run the engine, since it also sets up the process.
+    """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
     threads.prepare_gpu_process()
@@ -49,11 +58,15 @@ def options(config: GeneratorConfig) -> dict[str, Any]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences that a graph is captured for; others run in the next larger one. graph_sizes(200) -> [1, 2, 4, …, 64, 128, 192, 200]"""
-    small = [1 << i for i in range(6)]
-    return sorted({min(size, max_num_seqs) for size in (*small, *range(64, max_num_seqs, 64), max_num_seqs)})
+    """Numbers of sequences for which a graph is captured. Another number runs in the graph of the next larger one.
+
+    graph_sizes(200) -> [1, 2, 4, …, 32, 64, 128, 192, 200]
+    """
+    powers = [1 << exponent for exponent in range(6)]
+    multiples = list(range(64, max_num_seqs, 64))
+    return sorted({min(size, max_num_seqs) for size in [*powers, *multiples, max_num_seqs]})
 
 
-def reloading(engine: Any) -> contextlib.AbstractContextManager[None]:
-    """Around a reload of all weights: nothing to add."""
+def reloading(engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
+    """Context of a reload of all weights. On a GPU a reload needs nothing more."""
     return contextlib.nullcontext()
