@@ -34,7 +34,9 @@ def test_it_infers_with_the_weights_of_a_trainer_and_passes_them_on(trainer, fro
 
 CALLS = {
     "forward_backward": lambda client: client.forward_backward(support.random_samples(), loss=PPO()),
-    "forward_backward_custom": lambda client: client.forward_backward_custom(support.random_samples(), None),
+    "forward_backward_custom": lambda client: client.forward_backward_custom(
+        support.random_samples(), lambda samples, logprobs: (logprobs[0].sum(), {})
+    ),
     "optim_step": lambda client: client.optim_step(OptimParams(learning_rate=0.1)),
     "save_checkpoint(optimizer=True)": lambda client: client.save_checkpoint("nowhere"),
     "load_checkpoint(optimizer=True)": lambda client: client.load_checkpoint("nowhere"),
