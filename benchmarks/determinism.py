@@ -1,4 +1,5 @@
-"""Repetition to the bit: the same rollouts through two new trainers, and seeded requests to a generator, alone and among others.
+"""Check that results repeat bit for bit: those of two new trainers on the same rollouts, and those of seeded requests to a generator,
+alone and in a batch with others.
 
 Trainers: two with deterministic kernels and two without. Every metric of each forward_backward and optim_step and every logprob is
 compared, over five steps. Generators: one in vLLM's batch-invariant mode, if the machine has it, and one without. Seeded requests are
@@ -41,7 +42,7 @@ Generation = Call[list[list[Completion]]]
 Answer = ForwardBackwardOutput | OptimResult
 # Tokens of a prompt. vLLM caches keys and values only for whole blocks of 16 tokens, so it never finds a short prompt in its cache.
 PROMPTS = {"short": 12, "long": 100}
-SHARPNESS = 15.0  # scale of the logits; it leaves one to two nats a token, where rounding changes tokens
+SHARPNESS = 15.0  # scale of the logits; it leaves an entropy of one to two nats per token, so rounding changes tokens
 
 
 def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
@@ -51,7 +52,7 @@ def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
         return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64)
     trainer = replace(trainer_config(name, tokens_per_row=4096), max_sequence_length=1024)
     generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=1024, max_num_seqs=128)
-    # Small, because others start at the same time.
+    # vLLM's share of the GPU is small, because other actors start on the GPU at the same time.
     generator.gpu_memory_utilization, generator.kv_cache_bytes = 0.1, 4 << 30
     generator.setup_timeout = 600.0
     return trainer, generator
@@ -80,7 +81,7 @@ def seeded_params(index: int, num_tokens: int) -> SamplingParams:
 
 
 def answers(calls: Sequence[Generation]) -> list[Completion]:
-    """Wait for calls of one prompt and one completion each."""
+    """Wait for calls of one prompt and one completion each, and return the completions."""
     return [call.result()[0][0] for call in calls]
 
 
@@ -97,7 +98,9 @@ def companions(client: GeneratorClient, count: int, vocab_size: int, num_tokens:
 
 
 def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str, Any]:
-    """Completions with other tokens, the first position that differs, and the largest difference of logprobs before it."""
+    """Differences between two answers to the same requests: the number of completions with other tokens, the first position that differs,
+    and the largest difference of logprobs before it.
+    """
     firsts, differences, same_bits = [], [0.0], 0
     for a, b in zip(some, others, strict=True):
         pairs = list(zip(a.tokens, b.tokens, strict=True))
@@ -119,7 +122,7 @@ def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str,
 def compare_generator(
     client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int
 ) -> list[tuple[list[int], Completion]]:
-    """Keep lines about the differences. Returns (prompt, completion) of the requests that were submitted alone."""
+    """Add a result for each comparison. Returns (prompt, completion) of the requests that were submitted alone."""
     recorded: list[tuple[list[int], Completion]] = []
     for kind, prompts in prompts_by_kind(count, vocab_size).items():
         alone = one_by_one(client, prompts, num_tokens)
@@ -139,7 +142,7 @@ def compare_generator(
 
 
 def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
-    """The completions of `seeded`, each submitted after the one before was answered."""
+    """Completions of the requests of `seeded`, each submitted after the previous one was answered."""
     completions = []
     for i, prompt in enumerate(prompts):
         call = client.generate([prompt], seeded_params(i, num_tokens))
@@ -184,7 +187,10 @@ def reported(answer: Answer) -> dict[str, Any]:
 
 
 def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[Call[Answer]]) -> bool:
-    """Keep a line about the numbers that differ and the first call where they do. Returns True if none does."""
+    """Add a result with the count of numbers that differ and, by name, the first call where they differ.
+
+    Returns True if no number differs.
+    """
     first_at: dict[str, int] = {}
     compared = differing = 0
     for turn, (a, b) in enumerate(zip(some, others, strict=True)):
@@ -223,11 +229,13 @@ def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[Tr
 
 def main() -> None:
     began = time.perf_counter()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # for each of four trainers that compile at once
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # few, because four trainers compile at once
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--only", choices=["trainer", "generator"], help="compare only these; a generator makes the trainers' rollouts"
+        "--only",
+        choices=["trainer", "generator"],
+        help="compare only the trainers or only the generators; a generator still makes the rollouts for the trainers",
     )
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
     parser.add_argument("--steps", type=int, default=5)
@@ -235,7 +243,9 @@ def main() -> None:
         "--requests", type=int, default=12 if on_gpu else 4, help="seeded requests of each kind of prompt"
     )
     parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
-    parser.add_argument("--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs")
+    parser.add_argument(
+        "--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs in the generators"
+    )
     arguments = parser.parse_args()
     from benchmarks.harness.random_weights import scratch, write
 

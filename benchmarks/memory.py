@@ -1,6 +1,7 @@
-"""Peak memory of forward_backward by the tokens of a call at vocabulary 151,936, with logits in chunks and with all logits at once.
+"""Measure how the peak memory of forward_backward grows with the tokens of a call, at a vocabulary of 151,936.
 
-Every point has a process of its own, so that it does not inherit another's memory. The slopes are those of least-squares lines.
+It is measured with logits in chunks and with all logits at once. Every measurement runs in a new process, so that it does not start
+with the memory of an earlier one. A line is fitted to the measurements by least squares, and its slope is printed.
 """
 
 import argparse
@@ -17,7 +18,7 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """Send how many bytes this process's memory grows in a call with num_tokens positions in one microbatch."""
+    """Send the number of bytes by which a call with num_tokens positions in one microbatch raises this process's peak memory."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -61,7 +62,7 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
 
 
 def _status(name: str) -> int:
-    """Bytes of a line of this process's status, which the kernel gives in KiB."""
+    """Value, in bytes, of one line of /proc/self/status. The kernel gives it in KiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
@@ -83,7 +84,7 @@ def measure(num_tokens: int, chunk_tokens: int) -> int:
 
 
 def slope(points: dict[int, int]) -> float:
-    """Bytes a token: the slope of the least-squares line through (tokens, bytes)."""
+    """Bytes per token: the slope of the least-squares line through (tokens, bytes)."""
     x, y = (torch.tensor(list(values), dtype=torch.float64) for values in (points.keys(), points.values()))
     x, y = x - x.mean(), y - y.mean()
     return float((x * y).sum() / (x * x).sum())
@@ -91,7 +92,7 @@ def slope(points: dict[int, int]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--chunk-tokens", type=int, default=1024, help="positions whose logits exist at a time")
+    parser.add_argument("--chunk-tokens", type=int, default=1024, help="positions whose logits exist at the same time")
     chunk = parser.parse_args().chunk_tokens
     slopes = []
     for name, sizes in (("chunked", CHUNKED), ("whole", WHOLE)):

@@ -58,7 +58,7 @@ class Invocation:
 
 
 class _Flags(Protocol):
-    """Fields that the class of `_flags` has beside `config_name`, `resume` and `eval_only`, which are read before it exists."""
+    """Fields of the class that `_flags` makes. `config_name`, `resume` and `eval_only` are read before that class exists."""
 
     config: "RunConfig"
     output_dir: Path | None

@@ -18,11 +18,11 @@ RANKS_SHOWN = 16
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
 LESS_OF_A_GPU = (
-    "less is taken with a smaller --trainer.tokens-per-row or --generator.gpu-memory-utilization, with "
-    "--trainer.activation-checkpointing full, or of each GPU with a larger --trainer.parallelism.data-parallel-shard-degree"
+    "to take less, lower --trainer.tokens-per-row or --generator.gpu-memory-utilization, set "
+    "--trainer.activation-checkpointing full, or raise --trainer.parallelism.data-parallel-shard-degree to use more GPUs"
 )
 LESS_OF_A_MACHINE = (
-    "less is taken with a smaller model, a smaller --trainer.tokens-per-row or --trainer.rows-per-microbatch, or with "
+    "to take less, choose a smaller model, lower --trainer.tokens-per-row or --trainer.rows-per-microbatch, or set "
     "--trainer.activation-checkpointing full; on a machine with GPUs the run takes their memory instead"
 )
 
@@ -44,7 +44,7 @@ class Demand:
         return self.total <= self.capacity
 
     def parts(self) -> str:
-        """trainer-0 9.0 GiB + generator-0 35.0 GiB"""
+        """The processes and their bytes, such as "trainer-0 9.0 GiB + generator-0 35.0 GiB"."""
         return " + ".join(f"{name} {size_text(size)}" for name, size in self.taken.items())
 
 
@@ -64,7 +64,7 @@ def describe(config: "RunConfig") -> str:
         *_ranks(trainer),
         *_reference(config),
         f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}",
-        "totals, without what libraries take:",
+        "totals, without the memory of libraries:",
         *(_demand_line(demand) for demand in demands(config)),
     ]
     return "\n".join(lines)
@@ -75,12 +75,12 @@ def require_memory(config: "RunConfig") -> None:
     for demand in demands(config):
         if not demand.fits:
             less = LESS_OF_A_GPU if torch.cuda.is_available() else LESS_OF_A_MACHINE
-            needed = f"the run takes {size_text(demand.total)} ({demand.parts()}), without what libraries take"
+            needed = f"the run takes {size_text(demand.total)} ({demand.parts()}), without the memory of libraries"
             raise ValueError(f"{needed}, but {demand.place} has {size_text(demand.capacity)}; {less}")
 
 
 def demands(config: "RunConfig") -> list[Demand]:
-    """The memory that a run takes: one for each GPU of this machine that it uses, or one for a machine without GPUs."""
+    """The memory that a run takes: one Demand for each GPU of this machine that the run uses, or one for a machine without GPUs."""
     held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
     ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
     if not torch.cuda.is_available():
@@ -103,7 +103,7 @@ def _demand_line(demand: Demand) -> str:
 
 
 def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> list[str]:
-    lines = ["memory of the fullest rank, without what libraries take:"]
+    lines = ["memory of the fullest rank, without the memory of libraries:"]
     for name, size in asdict(held).items():
         remark = " (estimated)" if name == "activations" else ""
         lines.append(f"  {name:<12} {size_text(size)}{remark}")
@@ -113,7 +113,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 def _ranks(trainer: TrainerConfig) -> list[str]:
     """One line for each rank, with its index in every dimension of degree above 1.
 
-    Consecutive ranks differ in the last dimension. They hold different experts, whatever else they share.
+    Consecutive ranks differ in the last dimension. With expert parallelism they always hold different experts.
     """
     layout, expert = trainer.layout(), trainer.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(name for name in layout if name != "pipeline_parallel")]
@@ -145,7 +145,9 @@ def _reference(config: "RunConfig") -> list[str]:
     held = _held_by_reference(config)
     if not held:
         return []
-    return [f"  {'reference':<12} as many processes as the trainer's, beside them, each with at most {size_text(held)}"]
+    return [
+        f"  {'reference':<12} as many processes as the trainer has, on the same devices, each with at most {size_text(held)}"
+    ]
 
 
 def _held_by_reference(config: "RunConfig") -> int:
@@ -169,7 +171,7 @@ def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:
 def _device(rank: int) -> str:
     if not torch.cuda.is_available():
         return "CPU"
-    return f"GPU {rank}" + (", which is not here" if rank >= torch.cuda.device_count() else "")
+    return f"GPU {rank}" + (", which this machine does not have" if rank >= torch.cuda.device_count() else "")
 
 
 def _ranks_text(name: str, count: int) -> str:

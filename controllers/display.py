@@ -25,12 +25,8 @@ COLUMNS = (  # title, width, key of the record, format
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
-    (
-        "lag",
-        3,
-        "policy_lag",
-        ".2g",
-    ),  # policy versions between the weights that sampled and the weights that were trained
+    # Policy versions between the weights that sampled and the weights that were trained.
+    ("lag", 3, "policy_lag", ".2g"),
 )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Share of the keys that training does not use. A small space loses more when `num_held_out` needs more."""
+"""Share of the keys that training does not use. If a task has few keys, `num_held_out` can need a larger share."""
 
 DRAWS_PER_PROBLEM = 1000
 """Entries tried for one training problem before the task is given up."""
@@ -172,7 +172,9 @@ class GeneratedEnvironment:
         try:
             prompt = template.format(**fields)
         except (KeyError, IndexError) as error:
-            raise ValueError(f"prompt={template!r} asks for {error}; there are {', '.join(fields)}") from None
+            raise ValueError(
+                f"prompt={template!r} uses the unknown field {error}; known are {', '.join(fields)}"
+            ) from None
         prompt = "".join(prompt.split()) if self.config.remove_whitespace else prompt
         return Problem(prompt=prompt, answer=str(entry["answer"]), key=operands_or_text(entry), metadata=fields)
 

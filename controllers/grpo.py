@@ -1,4 +1,4 @@
-"""Group-relative policy optimization: the main path and its command line.
+"""Group-relative policy optimization: the training loop and its command line.
 
 python -m controllers.grpo --config tiny
 """
@@ -22,27 +22,29 @@ from rl_actors import KL, PPO, ForwardBackwardOutput, OptimResult, Sample, metri
 class GRPOConfig(RunConfig):
     rollouts: RolloutConfig = field(default_factory=RolloutConfig)
     updates_per_step: int = 1
-    """Most optimizer steps that a step's batch is divided among. The later ones train on samples of slightly older weights."""
+    """Largest number of parts into which a training step divides its batch. Each part gets one optimizer step, so the later parts train on
+    samples that slightly older weights generated."""
     epochs_per_step: int = 1
-    """Times that a step goes over its batch. Each takes another updates_per_step optimizer steps on the same rollouts."""
+    """Passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the same rollouts."""
     ratio_low: float = 0.8
     """Lower bound of the probability ratio in the loss."""
     ratio_high: float = 1.28
     """Upper bound of the probability ratio in the loss."""
     reference_kl: float = 0.0
-    """Weight of the KL divergence from the policy as GRPO began; 0: none. A second trainer beside the first holds that policy."""
+    """Weight of the KL divergence from the reference, which is the policy at the start of GRPO. A second trainer beside the first holds the
+    reference. 0: no KL divergence and no second trainer."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
     """loss: the divergence of every token is added to its loss. reward: the divergence of a completion, summed over its tokens, is
-    subtracted from its reward before the advantages."""
+    subtracted from its reward before advantages are computed."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of that divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
+    """Estimator of the KL divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
     None: k3 in the loss, k1 in the reward."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate by GRPO step."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
     """Supervised steps before the first GRPO step, for a policy that starts from random weights."""
     sft_steps: int = 0
-    """Most supervised steps; 0: none."""
+    """Largest number of supervised steps. 0: no supervised steps."""
 
     def validate(self) -> None:
         super().validate()
@@ -50,7 +52,7 @@ class GRPOConfig(RunConfig):
         self.schedule.validate()
         self.sft.validate()
         if not 0 <= self.reference_kl < math.inf:
-            raise ValueError(f"reference_kl={self.reference_kl}; it must be a number of at least 0, finite")
+            raise ValueError(f"reference_kl={self.reference_kl}; it must be finite and at least 0")
         self.loss()
         if self.updates_per_step < 1:
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
@@ -82,7 +84,7 @@ class Update:
 
 
 async def train(run: Run[GRPOConfig]) -> None:
-    """Supervised steps until the policy is worth sampling, then GRPO: generate, train, sync."""
+    """Take supervised steps until the policy is worth sampling, then GRPO steps. A GRPO step generates, trains and syncs the weights."""
     config = run.config
     sft_steps, cursor = await train_sft_phase(run)
     steps_done = max(run.state.get("step", 0), sft_steps)
@@ -107,7 +109,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         with run.timer("generate"):
             batch = await rollouts.next_batch()
         values = batch.metrics()
-        if batch.samples:  # without a signal there is no gradient, so no optimizer step
+        if batch.samples:  # empty if the rewards are equal within every group: the gradient would be 0
             samples = batch.samples
             if reference and config.reference_kl_in == "loss":
                 samples = await reference.with_logprobs(samples)
@@ -121,13 +123,16 @@ async def train(run: Run[GRPOConfig]) -> None:
             values["validation/accuracy"] = await run.accuracy()
         run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=not batch.samples)
         run.log.rollouts(step, batch.shown())
-        # After the step's line: a run that is killed in between writes that line again, and loses none.
+        # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
+        # writes its record again. In the other order the record would be missing.
         state = {"step": step, "cursor": rollouts.cursor, "sft_steps": sft_steps}
         await run.checkpoint(state, phase_step=grpo_step, is_last=is_last)
 
 
 async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
-    """In every epoch up to updates_per_step optimizer steps on parts of the batch, each with the mean gradient over its tokens."""
+    """Train on the samples epochs_per_step times. Every time they are divided into at most updates_per_step parts, and each part gets one
+    optimizer step with the mean gradient over its tokens.
+    """
     config, loss = run.config, run.config.loss()
     part_size = math.ceil(len(samples) / config.updates_per_step)
     updates = []
@@ -143,14 +148,17 @@ async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_r
 
 
 async def sync(run: Run[GRPOConfig]) -> None:
-    """Publish the trainer's weights, and replace the generator's by them. They never pass through the controller."""
+    """Publish the trainer's weights, and load them into the generator. They never pass through the controller."""
     with run.timer("sync"):
         version = await run.trainer.push_model_state_dict()
         await run.generator.pull_model_state_dict(version)
 
 
 async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
-    """Run the supervised steps that are left. Returns their number, those of earlier runs included, and the next problem."""
+    """Take the supervised steps that are left.
+
+    Returns (number of supervised steps done, also before a resume; index of the next problem).
+    """
     config = run.config
     if "sft_steps" in run.state or config.sft_steps == 0:
         return run.state.get("sft_steps", 0), run.state.get("cursor", 0)
@@ -171,9 +179,10 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
 
 
 def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:
-    """A step's numbers under the names of metrics.jsonl.
+    """Metrics of one step under their names in metrics.jsonl.
 
-    The trainer's logprobs are compared with the generator's on the first update only: the weights of later ones did not sample.
+    The trainer's logprobs are compared with the generator's on the first update only, because later updates have other weights than
+    those that sampled.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))

@@ -32,7 +32,7 @@ from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 
 PROBLEMS_CHECKED = 1000
-"""Training problems whose length and alphabet are checked before a run; held-out ones all are."""
+"""Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
@@ -46,7 +46,9 @@ def main(controller: str) -> None:
     """
     running = sys.modules["__main__"]
     if running.__spec__ is not None and running.__spec__.name == controller:
-        sys.modules[controller] = running  # the configs import the module that runs, not a second one of the same code
+        sys.modules[controller] = (
+            running  # so that the configs import the running module, and not its code a second time
+        )
     prog = f"python -m {controller}"
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
     train: Train = import_module(controller).train
@@ -72,7 +74,8 @@ def main(controller: str) -> None:
     status = _run(invocation, environment, tokenizer, train)
     if status and RunFolder(invocation.output_dir).config.is_file():
         print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}", flush=True)
-    # At the interpreter's exit Monarch gives itself one second, too few on a busy machine, and prints a traceback.
+    # Shut Monarch down here. At the interpreter's exit it would wait only one second, which is too short on a busy machine, and then
+    # print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     sys.exit(status)
@@ -93,7 +96,7 @@ def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
     for problem in [*environment.held_out(), *map(environment.problem, range(PROBLEMS_CHECKED))]:
         encode(tokenizer, problem.answer)
         if (length := len(encode(tokenizer, problem.prompt))) > limit:
-            room = f"{limit} are left beside max_tokens={config.max_tokens}"
+            room = f"only {limit} fit beside max_tokens={config.max_tokens}"
             raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
     return environment, tokenizer
 
@@ -110,7 +113,7 @@ def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Any, t
         try:
             return asyncio.run(_until_signal(work, terminal))
         except BaseException as error:
-            # The message, with its note of actor and rank, for the person; the rest is in the log as well.
+            # The terminal shows the traceback, with a note of the actor and the rank. The log file gets it, too.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
             print("".join(traceback.format_exception(error)), file=terminal)
             print(f"The run failed: {type(error).__name__}: {error}. Logs: {log_file.parent}", file=terminal)
@@ -188,7 +191,7 @@ async def _train(
 async def _evaluate(
     invocation: cli.Invocation, folder: RunFolder, environment: Environment, tokenizer: Any, terminal: TextIO
 ) -> int:
-    """Score a checkpoint on the held-out problems; leaves nothing but a log."""
+    """Score a checkpoint on the held-out problems. Writes only a log."""
     config, checkpoint = invocation.config, folder.path
     display = LineDisplay(Console(file=terminal), None)
     async with open_run(config, folder, environment, tokenizer, display.setup, verbose=invocation.verbose) as run:

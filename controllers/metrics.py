@@ -1,6 +1,7 @@
-"""Metrics of a run: they go to a display, metrics.jsonl, rollouts.jsonl, TensorBoard and wandb. Decides nothing.
+"""Write the metrics of a run to a display, metrics.jsonl, rollouts.jsonl, TensorBoard and wandb. Makes no decision about the run.
 
-The number of a training step is the number of steps done after it: the first step is 1. Supervised and GRPO steps share one count.
+Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised and GRPO steps
+share one count.
 A record is the line of one step in metrics.jsonl.
 """
 
@@ -23,7 +24,7 @@ KEYS = (
     *("logprob_diff/mean", "logprob_diff/max", "kl/policy_generator", "groups/filtered"),
     *("tokens/trained", "tokens/generated", "time/generate", "time/train", "time/sync", "time/step"),
 )
-"""Keys of every record; null when a step has no such value. `validation/accuracy` is in a record only when it was measured."""
+"""Every record has these keys. The value is null if the step has none. A record has `validation/accuracy` only if it was measured."""
 
 
 class Timer:
@@ -68,7 +69,7 @@ class MetricsLogger(AbstractContextManager):
         wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are supported
         config: Mapping[str, object] | None = None,  # shown by wandb
         rollouts_per_step: int = 4,
-        lines: bool = False,  # one line a step on a terminal, too; --verbose needs it
+        lines: bool = False,  # print one line per step on a terminal, too; log lines of --verbose would break up a live panel
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ class MetricsLogger(AbstractContextManager):
         self._write_outcome("running")
 
     def setup(self, label: str) -> AbstractContextManager[None]:
-        """Show a part of the start, such as "starting generator: 7 s", while `with` runs."""
+        """Show a phase of the startup, such as "starting generator: 7 s", while the body of `with` runs."""
         return self.display.setup(label)
 
     def note(self, line: str) -> None:
@@ -92,7 +93,9 @@ class MetricsLogger(AbstractContextManager):
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
         """Record one step of phase "sft" or "grpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
         if step <= self._last_step:
-            raise ValueError(f"step {step} comes after step {self._last_step}: a step is recorded once, in order")
+            raise ValueError(
+                f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"
+            )
         self._last_step = step
         record: Record = {"step": step, "phase": phase} | dict.fromkeys(KEYS) | to_plain(metrics)
         if skipped:

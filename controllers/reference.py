@@ -1,4 +1,6 @@
-"""The policy as GRPO began: a second trainer without an optimizer, and the KL divergence from it. Trains nothing.
+"""The reference policy, which is the policy at the start of GRPO, and the KL divergence from it. Trains nothing.
+
+A second trainer without an optimizer holds the reference policy.
 
 G groups (problems), N completions of each, T positions of a sample.
 """
@@ -26,12 +28,12 @@ class Reference:
 
     trainer: TrainerClient
     kl: KL
-    temperature: float  # of sampling
+    temperature: float  # temperature at which the completions were sampled
     samples_per_forward: int
     timer: Timer
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """[T] for each sample."""
+        """The reference's logprobs of the targets, [T] for each sample."""
         rows: list[Tensor] = []
         with self.timer("reference"):
             for chunk in split(samples, self.samples_per_forward):
@@ -50,9 +52,9 @@ class Reference:
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with rewards R = r - kl.coefficient * sum_t kl_t, with r the task's reward.
 
-        kl_t is the estimate of `kl` at token t, between the logprob that sampled and the reference's. All tokens of a completion
-        share its penalty: RLOO (arXiv 2402.14740), as TRL's RLOOTrainer and for GRPO verl's use_kl_in_reward do it. An advantage
-        that is divided by a standard deviation divides the penalty, too. With k1 the penalty is the log ratio of the whole
+        kl_t is `kl` at token t, computed from the generator's logprob and the reference's logprob. The penalty is one number for the
+        whole completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage
+        that divides the reward by a standard deviation divides the penalty, too. With k1 the penalty is the log ratio of the whole
         completion, and the expected gradient is that of the KL divergence; with k2 and k3 it is not.
 
         One group, two completions of two tokens, rewards 1 and 0, old - ref 0.5 and 0 at each token, coefficient 0.1:
@@ -77,7 +79,7 @@ class Reference:
 
 
 def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: KL) -> list[float]:
-    """For each sample the estimate of `kl` between old_logprobs, which sampled, and ref_logprobs, summed over the completion."""
+    """For each sample, `kl` of the generator's logprobs (the column old_logprobs) and ref_logprobs, summed over the completion."""
     found = []
     for sample, row in zip(samples, ref_logprobs, strict=True):
         is_completion_T = sample.columns["loss_weights"] != 0
@@ -88,8 +90,9 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 async def start_reference(run: "Run[GRPOConfig]", *, has_begun: bool, sft_steps: int) -> Reference:
     """Start a second trainer that holds the policy as GRPO began.
 
-    In a new run it gets the trainer's current weights, which are saved in run/reference. In a run that `has_begun` it gets the saved
-    ones. Without supervised steps the policy is that of hf_path, which both trainers read, and nothing is saved.
+    If GRPO has not begun, the second trainer gets the first one's current weights, which are also saved in run/reference. If GRPO
+    `has_begun`, it gets the saved weights. With hf_path and without supervised steps both trainers read the policy from hf_path, and
+    nothing is saved.
     """
     config = run.config
     trainer = run.spawn_reference()
@@ -115,11 +118,11 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:
-        return  # GRPO has not begun, and will save them
+        return  # GRPO has not begun; its start saves the weights
     if _is_saved(config, state["sft_steps"]) and not folder.reference.is_dir():
         raise ValueError(
             f"reference_kl={config.reference_kl} needs the weights that GRPO began with, but {folder.reference} is not there: "
-            "this run began with reference_kl=0; resume it so, or start a new one"
+            "this run began with reference_kl=0; resume it with reference_kl=0, or start a new run"
         )
 
 

@@ -56,10 +56,9 @@ class Group:
     completions: list[Completion]
     texts: list[str]
     task_rewards: list[float]
-    rewards: list[float]  # the task's, less a penalty if there is one; advantages are computed from them
-    divergences: list[float] = field(
-        default_factory=list
-    )  # of the completions from a reference; empty without a penalty
+    rewards: list[float]  # task_rewards minus the penalty, if there is one; advantages are computed from these
+    # Divergence of each completion from the reference. Empty without a penalty.
+    divergences: list[float] = field(default_factory=list)
 
     def has_signal(self) -> bool:
         """Equal rewards have zero advantages under every estimator."""
@@ -67,15 +66,15 @@ class Group:
 
 
 Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
-"""The groups with their rewards reduced."""
+"""Function from groups to the same groups with reduced rewards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
     """The samples that one step trains on, and the groups that were generated on the way."""
 
-    samples: list[Sample]  # of the groups with a signal
-    groups: list[Group]  # all
+    samples: list[Sample]  # from the groups that have a signal
+    groups: list[Group]  # also those without a signal
     num_refills: int
 
     @property
@@ -114,7 +113,7 @@ class RolloutBatch:
 
 
 class Rollouts:
-    """Training problems drawn in their order. `cursor` is the next one, and all that a resumed run needs."""
+    """Generates batches for the training problems in their order. `cursor` is the index of the next problem, the only state to resume."""
 
     def __init__(
         self,
@@ -132,7 +131,10 @@ class Rollouts:
         self.max_tokens, self.seed, self.cursor, self.penalty = max_tokens, seed, cursor, penalty
 
     async def next_batch(self) -> RolloutBatch:
-        """groups_per_step groups with a signal, or fewer when max_refills did not find more; none leaves samples empty."""
+        """Generate groups_per_step groups with a signal, or fewer if max_refills refills did not find so many.
+
+        If no group has a signal, the batch has no samples.
+        """
         groups = await self._generate(self.config.groups_per_step)
         num_refills = 0
         while num_refills < self.config.max_refills:
@@ -144,7 +146,7 @@ class Rollouts:
         return RolloutBatch(samples=to_samples(groups, self.config), groups=groups, num_refills=num_refills)
 
     async def _generate(self, num_groups: int) -> list[Group]:
-        """The next problems, completed and scored."""
+        """Complete the next problems and score the completions."""
         problems = [self.environment.problem(self.cursor + i) for i in range(num_groups)]
         prompts = [encode(self.tokenizer, problem.prompt) for problem in problems]
         params = SamplingParams(

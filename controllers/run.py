@@ -62,7 +62,7 @@ class RunConfig:
     """The generator's model and adapters are the trainer's."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """Way of the weights from the trainer to the generator."""
+    """How the weights get from the trainer to the generator."""
     samples_per_forward_backward: int = 1024
     """Samples of one forward_backward call; a step makes as many calls as its batch needs."""
     validate_every: int = 10
@@ -105,7 +105,7 @@ class RunConfig:
         self.generator.validate()
         self.trainer.validate()
         if self.trainer.optimizer is None:
-            raise ValueError("trainer.optimizer=None: a run trains")
+            raise ValueError("trainer.optimizer=None; a run needs an optimizer")
         self.trainer.require_hf("generation")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
 
@@ -129,10 +129,10 @@ class Run(Generic[Config]):
     generator: GeneratorClient
     checkpoints: Checkpoints
     spawn_reference: Callable[[], TrainerClient]
-    """Another trainer of the same config, without an optimizer. It is closed with the run."""
+    """Spawns another trainer with the same config, but without an optimizer. That trainer is closed with the run."""
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
-    state: dict[str, Any] = field(default_factory=dict)  # of the checkpoint that is resumed; empty for a new run
+    state: dict[str, Any] = field(default_factory=dict)  # controller's state in the checkpoint that is resumed
 
     async def accuracy(self) -> float:
         """Greedy accuracy on the held-out problems, with the generator's current weights."""
@@ -144,7 +144,7 @@ class Run(Generic[Config]):
     async def checkpoint(self, state: dict[str, Any], *, phase_step: int, is_last: bool) -> None:
         """Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.
 
-        Raises RuntimeError or OSError when the checkpoint before could not be written.
+        Raises RuntimeError or OSError when the previous checkpoint could not be written.
         """
         every = self.config.checkpoint_every
         if every and (is_last or phase_step % every == 0):
@@ -153,7 +153,7 @@ class Run(Generic[Config]):
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """Parts of `size` samples in their order; the last may be shorter."""
+    """Yield parts of `size` samples in their order. The last part may be shorter."""
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 
@@ -240,7 +240,7 @@ async def open_run(
 
 
 def shares_gpu(config: RunConfig) -> bool:
-    """Whether the generator shares a GPU with a rank of the trainer. That rank must not take memory while vLLM measures what is left."""
+    """True if the generator shares a GPU with a rank of the trainer. That rank must not take memory while vLLM measures what is left."""
     return torch.cuda.is_available() and (config.generator.gpu or 0) < config.trainer.num_processes()
 
 

@@ -1,4 +1,4 @@
-"""Files of a run: their paths, and their lines of JSON. Decides nothing."""
+"""Paths of a run's files, and functions that read and write their JSON."""
 
 import json
 import math
@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 
 class RunFolder:
-    """Paths of one run, and its files of JSON lines."""
+    """Paths of the files of one run."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -63,7 +63,7 @@ def to_json(value: object) -> str:
 
 
 def to_plain(value: object) -> Any:
-    """The value made of dict, list, float, int, str, bool and None only, as `to_json` writes it."""
+    """Convert a value to dict, list, float, int, str, bool and None, the types that JSON has. NaN and infinity become None."""
     match value:
         case Mapping():
             return {str(key): to_plain(item) for key, item in value.items()}

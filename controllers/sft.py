@@ -1,4 +1,4 @@
-"""Supervised training on a task's answers: the main path and its command line.
+"""Supervised training on a task's answers: the training loop and its command line.
 
 python -m controllers.sft --config tiny
 """
@@ -28,9 +28,9 @@ class SFTPhaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """Stop once the probability that a sampled completion is the answer, averaged over the last steps, exceeds this; 1: never."""
+    """Stop when the mean probability that a sampled completion is the answer exceeds this value. 1: never stop."""
     stop_window: int = 5
-    """Number of steps over which that probability is averaged. It is measured on problems before they are trained on."""
+    """Number of last steps over which the probability of the answer is averaged. It is measured on problems before they are trained on."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -50,7 +50,7 @@ class SFTConfig(RunConfig):
 
 
 class SFTPhase:
-    """Supervised steps on the training problems in their order. `state()` is all that a resumed run needs."""
+    """Takes supervised steps on the training problems in their order. A resumed run needs only what `state()` returns."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run, self.config = run, config
@@ -62,7 +62,7 @@ class SFTPhase:
         return {"cursor": self.cursor, "recent": list(self.recent)}
 
     def should_stop(self) -> bool:
-        """Whether sampling is right often enough."""
+        """True if the mean probability of the answer exceeds stop_at_answer_probability."""
         return fmean(self.recent) > self.config.stop_at_answer_probability
 
     async def train_step(self, step: int) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class SFTPhase:
 
 
 def to_sample(tokenizer: "PreTrainedTokenizerBase", problem: Problem) -> Sample:
-    """The answer and the end of the text, given the prompt."""
+    """A sample that trains the answer and the end-of-text token after the prompt."""
     completion = [*encode(tokenizer, problem.answer), tokenizer.eos_token_id]
     return Sample.from_tokens(encode(tokenizer, problem.prompt), completion)
 
@@ -107,7 +107,7 @@ def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> f
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """The whole supervised run. It validates and saves every so often."""
+    """Take all supervised steps of the run, with a validation and a checkpoint every so many steps."""
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)
@@ -120,7 +120,8 @@ async def train(run: Run[SFTConfig]) -> None:
                 await run.generator.pull_model_state_dict(version)
             metrics["validation/accuracy"] = await run.accuracy()
         run.log.step(step, metrics | run.timer.reset(), phase="sft")
-        # After the step's line: a run that is killed in between writes that line again, and loses none.
+        # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
+        # writes its record again. In the other order the record would be missing.
         await run.checkpoint({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return

@@ -27,7 +27,7 @@ class OptimizerConfig:
     name: str = "AdamW"
     """AdamW, Adam, or the import path of a torch.optim.Optimizer: "torch.optim:SGD"."""
     arguments: dict[str, float | bool] = field(default_factory=dict)
-    """Arguments of its constructor, without those that come with each optim_step: {"momentum": 0.9}."""
+    """Arguments of the optimizer's constructor, without those that come with each optim_step: {"momentum": 0.9}."""
     groups: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Regular expression, searched in torchtitan's parameter names -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}.
     A parameter belongs to the first expression that matches it. Parameters that match none have multipliers of 1."""
@@ -65,7 +65,7 @@ def _validate_group(pattern: str, multipliers: tuple[float, float]) -> None:
         raise ValueError("optimizer.groups has an empty pattern, which every name matches; leave it out")
     if len(multipliers) != 2 or not all(0 <= multiplier < float("inf") for multiplier in multipliers):
         raise ValueError(
-            f"optimizer.groups[{pattern!r}]={multipliers}; it must be two numbers of at least 0, finite: "
+            f"optimizer.groups[{pattern!r}]={multipliers}; it must be two finite numbers of at least 0: "
             "multipliers of learning rate and weight decay"
         )
 
@@ -139,7 +139,7 @@ class TrainerConfig:
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "flash4"] = "flex"
     """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
-    Blackwell). A CPU has one kernel, whatever this says."""
+    Blackwell). On a CPU this field has no effect, because there is only one kernel."""
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
     """Activations that the backward pass recomputes instead of storing. products: everything except attention and matrix products.
     selective: also every second matrix product. full: whole blocks."""
@@ -216,7 +216,7 @@ class TrainerConfig:
                 "experts' grouped matrix products only in bfloat16"
             )
         if not 0 <= self.load_balance_coeff < float("inf"):
-            raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be a number of at least 0, finite")
+            raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be finite and at least 0")
         if self.max_sequence_length > model.max_position_embeddings:
             raise ValueError(
                 f"max_sequence_length={self.max_sequence_length} exceeds model.max_position_embeddings={model.max_position_embeddings}"

@@ -18,11 +18,11 @@ ROW_MULTIPLE = 64
 NUM_SUGGESTIONS = 3
 
 PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
-"""Schedules that give the numbers of one process, with the stages per rank that each has by default."""
+"""Schedules whose results equal those of one process -> stages per rank that the schedule has by default."""
 
 LOAD_BALANCERS = (None, "headtail", "ptrr")
 
-NOT_SHOWN = "not shown to be right so far"
+NOT_SHOWN = "refused, because no test compares it with one process"
 
 
 def row_multiple(config: TrainerConfig) -> int:
@@ -37,7 +37,7 @@ def row_multiple(config: TrainerConfig) -> int:
 
 
 def row_capacity(config: TrainerConfig) -> int:
-    """Positions of a row, at most: tokens_per_row, rounded down to the multiple."""
+    """Largest number of positions of a row: tokens_per_row, rounded down to a multiple of row_multiple(config)."""
     return in_multiples(config.tokens_per_row, row_multiple(config))
 
 
@@ -47,7 +47,7 @@ def in_multiples(length: int, multiple: int) -> int:
 
 
 def all_degrees(config: TrainerConfig) -> dict[str, int]:
-    """The layout and expert_parallel, whose ranks are those of the other kinds of parallelism."""
+    """Degrees of the layout, and the degree of expert_parallel, which needs no ranks of its own."""
     return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
 
 
@@ -110,7 +110,7 @@ def require_possible(config: TrainerConfig) -> None:
     capacity = row_capacity(config)
     if capacity < config.max_sequence_length:
         raise ValueError(
-            f"tokens_per_row={config.tokens_per_row}, of which {capacity} are a multiple of {row_multiple(config)}, "
+            f"tokens_per_row={config.tokens_per_row}, rounded down to {capacity}, a multiple of {row_multiple(config)}, "
             f"is below max_sequence_length={config.max_sequence_length}"
         )
 
@@ -170,7 +170,10 @@ def _named(degrees: dict[str, int], names: list[str]) -> str:
 
 
 def _require_experts(config: TrainerConfig) -> None:
-    """Each expert-parallel rank holds whole experts. Its ranks are those of data, context and tensor parallelism."""
+    """Refuse expert parallelism that cannot give each rank whole experts.
+
+    The ranks of data, context and tensor parallelism hold the experts; expert parallelism has no ranks of its own.
+    """
     model, parallel = config.model, config.parallelism
     degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
     ranks = parallel.data_parallel_shard_degree * parallel.context_parallel_degree * tensor
@@ -200,7 +203,7 @@ def _require_experts(config: TrainerConfig) -> None:
 
 
 def _require_pipeline(config: TrainerConfig) -> None:
-    """Refuse options that no pipeline of this project has."""
+    """Refuse options that are not supported in a pipeline."""
     parallel, lora = config.parallelism, config.lora
     schedule, csv = parallel.pipeline_parallel_schedule, parallel.pipeline_parallel_schedule_csv
     microbatch_size, per_stage = parallel.pipeline_parallel_microbatch_size, parallel.pipeline_parallel_layers_per_stage
@@ -217,8 +220,8 @@ def _require_pipeline(config: TrainerConfig) -> None:
         ),
         (
             bool(csv),
-            f"parallelism.pipeline_parallel_schedule_csv={csv!r}: a file holds the schedule of one number of microbatches, "
-            "and calls have any number",
+            f"parallelism.pipeline_parallel_schedule_csv={csv!r}: a file holds a schedule for one number of microbatches, "
+            "but every call may have another number",
         ),
         (
             microbatch_size != 1,
@@ -246,7 +249,7 @@ def _require_pipeline(config: TrainerConfig) -> None:
 
 
 def _require_stages(config: TrainerConfig) -> None:
-    """Refuse a number of layers that does not make the stages of the schedule."""
+    """Refuse a number of layers that cannot be split into the stages of the schedule."""
     model, parallel, lora = config.model, config.parallelism, config.lora
     degree, schedule = parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule
     first, last = parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers
@@ -309,7 +312,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
-    """The possible layouts of as many processes that differ least, as factors, from the layout of the config."""
+    """The possible layouts, for the same number of processes, that are nearest to the layout of the config; see _distance."""
     wanted = all_degrees(config)
     possible = []
     for factors in _factorizations(config.num_processes(), len(config.layout())):
@@ -324,7 +327,7 @@ def nearest(config: TrainerConfig) -> list[dict[str, int]]:
 
 
 def _distance(layout: dict[str, int], wanted: dict[str, int]) -> tuple[float, int]:
-    """Sort key: the sum of the factors between the degrees, in powers of two; among equals the most sharding comes first."""
+    """Sort key of layouts: the sum of |log2(degree / wanted degree)|. Among equals the layout with the most sharding comes first."""
     steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)
     return round(steps, 6), -layout["data_parallel_shard"]
 

@@ -1,4 +1,4 @@
-"""Memory of one rank of a layout, by arithmetic. docs/layouts.md has the formulas in words. Starts nothing, needs no torch.
+"""Memory of one rank of a layout, computed from the config. docs/layouts.md has the formulas in words. Starts nothing, needs no torch.
 
 D hidden size, H query heads, K key-value heads, W head width, I MLP width, V vocabulary, E experts, N positions of a microbatch.
 """
@@ -78,7 +78,7 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     """Parameters of block `layer`."""
     model, lora = config.model, config.lora
     d, w = model.hidden_size, model.head_dim
-    # Widths of all query heads and of all key-value heads.
+    # Total width of all query heads, and of all key-value heads.
     h, k = model.num_attention_heads * w, model.num_key_value_heads * w
     is_base_trained = not lora.rank
     weights = [
@@ -102,7 +102,10 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
 
 
 def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
-    """Parameters before the blocks (the embedding) and after them (the norm and the head). A tied head is the embedding and has none."""
+    """Parameters before the blocks (the embedding) and after them (the norm and the head).
+
+    A tied head adds no parameters, because it is the embedding.
+    """
     model, lora = config.model, config.lora
     matrix = Weight(shape=(model.vocab_size, model.hidden_size), tensor_dim=0, is_trained=not lora.rank)
     after = [Weight(shape=(model.hidden_size,), is_trained=not lora.rank)]
@@ -151,21 +154,22 @@ def _held_parts(config: TrainerConfig) -> list[Part]:
 
 
 def _num_elements(parts: list[Part]) -> int:
-    """Elements of whole parameters."""
+    """Number of elements of the parameters before they are sharded."""
     return sum(weight.count * math.prod(weight.shape) for _, weights in parts for weight in weights)
 
 
 def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
     """Shape of the first rank's shard. It is the largest, because shards are rounded up.
 
-    gathered: the shape that FSDP gathers for computing.
+    gathered=True: the shape after FSDP's all-gather, with which the rank computes.
     """
     parallel = config.parallelism
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
     tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     local, sharded_dim = list(weight.shape), 0
     if weight.is_expert and expert > 1:
-        # Expert parallelism splits the experts first. The other ranks that hold no copies shard what is left.
+        # Expert parallelism splits the experts first. FSDP then shards a rank's experts over the ranks that have the same experts,
+        # except for data-parallel replicas.
         local[0] = -(-local[0] // expert)
         shard = shard * tensor // expert
         sharded_dim = int(shard * expert > weight.shape[0])
@@ -180,7 +184,11 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
 
 
 def _activations(config: TrainerConfig) -> int:
-    """Bytes saved for the backward pass, of one more block while it runs, of a chunk of logits, and of weights that FSDP gathered."""
+    """Bytes of activations and of other temporary tensors.
+
+    They are the activations saved for the backward pass, those of the block that is running, a chunk of logits, and the weights that
+    FSDP gathered.
+    """
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
     size = 2 if config.compute_dtype == "bfloat16" else FLOAT32
@@ -204,7 +212,7 @@ def _activations(config: TrainerConfig) -> int:
 
 
 def _under_way(config: TrainerConfig) -> float:
-    """Microbatches whose activations the first rank of a pipeline holds at the same time, as a multiple of all blocks' activations.
+    """Activations that the first rank of a pipeline holds at the same time, as a multiple of one microbatch's activations in all blocks.
 
     With p ranks of v stages each, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage before forwards and backwards
     alternate. With one stage per rank it runs p - 1.
@@ -221,12 +229,12 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
     """Elements that a block saves per position. Context parallelism gathers the keys and values of whole rows for attention."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
-    # Norms and projections read four tensors of width D. Saved are also q and k before their norms, q, k and v in attention, and the
-    # output of attention twice.
+    # A block saves the four tensors of width D that norms and projections read. It also saves q and k before their norms, q, k and v
+    # in attention, and the output of attention twice.
     attention = 4 * d + (q + kv) + (q + 2 * kv * context) + 2 * q
     if not model.has_experts(layer):
         return attention + 4 * model.intermediate_size / tensor
-    # Each expert of a token reads a copy of the token and writes one.
+    # Each expert that a token is routed to reads a copy of the token's hidden state and writes a hidden state.
     return attention + model.num_experts_per_tok * (2 * model.hidden_size + 4 * model.moe_intermediate_size) / tensor
 
 
@@ -262,7 +270,7 @@ def _gathered(config: TrainerConfig, size: int) -> float:
 
 
 def _gathered_elements(config: TrainerConfig, *, all_blocks: bool, only_trained: bool) -> int:
-    """Elements of the gathered embedding and head, and of all blocks or of two."""
+    """Number of elements of the gathered embedding and head, plus those of all blocks or else twice those of the largest block."""
     outside, blocks = 0, []
     for layer, weights in _held_parts(config):
         elements = 0

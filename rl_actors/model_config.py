@@ -73,7 +73,7 @@ class ModelConfig:
         for name in self.__dataclass_fields__:
             here, there = getattr(self, name), getattr(found, name)
             if here != there:
-                differing.append(f"{name}={here} but {there} there")
+                differing.append(f"{name}={here} but {there} in its config.json")
         if differing:
             raise ValueError(f"{path} holds another model: {'; '.join(differing)}")
 

@@ -34,7 +34,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """A caller's place in line. A repeated number is answered with the first answer; a number that does not follow is an error."""
+    """Number of a call in the session of a client.
+
+    A repeated number gets the first answer again. A number that is neither repeated nor the next is an error.
+    """
 
     session: str
     number: int
@@ -54,9 +57,9 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """Endpoints take an Order. A call without one runs as it comes; its caller must then be the only one."""
+    """Endpoints take an Order. A call without an Order runs as soon as it arrives, so its caller must be the only one."""
 
-    engine: "TrainEngine"  # from setup on, as are the next two
+    engine: "TrainEngine"  # this and the next two exist after setup
     compiler_context: contextvars.Context
     rank: int
 
@@ -75,7 +78,7 @@ class PolicyTrainer(Actor):
     @endpoint
     @sends_errors
     async def setup(self, session: str | None = None) -> TrainerInfo:
-        """Build the model on the first call, and make `session` the one whose orders are taken."""
+        """Build the model on the first call, and accept only orders of `session` from now on."""
         if not hasattr(self, "engine"):
             self.build()
         self.session, self.last_number, self.last_reply = session, 0, None
@@ -83,7 +86,7 @@ class PolicyTrainer(Actor):
 
     def build(self) -> None:
         route_library_logs("trainer")
-        # Only the rank's process imports torchtitan, and an error of the import reaches the caller as it is.
+        # Imported here, so that only a rank's process imports torchtitan, and the caller gets an ImportError as it is.
         from rl_actors.engine.collectives import by_rank
         from rl_actors.engine.train_engine import TrainEngine
 
@@ -93,7 +96,8 @@ class PolicyTrainer(Actor):
         self.rank = dist.get_rank()
         if self.transport is not None:
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        if "RL_ACTORS_PROCESS" in os.environ:  # a process of ours: the collector of another's is not ours to change
+        # Only in a process that this package spawned. The garbage collector of another program's process is left as it is.
+        if "RL_ACTORS_PROCESS" in os.environ:
             # Freeze what setup created; otherwise every garbage collection scans all of it, whenever samples arrive.
             gc.collect()
             gc.freeze()
@@ -155,7 +159,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read model, optimizer and version. Versions published from here on are a new stream."""
+        """Read model, optimizer and version. Versions that are published after it are a new stream, see Manifest."""
         return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
     def read_checkpoint(self, path: str, optimizer: bool) -> int:

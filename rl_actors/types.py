@@ -1,4 +1,6 @@
-"""Values that travel between a caller and the actors: frozen dataclasses of CPU tensors and scalars. No torch.distributed, no Monarch, no vLLM.
+"""Values that a caller and the actors send to each other: frozen dataclasses of CPU tensors and scalars.
+
+The module needs neither torch.distributed nor Monarch nor vLLM.
 
 T positions of one sample, C completion tokens, K targets of one position.
 """
@@ -13,14 +15,14 @@ from torch import Tensor
 from rl_actors.metrics import Partials
 
 IGNORE_TARGET = -100
-"""A target that is padding. Its logprob is 0, and every loss, mean and maximum leaves it out: the trainer sets all columns to 0 there,
-loss_weights among them."""
+"""Target id of a position that is padding. The position's logprob is 0, and every loss, mean and maximum leaves it out. For this the
+trainer sets all columns to 0 at the position, loss_weights too."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
 
 MAX_NAMES_REPORTED = 10
-"""Names of parameters that an error message or a result lists at most."""
+"""Largest number of parameter names that an error message or a result lists."""
 
 
 def column_dtype(name: str) -> torch.dtype:
@@ -30,7 +32,8 @@ def column_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`. Every column holds at i the value of `targets[i]`.
+    """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`. Entry i of every column belongs to
+    `targets[i]`.
 
     >>> Sample.from_tokens([5, 6], [7, 8], advantages=0.5).targets
     tensor([6, 7, 8])
@@ -98,7 +101,10 @@ def _sample_from_numpy(
 
 
 class SampleList(list[Sample]):
-    """Samples that travel as one array per column. A thousand small arrays take longer to pickle than a small model takes to train on them."""
+    """List of samples that is pickled as one array per column.
+
+    A thousand small arrays take longer to pickle than a small model takes to train on them.
+    """
 
     def __reduce__(self):
         names = set(self[0].columns) if self else set()
@@ -147,8 +153,9 @@ class OptimParams:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    grad_clip_norm: float | None = 1.0  # of the divided gradient; None does not clip
-    grad_divisor: float = 1.0  # losses are sums; num_loss_tokens(samples) makes the gradient a mean over tokens
+    grad_clip_norm: float | None = 1.0  # largest norm after the division by grad_divisor; None: no clipping
+    # Divides the gradient of the summed loss. num_loss_tokens(samples) makes it a mean over tokens.
+    grad_divisor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +164,7 @@ class OptimResult:
 
     policy_version: int  # after the step
     grad_norm: float  # after grad_divisor, before clipping
-    skipped: bool = False  # the gradient was not finite: nothing was stepped, the gradients are cleared
+    skipped: bool = False  # True: the gradient was not finite, so it was cleared and no parameter was changed
     # Names of parameters whose gradient is not finite, at most MAX_NAMES_REPORTED.
     nonfinite_parameters: tuple[str, ...] = ()
 
@@ -189,12 +196,11 @@ class RankOutput:
     """
 
     rank: int
-    indices: list[int]  # of the reported samples in the call
-    lengths: list[int]  # T of each
+    indices: list[int]  # indices of the reported samples in the list of the call
+    lengths: list[int]  # T of each reported sample
     logprobs: Tensor  # [sum of lengths] float32
-    extras: dict[
-        str, Tensor
-    ]  # "entropy" [sum of lengths] and "target_logprobs" [sum of lengths, K], when they were computed
+    # "entropy" [sum of lengths] and "target_logprobs" [sum of lengths, K], each only if it was computed.
+    extras: dict[str, Tensor]
     metrics: Partials  # merged over ranks by the client; see rl_actors.metrics
     policy_version: int
 
@@ -218,7 +224,8 @@ class Completion:
     """One sampled completion."""
 
     tokens: list[int]  # C ids
-    # C log probabilities under the distribution that was sampled from (temperature, top_p, top_k); greedy: at temperature 1
+    # C log probabilities under the distribution that was sampled from, after temperature, top_p and top_k. A greedy completion has
+    # those at temperature 1.
     logprobs: list[float]
     policy_versions: list[int]  # C: the version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
@@ -226,11 +233,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerInfo:
-    """State and limits of a trainer. Ranks differ only in `rank`, `pid` and memory."""
+    """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and memory."""
 
     policy_version: int
-    steps_skipped: int  # number of optim_steps since the trainer was built whose gradient was not finite
-    state: str  # "idle", "open" or "broken"
+    steps_skipped: int  # optim_steps, since the trainer was built, that were skipped for a gradient that is not finite
+    state: str  # "idle", "open", "broken" or "mixed" (some weights may have changed); see engine/call_order.py
     num_parameters: int
     vocab_size: int
     max_sequence_length: int

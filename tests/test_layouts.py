@@ -68,7 +68,7 @@ def test_a_refusal_names_the_numbers(made, message):
 
 def test_rows_must_hold_the_longest_sample_in_whole_multiples():
     made = TrainerConfig(model=ModelConfig(**SMALL), max_sequence_length=300, tokens_per_row=300)
-    with pytest.raises(ValueError, match="tokens_per_row=300, of which 256 are a multiple of 64, is below .*=300$"):
+    with pytest.raises(ValueError, match="tokens_per_row=300, rounded down to 256, a multiple of 64, is below .*=300$"):
         made.validate()
     made.tokens_per_row = 320
     made.validate()
@@ -138,7 +138,9 @@ def compiled(made: TrainerConfig) -> TrainerConfig:
 )
 def test_what_was_not_compared_with_one_process_is_refused(made, message):
     made.tokens_per_row = 4096
-    with pytest.raises(ValueError, match=f"{message}: not shown to be right so far; nearest on"):
+    with pytest.raises(
+        ValueError, match=f"{message}: refused, because no test compares it with one process; nearest on"
+    ):
         made.validate()
     for layout in nearest(made):
         for name, degree in layout.items():

@@ -1,4 +1,4 @@
-"""Turn one planned microbatch into tensors. Makes no packing decision; context_parallel.py knows the part of the rows that a rank holds.
+"""Turn one planned microbatch into tensors. Makes no packing decision; context_parallel.py selects the part of the rows that a rank holds.
 
 B rows, L row length; S samples of at most T positions, one sample a row; N positions of all samples together; K targets of one
 position; P pieces: the samples, and the padding of each row.
@@ -146,7 +146,8 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # A sample's padded targets get the columns of padding behind samples, so every loss and metric leaves both out alike.
+        # Columns are 0 where a sample's target is IGNORE_TARGET, as they are in the padding between samples. So every loss and metric
+        # leaves out both.
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
@@ -162,7 +163,7 @@ def make_batch(
 
 
 def _absent(samples: Sequence[Sample], name: str) -> Tensor:
-    """The value of a column at a position that has none: zero, of shape [], or [K] for TOP_K_COLUMNS."""
+    """The value that fills a column at padding and in samples without the column: zero, of shape [], or [K] for TOP_K_COLUMNS."""
     shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
     return torch.zeros(shape, dtype=column_dtype(name))
 

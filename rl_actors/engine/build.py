@@ -48,7 +48,7 @@ class BuiltModel:
     model: nn.Module  # whole, or the modules of this rank's pipeline stages
     stages: list[PipelineStage]  # of this rank; empty without a pipeline
     num_parameters: int  # of the whole model
-    optimizers: OptimizersContainer  # or NoOptimizers, which has only its zero_grad
+    optimizers: OptimizersContainer  # NoOptimizers, which has only zero_grad, in a trainer that only infers
     hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
     device: torch.device
@@ -169,7 +169,7 @@ def build(config: TrainerConfig) -> BuiltModel:
     model = LocalModel(modules) if stages else modules[0]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
     _allocate(modules, device, machine)
-    if not config.hf_path:  # else the weights are loaded
+    if not config.hf_path:  # with hf_path the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
     lora.initialise(model, config.lora.seed)
     model.train()
@@ -233,7 +233,10 @@ def _parallelize(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """(this rank's stages, their modules); without a pipeline no stage and the whole model. Parallelized, still on the meta device."""
+    """Parallelize the model, which stays on the meta device.
+
+    Returns (this rank's pipeline stages, their modules), or ([], [the whole model]) without a pipeline.
+    """
     options = {
         "parallel_dims": parallel_dims,
         "training": training,

@@ -2,7 +2,7 @@
 
 IDLE, OPEN, BROKEN, WEIGHTS_BROKEN = "idle", "open", "broken", "mixed"
 
-# state -> calls that are legal in it. Reading calls (forward, push, export, info) leave the state as it is.
+# State -> calls that are legal in it. Calls that only read (forward, push, export) leave the state as it is; info is always legal.
 LEGAL = {
     IDLE: {
         "forward",
@@ -30,8 +30,8 @@ LEGAL = {
 _HINT = {
     IDLE: "no gradients are accumulated: call forward_backward first",
     OPEN: "gradients are accumulated: call optim_step or discard_gradients first",
-    BROKEN: "the last call failed half way: call discard_gradients first",
-    WEIGHTS_BROKEN: "the last call failed half way through the weights: call load_checkpoint first, or spawn the trainer again",
+    BROKEN: "the last call failed before it was done: call discard_gradients first",
+    WEIGHTS_BROKEN: "the last call failed and may have changed some of the weights: call load_checkpoint first, or spawn the trainer again",
 }
 
 
@@ -55,5 +55,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: the failed call may have changed some of the weights, so that dropping the gradients does not repair the trainer."""
+        """weights: True if the failed call may have changed some of the weights. Dropping the gradients then does not repair the trainer."""
         self.state = WEIGHTS_BROKEN if weights else BROKEN

@@ -1,4 +1,7 @@
-"""Read and write DCP directories of the whole trainer. Collective over all ranks. hf.py knows Hugging Face directories."""
+"""Read and write checkpoints of the whole trainer, as directories of torch.distributed.checkpoint (DCP).
+
+All ranks call these functions together. hf.py reads and writes Hugging Face directories.
+"""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -29,7 +32,10 @@ def is_checkpoint(path: str | Path) -> bool:
 
 
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
-    """Raises ValueError on every rank when any rank finds no such checkpoint of this model there. Nothing was changed then."""
+    """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
+
+    Raises ValueError on every rank if the check fails on any rank.
+    """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
@@ -40,10 +46,10 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     differing = []
     for name, shape in here.items():
         if there.get(name) != shape:
-            differing.append(f"{name} is {there.get(name)} and {shape} here")
+            differing.append(f"{name} is {there.get(name)} in the checkpoint but {shape} in the model")
     for name in there:
         if name.startswith("model.") and name not in known:
-            differing.append(f"{name} is unknown here")
+            differing.append(f"{name} is not in the model")
     differing = list(dict.fromkeys(text for texts in by_rank(differing) for text in texts))
     if differing:
         raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
@@ -63,8 +69,8 @@ def require_replaceable(path: str | Path) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on, over a process group of its own.
 
-    The writer's collectives run in another thread than training's. In one process group the two would meet in a different order on
-    each rank.
+    The writer's collectives run in another thread than those of training. In a shared process group each rank could start the
+    collectives of both threads in another order, and they would not match.
     """
 
     def __init__(self) -> None:
@@ -89,13 +95,13 @@ class CheckpointWriter:
             process_group=self._group,
         )
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # a caller that gives up waiting does not cancel it
+        written.set_running_or_notify_cancel()  # so that a caller that stops waiting cannot cancel it
         upload.add_done_callback(lambda done: _settle(written, done, f"saving {path}"))
         self._written = written
         return written
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. Raises no failure: the holder of the future of `start` gets it."""
+        """Wait until no checkpoint is being written. Raises no error of a failed write: the future that `start` returned raises it."""
         if self._written is not None:
             self._written.exception()
 
@@ -111,7 +117,8 @@ class _WholeDirectoryWriter(FileSystemWriter):
         self.target, self.extra_files = Path(path), extra_files
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # A killed save may have left files of more ranks than there are now.
+        # Delete what a killed save left. Its files may be those of more ranks than there are now, and then this save would not
+        # overwrite all of them.
         shutil.rmtree(self.path)
         self.path.mkdir()
         return super().prepare_global_plan(plans)
@@ -143,7 +150,7 @@ def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> Non
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
     """Load in place, resharding to this layout, and return the policy_version.
 
-    optimizer=False: the optimizer starts as that of a new trainer.
+    optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
     """
     state = _state(built, 0, optimizer=optimizer)
     with plain_errors(f"loading {path}"):
@@ -177,8 +184,10 @@ def _optimizer_state(built: BuiltModel) -> dict[str, Any]:
 
 @contextmanager
 def plain_errors(what: str) -> Iterator[None]:
-    """Raise torch's CheckpointException as a RuntimeError. It is no Exception: out of an endpoint it would end the actor instead of
-    reaching the caller.
+    """Raise torch's CheckpointException as a RuntimeError.
+
+    CheckpointException is a BaseException but not an Exception. If an endpoint raised it, it would end the actor instead of reaching
+    the caller.
     """
     try:
         yield

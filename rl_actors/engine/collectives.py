@@ -34,8 +34,8 @@ def on_all_ranks(holds: bool) -> bool:
 def raise_together(failure: Exception | None) -> None:
     """Raises on every rank when any rank passes a failure: a failing rank raises its own, the others raise the first failing rank's.
 
-    The exception has the rank that failed as its attribute `rank`. One from another rank also has that rank's traceback as a note;
-    if it cannot be pickled, it is a RuntimeError with its repr.
+    The exception has the rank that failed as its attribute `rank`. An exception from another rank also has that rank's traceback
+    as a note. An exception that cannot be pickled reaches the other ranks as a RuntimeError with its repr.
     """
     if on_all_ranks(failure is None):
         return

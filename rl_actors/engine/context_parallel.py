@@ -31,9 +31,8 @@ class RowShards:
     """Every rank of the mesh holds a part of each row. A part need not be contiguous: all ranks get equal shares of the attention's work."""
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
-    local_masks: Callable[
-        [BlockMask], AttentionMasks
-    ]  # this rank's shard of the masks -> the attention layers' argument
+    # This rank's shard of the masks -> the attention layers' argument.
+    local_masks: Callable[[BlockMask], AttentionMasks]
     mesh: DeviceMesh
     load_balancer: str | None
 

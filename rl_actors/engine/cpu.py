@@ -78,11 +78,11 @@ def device() -> torch.device:
 def prepare(world_size: int) -> None:
     """Share the cores among the ranks of this host. With more threads than cores, gloo and the kernels slow each other down.
 
-    A user's own OMP_NUM_THREADS stands.
+    An OMP_NUM_THREADS that the user set is kept.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # By default torchtitan and torch compile the function that creates a block mask, again for every new shape.
+    # Use the function that creates a block mask as it is. By default torchtitan and torch compile it, again for every new shape.
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
     threads.prepare_cpu_process()
@@ -114,7 +114,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fuse(function: Callable) -> Callable:
-    """The function itself. On a CPU compiling would take the time that one kernel saves in memory traffic."""
+    """The function itself. On a CPU the time to compile it would use up the time that a fused kernel saves in memory traffic."""
     return function
 
 

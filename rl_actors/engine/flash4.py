@@ -1,7 +1,7 @@
 """Attention kernels of a CUDA machine for packed rows: flex attention, or FlashAttention 4 from the package flash-attn-4.
 
 FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use the features of Hopper. torch 2.13 calls the two
-functions at the end of this file. It expects two values from the forward function; the package's function returns five.
+functions at the end of this file. torch expects two values from the forward function, but the package's function returns five.
 """
 
 from collections.abc import Iterable
@@ -22,8 +22,8 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""The number of documents is rounded up to a multiple of this, and the longest document to a power of two. So the blocks are compiled
-for few numbers."""
+"""The number of documents is rounded up to a multiple of this, and the length of the longest document to a power of two. torch
+compiles the blocks anew for other values, so few different values mean few compilations."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
@@ -68,7 +68,7 @@ def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, in
 def activate() -> None:
     """Make FlashAttention 4 the FlashAttention of this process.
 
-    Raises ValueError on a GPU of another compute capability, and without the package.
+    Raises ValueError if the GPU's compute capability is not in CAPABILITIES, or if the package is missing.
     """
     if current_flash_attention_impl() == NAME:
         return

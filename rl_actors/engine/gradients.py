@@ -17,7 +17,7 @@ from rl_actors.engine.collectives import by_rank
 from rl_actors.types import MAX_NAMES_REPORTED
 
 Layout = tuple[DeviceMesh, tuple[Placement, ...]] | None
-"""Mesh and placements of a parameter and of its gradient; None for one that is whole on every rank."""
+"""Mesh and placements of a parameter and of its gradient. None: the parameter is whole on every rank."""
 
 ParametersByLayout = Mapping[Layout, Sequence[tuple[str, nn.Parameter]]]
 
@@ -78,8 +78,8 @@ class Gradients:
         norms = list(chain.from_iterable(self.norms.values()))
         are_finite = torch.isfinite(torch.stack(norms)).tolist() if norms else []
         broken = [name for name, is_finite in zip(self.names, are_finite, strict=True) if not is_finite]
-        # A shard may be finite where another rank's shard of the same gradient is not, and pipeline stages hold different names.
-        # With the names of all ranks every rank returns the same ones.
+        # Ranks find different names: one shard of a gradient may be finite and another not, and pipeline stages hold different
+        # parameters. The names of all ranks are put together, so that every rank returns the same ones.
         everywhere = dict.fromkeys(chain.from_iterable(by_rank(broken)))
         return tuple(everywhere)[:MAX_NAMES_REPORTED]
 
@@ -87,9 +87,11 @@ class Gradients:
 def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
     """The squared norm of the gradients of one layout over all ranks of its mesh, [] float64.
 
-    All ranks get the same value, even when one replica of a gradient is finite and another is not: their next calls depend on it.
+    All ranks get the same value, even when one replica of a gradient is finite and another is not. The value decides whether
+    a rank steps its optimizer, and all ranks must decide alike.
     """
-    # In float64 also where the norms are float32: their squares could leave float32's range, and the order of the ranks matters less.
+    # The squares are float64, even of float32 norms. In float32 a square could overflow, and the sum would depend more on the order
+    # of the ranks.
     total = torch.stack(list(norms)).double().square().sum()
     if layout is not None:
         mesh, placements = layout

@@ -1,6 +1,7 @@
-"""Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files. Collective over all ranks.
+"""Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-Knows no optimizer. checkpoint.py knows the trainer's own directories.
+All ranks call the functions that load or export together. Knows no optimizer. checkpoint.py reads and writes the trainer's own
+directories.
 """
 
 import json
@@ -55,14 +56,14 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in metadata.items()}
     here = tensor_shapes(config)
-    # Some published directories of tied models hold the head all the same, and old ones hold the rotary embedding's table.
+    # Some published directories of tied models also hold the head, and old ones hold the rotary embedding's table.
     known = dict(here)
     if config.tie_word_embeddings:
         known["lm_head.weight"] = here["model.embed_tokens.weight"]
     other_shapes = []
     for name, shape in known.items():
         if there.get(name, shape) != shape:
-            other_shapes.append(f"{name} ({list(there[name])} there, {list(shape)} here)")
+            other_shapes.append(f"{name} ({list(there[name])}, expected {list(shape)})")
     findings = {
         "missing": [name for name in here if name not in there],
         "unexpected": [name for name in there if name not in known and not name.endswith("rotary_emb.inv_freq")],
@@ -82,9 +83,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load(built: BuiltModel, path: str) -> None:
-    """Load a directory of safetensors into the sharded model, in place. Each rank reads its part. An expert bias keeps its value."""
+    """Load a directory of safetensors into the sharded model, in place. Each rank reads its part. An expert bias keeps its value,
+    because Hugging Face's model has none.
+    """
     parameters = _parameters(built.model)
-    # A joined parameter is loaded into tensors of its own, which are joined and copied into the parameter below.
+    # A joined parameter is loaded into separate tensors. Below they are joined and copied into the parameter.
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
     fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
     loaded: dict[str, Tensor] = {}
@@ -137,7 +140,7 @@ def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) ->
 
 
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
-    """Write a directory that transformers and vLLM load. It is written under a temporary name and renamed, so it is whole or not there.
+    """Write a directory that transformers and vLLM load. It gets its name when it is complete, so `path` never holds half an export.
 
     Tensors are gathered one at a time: rank 0 holds at most MAX_FILE_BYTES and one tensor. source: the directory whose tokenizer
     files are copied.
@@ -154,7 +157,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
     _on_first_rank(begin)
     files = SafetensorsWriter(temporary)
-    # torchtitan's adapter records the layout of sharded experts that it renames. This one only sees whole tensors.
+    # A new state-dict adapter, which sees only whole tensors. torchtitan's adapter records the layout of the sharded experts that it
+    # renames, so the one of the model is not used.
     adapter = _adapter(qwen3_config(config))
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
@@ -162,7 +166,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:
-                # commit raises it on all ranks together. Raised here, it would leave the others waiting in the next gather.
+                # commit raises the error on all ranks together. If rank 0 raised it here, the others would wait in the next gather.
                 failure = error
 
     def commit() -> None:
@@ -175,7 +179,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters as peft and vLLM load them over the weights of `base`. The directory is whole or not there."""
+    """Write the adapters as peft and vLLM load them over the weights of `base`. `path` never holds half an export."""
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
 
     def write() -> None:
@@ -190,7 +194,7 @@ def require_exportable(path: str, dtype: str) -> None:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     target = Path(path)
     if not on_all_ranks(not target.exists() or (target.is_dir() and not any(target.iterdir()))):
-        raise ValueError(f"{path} exists and is not an empty directory; export_hf replaces nothing")
+        raise ValueError(f"{path} exists and is not an empty directory; an export never replaces files")
 
 
 class SafetensorsWriter:

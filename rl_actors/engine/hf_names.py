@@ -23,7 +23,7 @@ def _split_placements(joined: DTensor) -> list[Placement]:
 
     FSDP and expert parallelism give each rank whole experts and heads, but a tensor that only one rank has cannot be published.
     Sharding another dimension than the first splits every expert and head over all ranks and takes the same memory. (torchtitan's
-    adapter would name only a rank's own experts, and does not take replicas.)
+    own adapter would give each rank only the names of its own experts, and it does not support replicas.)
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -52,7 +52,8 @@ def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dic
     experts: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if EXPERTS in name:
-            # torchtitan's adapter would return only this rank's experts of a DTensor, so it names those of an empty tensor.
+            # For a DTensor torchtitan's adapter would return only this rank's experts. So it is given an empty plain tensor, and its
+            # names are used for the experts of the DTensor.
             names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
             experts.update(zip(names, tensor.unbind(0), strict=True))
         elif FUSED in name:
@@ -81,7 +82,10 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
 
 
 def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """Local rows of a tensor of which every rank holds a piece of every row, as a DTensor with the tensor's placements."""
+    """Wrap this rank's piece of some rows of `whole` as a DTensor with the placements of `whole`. A plain tensor stays as it is.
+
+    Every rank holds a piece of every row.
+    """
     if not isinstance(whole, DTensor):
         return rows
     shape = torch.Size((len(rows), whole.shape[1]))

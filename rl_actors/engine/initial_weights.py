@@ -1,9 +1,10 @@
 """Random weights of a seed: the same in every layout, on a CPU and on a GPU. Reads no Hugging Face directory.
 
-torchtitan's init_weights draws each parameter where it lies. On a CPU mesh DTensor lets every rank draw its shard from the rank's own
-generator; the generators have one seed, so the shards repeat each other. A GPU draws other numbers than a CPU, and each stage of a
-pipeline has a seed of its own. Here every rank draws all parameters of the model on the CPU, from one stream, and keeps its shards of
-the parameters that it holds. The order is torchtitan's, so one process has the numbers that init_weights draws on a CPU.
+torchtitan's init_weights draws each parameter on its device and in its shards. On a CPU mesh DTensor lets every rank draw its shard
+from the rank's own generator; the generators have the same seed, so all shards get the same numbers. A GPU draws other numbers than a
+CPU, and each stage of a pipeline has a seed of its own. Here every rank draws all parameters of the model on the CPU, from one stream,
+and keeps its shards of the parameters that it holds. The order is torchtitan's, so one process has the numbers that init_weights draws
+on a CPU.
 
 A rank holds one whole parameter at a time. Drawing takes about 9 s on one core for a billion parameters.
 """
@@ -31,7 +32,8 @@ class Initialiser:
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
     """Take the initialisers off a model that is not parallelized yet. Its init_weights then initialises only buffers.
 
-    They come in torchtitan's order as long as only modules without children have parameters, which holds without adapters.
+    They are in the order in which torchtitan would call them. This needs a model in which only modules without children have
+    parameters, as every model without adapters is.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():

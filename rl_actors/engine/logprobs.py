@@ -81,7 +81,7 @@ class ChunkedLogprobs:
         """fuse: a function of tensors -> the same function as one kernel, on a machine that can make one.
 
         keep_head: FSDP gathers the output projection and the last norm together. True keeps them gathered until the projection has
-        had all its chunks.
+        processed all chunks.
         """
         model._skip_lm_head = True
         self.lm_head = model.lm_head
@@ -144,19 +144,21 @@ class ChunkedLogprobs:
         wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=num_chunks))
         wrapper.loss_fn = chunks
         wrapper.set_lm_head(self.lm_head)
-        # A column may have the name of one of the wrapper's own arguments.
+        # The prefix is needed because a column may have the name of one of the wrapper's own arguments.
         named = {f"input_{name}": value for name, value in inputs.items()}
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # The wrapper leaves True. FSDP would then free the weights after the last norm of the next microbatch, and the projection
-            # would have to gather them again.
+            # The wrapper leaves this setting at True. FSDP would then free the weights after the last norm of the next microbatch, and the
+            # projection would have to gather them again.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """The fewest equal chunks of a row with at most chunk_tokens positions in all rows together, and at least min_chunks."""
+        """Smallest number of equal parts of a row, at least min_chunks, such that one part of every row has at most chunk_tokens positions
+        in all.
+        """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
 
@@ -203,7 +205,7 @@ class _Chunks:
 
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A scalar that nobody back-propagates."""
+    """A placeholder for the loss, which no caller back-propagates."""
     return values["logprobs"].sum(), {}
 
 

@@ -39,7 +39,8 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
     """Raises RuntimeError unless the trained parameters of a model with adapters are the adapters that this module finds.
 
-    It finds them by torchtitan's names: after a rename it would publish and save the frozen weights without them.
+    This module finds adapters by torchtitan's names. If torchtitan renamed them, this module would publish and save the frozen weights
+    without adapters.
     """
     if not config.rank:
         return
@@ -82,7 +83,7 @@ def checkpointed(model: nn.Module) -> dict[str, Tensor]:
 
 
 def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The adapters under peft's names, sharded as on the ranks. to_hf: of torchtitan's state-dict adapter."""
+    """The adapters under peft's names, sharded as on the ranks. to_hf: the method of torchtitan's state-dict adapter."""
     state = model.state_dict()
     found: dict[str, Tensor] = {}
     for name, _ in _layers(model):
@@ -99,7 +100,7 @@ def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters as peft and vLLM read them over the weights of `base`. The directory is whole or not there."""
+    """Write gathered adapters as peft and vLLM read them over the weights of `base`. `path` never holds half of them."""
     target, partial = Path(path), Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

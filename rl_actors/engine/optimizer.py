@@ -51,7 +51,7 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container. Adam and AdamW get torchtitan's arguments; a "module:Class" gets only those of the config."""
+    """torchtitan's container. Adam and AdamW get torchtitan's arguments. An optimizer by import path gets only the config's arguments."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -90,22 +90,24 @@ class Hyperparameters:
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
-        """trained: the names of all trained parameters. The model has some of them, those of this rank's pipeline stages.
+        """trained: the names of all trained parameters. The model has only those of this rank's pipeline stages.
 
-        Raises ValueError for a pattern that matches no name that is left by the patterns before it.
+        Raises ValueError for a pattern that matches no name, or only names that earlier patterns match.
         """
         self.name = config.name
         names = [name for name, parameter in named_parameters(model) if parameter.requires_grad]
         groups: dict[str, tuple[float, float]] = {}
         for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
             if pattern and not any(re.search(pattern, name) for name in trained):
-                raise ValueError(f"optimizer.groups: the pattern {pattern!r} is found in none of {trained}")
+                raise ValueError(
+                    f"optimizer.groups: the pattern {pattern!r} matches none of the names left for it: {trained}"
+                )
             if any(re.search(pattern, name) for name in names):
                 groups[pattern] = multipliers
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # Every hyperparameter comes with optim_step. lr=0 would only be used by a step that nobody asked for.
+        # lr=0 is a placeholder, because every hyperparameter comes with optim_step. A step without them would change nothing.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,

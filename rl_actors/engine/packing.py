@@ -155,7 +155,7 @@ def attention_cost(lengths: Sequence[int], row: Row) -> int:
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """(positions of one rank, attention cost of the slowest rank of every microbatch, summed)."""
+    """Sort key of plans: (positions of one rank, sum over the microbatches of the slowest rank's attention cost)."""
     slowest = 0
     for batches in zip(*ranks, strict=True):
         slowest += max(_cost_of(lengths, batch) for batch in batches)
@@ -181,8 +181,8 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal(self, rows: list[Row]) -> Plan:
-        """The rows in microbatches. Rows that are neighbours in (length, attention cost) go into one microbatch of all ranks, so that
-        all ranks take about the same time for it.
+        """Put the rows into microbatches. Rows that are neighbours in (length, attention cost) go into the same microbatch of all ranks,
+        so that all ranks take about the same time for it.
         """
         row_lengths = [self._row_length(row) for row in rows]
         costs = [attention_cost(self.lengths, row) for row in rows]
@@ -210,7 +210,10 @@ class _Dealer:
             start += num_rows * self.num_ranks
 
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
-        """The same with one shape for all: as few microbatches as possible, and then as few rows in each. The last may be padding."""
+        """(number of rows, row length) of the microbatches of one rank, if all must have the same shape.
+
+        There are as few microbatches as possible, and then as few rows in each. The last microbatches may be only padding.
+        """
         longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))
         count = _round_up(max(needed, min(self.min_microbatches, num_of_rank)), self.microbatch_multiple)

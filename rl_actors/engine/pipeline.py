@@ -42,7 +42,7 @@ class PipelineCall:
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
     """The arguments of `plan` for torch's schedule of a pipeline of so many ranks.
 
-    1F1B takes any number of microbatches from one a rank on; Interleaved1F1B takes a multiple of the ranks.
+    1F1B takes any number of microbatches that is at least the number of ranks. Interleaved1F1B takes multiples of the number of ranks.
     """
     multiple = 1 if _is_single(schedule_class) else num_ranks
     return {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
@@ -56,8 +56,8 @@ def _is_single(schedule_class: type) -> bool:
 class PipelineRunner:
     """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
 
-    A schedule passes only tensors to the stages and to the loss. We pass the number of each microbatch; stages and loss look up the
-    rest of it in the call under way.
+    A schedule passes only tensors to the stages and to the loss. We pass the number of each microbatch. With it the stages
+    and the loss look up the other inputs of the microbatch in the PipelineCall.
     """
 
     _call: PipelineCall  # exists while a call runs

@@ -70,7 +70,7 @@ class SingleRunner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """keep: FSDP gathers the parameters of a block for the first microbatch and frees them after the last.
+        """keep=True: FSDP gathers the parameters of a block for the first microbatch and frees them after the last.
 
         At the end all parameters are sharded again. An optimizer's step on the shards would not reach parameters that are still whole.
         """

@@ -171,7 +171,7 @@ class TrainEngine:
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
         """Read a directory of save_checkpoint, written under any layout, and return its policy_version. Refused in an open step.
 
-        optimizer=False: read only the weights. The optimizer then starts as that of a new trainer.
+        optimizer=False: read only the weights, and reset the optimizer to the state that it has in a new trainer.
         Raises ValueError, which changes nothing, when path is not a checkpoint of this model or holds no optimizer state.
         """
         self.step.require("load_checkpoint")
@@ -196,7 +196,7 @@ class TrainEngine:
         return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and tokenizer files, if there are any. The directory is whole or not there. Changes nothing here.
+        """Write config.json, safetensors and tokenizer files, if there are any. `path` never holds half an export.
 
         Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
         """
@@ -207,8 +207,8 @@ class TrainEngine:
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters as peft reads them. The directory is whole or not there. Raises ValueError when the model has no adapters
-        or path is taken.
+        """Write the adapters as peft reads them. `path` never holds half an export. Raises ValueError when the model has no adapters or
+        path is taken.
         """
         self.step.require("export_lora")
         if not self.config.lora.rank:
@@ -300,7 +300,7 @@ class TrainEngine:
 
     @contextmanager
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
-        """Mark the step broken when the body raises, because the gradients may be half done, or with `weights` the weights."""
+        """Mark the step broken when the body raises, because it may have added only some gradients. weights: it may have changed weights."""
         try:
             yield
         except BaseException:

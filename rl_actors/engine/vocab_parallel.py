@@ -145,7 +145,7 @@ def _gradient(
 
 
 def _upcast(values: Tensor) -> Tensor:
-    """At least float32; float64 stays."""
+    """The values in float32. Values in float64 stay float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Losses by name. A loss is a frozen dataclass over columns that returns sums; it never sees logits."""
+"""Losses by name. A loss is a frozen dataclass whose call takes logprobs and columns and returns sums. It never sees logits."""
 
 import inspect
 from collections.abc import Callable

@@ -120,7 +120,7 @@ def policy_metrics(
 
     The KL of the generator from the trainer is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman,
     "Approximating KL divergence", 2020). The effective sample size, as a fraction, is 1 / E[r^2] (Kong 1992 with E[r] = 1).
-    It is 1 when both agree, it merges over calls, and noise may lift it above 1.
+    It is 1 when the two probabilities agree. It can be merged over calls, and noise may lift it above 1.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -192,7 +192,7 @@ class PPO(PolicyLoss):
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
     def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
-        """PPO's objective of any ratios: one a position, or GSPO's of a sample."""
+        """PPO's objective for ratios of each position, as in PPO, or of each sample, as in GSPO."""
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages

@@ -19,9 +19,8 @@ def sends_errors(method: Callable[..., Any]) -> Callable[..., Any]:
             return await method(self, *args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            if not hasattr(
-                error, "rank"
-            ):  # an error of another rank, which that rank sent to all, has the rank already
+            # An error that another rank sent to all ranks has the number of that rank already.
+            if not hasattr(error, "rank"):
                 sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client says where it was raised
             raise sent  # noqa: B904  # `from` would attach the error that cannot be sent
 

@@ -97,10 +97,8 @@ class RoutedOutput(AbstractContextManager):
         the GIL would hang.
         """
         partial, is_last = b"", False
-        with (
-            path.open("rb") as file,
-            suppress(OSError),
-        ):  # OSError: the terminal is gone; the file still gets everything
+        # An OSError means that the terminal is gone. The file still gets everything.
+        with path.open("rb") as file, suppress(OSError):
             file.seek(start)
             while not is_last:
                 is_last = self._done.wait(0.2)

@@ -146,7 +146,8 @@ async def spawn_processes(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rendezvous.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of our store
-        # The ranks import losses and actors from the caller's modules: a rank that cannot unpickle a message ends.
+        # The ranks get the caller's import path, because messages hold losses and actors of the caller's modules. A rank that cannot
+        # unpickle a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
         "MALLOC_ARENA_MAX": "1",  # threads.keep_memory works in the main arena only

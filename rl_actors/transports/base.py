@@ -151,7 +151,7 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put shards together by their offsets. Replicas have the same offset, of which the caller gives one.
+    """Put shards together by their offsets. Replicas of a shard have the same offset, so the caller gives only one of them.
 
     Raises RuntimeError if the shards do not cover the tensor.
     """

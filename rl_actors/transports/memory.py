@@ -1,4 +1,4 @@
-"""The simplest transport: a dictionary in one actor. For tests and for reading; every byte goes through Monarch's message queue."""
+"""The simplest transport: a dictionary in one actor. For tests, and as an example. Every byte goes through Monarch's message queue."""
 
 from collections import defaultdict
 from collections.abc import Mapping

@@ -1,4 +1,7 @@
-"""The part of the generator's vLLM that only a CPU needs: threads, options, repairs after a reload. gpu.py has the same names."""
+"""The part of the generator's vLLM that only a CPU needs: threads, options, repairs after a reload.
+
+gpu.py defines the same names for a GPU.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,18 +14,18 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm import LLMEngine
 
-# Compiling helper kernels at their first use would take twelve seconds.
+# torch.compile is off, because compiling helper kernels at their first use would take twelve seconds.
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Prompt tokens of one step. Running requests wait until the step is done."""
+"""Limit of the tokens in one vLLM step, raised if the config needs more. Running requests wait until a step with prompt tokens is done."""
 
 SPARSE_MODEL_TYPE = "qwen3_moe"
 """model_type in the config.json of a mixture of experts."""
 
 
 def require_possible(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot do this on a CPU."""
+    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot run this config on a CPU."""
     if config.lora.syncs_adapter and config.model.num_experts:
         raise ValueError(
             f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
@@ -51,7 +54,7 @@ def options(config: GeneratorConfig) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def reloading(engine: "LLMEngine") -> Iterator[None]:
-    """Context of a reload of all weights. vLLM's kernels on a CPU compute with packed copies, which a reload must renew."""
+    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of the weights, which it renews."""
     engine.apply_model(_forget_packed_experts)
     yield
     engine.apply_model(_repack_tied_head)

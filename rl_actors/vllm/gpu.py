@@ -1,4 +1,7 @@
-"""The part of the generator's vLLM that only a GPU needs: CUDA graphs, limits of its kernels. cpu.py has the same names."""
+"""The part of the generator's vLLM that only a GPU needs: CUDA graphs, and checks of what vLLM's GPU kernels support.
+
+cpu.py defines the same names for a CPU.
+"""
 
 import contextlib
 from typing import TYPE_CHECKING, Any
@@ -11,19 +14,19 @@ from rl_actors.processes import threads
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-# FlashInfer's sampler compiles for minutes at its first use, and needs nvcc.
+# FlashInfer's sampler is off, because it compiles for minutes at its first use and needs nvcc.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Prompt tokens of one step. Running requests wait until the step is done."""
+"""Limit of the tokens in one vLLM step, raised if the config needs more. Running requests wait until a step with prompt tokens is done."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 
 
 def require_possible(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot do this on this GPU."""
+    """Raises ValueError naming the value and the reason if vLLM 0.32 cannot run this config on this GPU."""
     if config.lora.syncs_adapter and config.dtype == "float32":
         raise ValueError(
-            'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters take no float32; '
-            'set bfloat16, or lora.sync="merged"'
+            'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters do not support '
+            'float32; set generator.dtype="bfloat16" or lora.sync="merged"'
         )
     if config.batch_invariant:
         capability = torch.cuda.get_device_capability()
@@ -58,7 +61,7 @@ def options(config: GeneratorConfig) -> dict[str, Any]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of sequences for which a graph is captured. Another number runs in the graph of the next larger one.
+    """Batch sizes, in sequences, for which a CUDA graph is captured. A batch of another size is padded to the next larger one.
 
     graph_sizes(200) -> [1, 2, 4, …, 32, 64, 128, 192, 200]
     """
@@ -68,5 +71,5 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
 
 
 def reloading(engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
-    """Context of a reload of all weights. On a GPU a reload needs nothing more."""
+    """Context manager for a reload of all weights. It does nothing, because on a GPU vLLM's own reload is enough."""
     return contextlib.nullcontext()

@@ -42,7 +42,8 @@ def test_a_reference_has_as_many_processes_as_the_trainer():
     assert "reference" not in describe_plan.describe(tiny())
     text = describe_plan.describe(replace(tiny(), reference_kl=0.1))
     assert re.search(
-        r"  reference    as many processes as the trainer's, beside them, each with at most [\d.]+ MiB\n", text
+        r"  reference    as many processes as the trainer has, on the same devices, each with at most [\d.]+ MiB\n",
+        text,
     )
 
 
@@ -98,7 +99,7 @@ def two_gpus(monkeypatch):
 
 def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus):
     config = qwen3_8b()
-    first, second = describe_plan.describe(config).split("\ntotals, without what libraries take:\n")[1].splitlines()
+    first, second = describe_plan.describe(config).split("\ntotals, without the memory of libraries:\n")[1].splitlines()
     held = describe_plan.size_text(memory(config.trainer).total)
     assert first == f"  GPU 0        trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
     assert second == f"  GPU 1        trainer-1 {held} of 140.0 GiB"
@@ -108,13 +109,13 @@ def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus
         f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much\n"
         in describe_plan.describe(config)
     )
-    refusal = (
-        "the run takes 216.9 GiB .*, but GPU 0 has 140.0 GiB; less is taken with a smaller --trainer.tokens-per-row"
-    )
+    refusal = "the run takes 216.9 GiB .*, but GPU 0 has 140.0 GiB; to take less, lower --trainer.tokens-per-row"
     with pytest.raises(ValueError, match=refusal):
         describe_plan.require_memory(config)
     config.generator.gpu = 2
-    assert "  generator-0  GPU 2, which is not here, vLLM in bfloat16\n" in describe_plan.describe(config)
+    assert "  generator-0  GPU 2, which this machine does not have, vLLM in bfloat16\n" in describe_plan.describe(
+        config
+    )
 
 
 @pytest.mark.parametrize("make", CONFIGS["controllers.grpo"].values(), ids=CONFIGS["controllers.grpo"])
@@ -138,7 +139,7 @@ def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch)
     monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total)
     describe_plan.require_memory(config)
     monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total - 1)
-    with pytest.raises(ValueError, match="but this machine has .*; less is taken with a smaller model"):
+    with pytest.raises(ValueError, match="but this machine has .*; to take less, choose a smaller model"):
         describe_plan.require_memory(config)
 
 

@@ -222,7 +222,7 @@ def test_kill_9_of_the_controller_leaves_no_process_behind(tmp_path):
         (["--schedule.learning-rate", "-1"], "learning_rate=-1.0"),
         (["--rollouts.group-size", "1"], "rollouts.group_size=1; it must be at least 2"),
         (["--updates-per-step", "0"], "updates_per_step=0; it must be at least 1"),
-        (["--reference-kl", "-0.1"], "reference_kl=-0.1; it must be a number of at least 0, finite"),
+        (["--reference-kl", "-0.1"], "reference_kl=-0.1; it must be finite and at least 0"),
         (["--epochs-per-step", "0"], "epochs_per_step=0; it must be at least 1"),
         (["--rollouts.top-p", "2"], "rollouts.top_p=2.0; it must be in (0, 1]"),
         (["--alphabet", "0123"], "are not in the tokenizer's alphabet"),

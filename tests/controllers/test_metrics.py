@@ -71,7 +71,7 @@ def test_a_failure_while_dropping_leaves_the_file_as_it_was(tmp_path, monkeypatc
 def test_a_step_is_recorded_once_and_in_order(tmp_path):
     with logger(RunFolder(tmp_path), steps_done=3) as log:
         log.step(4, {}, phase="grpo")
-        with pytest.raises(ValueError, match="step 4 comes after step 4"):
+        with pytest.raises(ValueError, match="step 4 after step 4: each step is recorded once"):
             log.step(4, {}, phase="grpo")
 
 

@@ -230,7 +230,7 @@ def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, 
     assert (
         f"error: reference_kl=0.05 needs the weights that GRPO began with, but {folder.reference} is not there" in error
     )
-    assert "this run began with reference_kl=0; resume it so, or start a new one" in error
+    assert "this run began with reference_kl=0; resume it with reference_kl=0, or start a new run" in error
     assert resume(monkeypatch, capsys, folder) == (None, "")
 
 

@@ -41,7 +41,7 @@ def test_adapters_over_other_weights_than_the_trainers_are_refused():
 def test_a_directory_without_the_trainers_model_is_refused():
     with pytest.raises(ValueError, match="nowhere holds no config.json"):
         TrainerConfig(model=MODEL, hf_path="nowhere").validate()
-    with pytest.raises(ValueError, match="base holds another model: hidden_size=128 but 64 there$"):
+    with pytest.raises(ValueError, match="base holds another model: hidden_size=128 but 64 in its config.json$"):
         TrainerConfig(model=replace(MODEL, hidden_size=128), hf_path="base").validate()
 
 

@@ -157,7 +157,9 @@ def test_a_failure_half_way_leaves_the_step_broken_until_discard_gradients(make_
         broken.forward_backward(samples, broken_loss)
     assert broken.info().state == "broken"
     for call in (lambda: broken.forward(samples), lambda: broken.optim_step(PARAMS)):
-        with pytest.raises(RuntimeError, match="broken: the last call failed half way: call discard_gradients first"):
+        with pytest.raises(
+            RuntimeError, match="broken: the last call failed before it was done: call discard_gradients first"
+        ):
             call()
     broken.discard_gradients()
     for engine in (clean, broken):

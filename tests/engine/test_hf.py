@@ -170,7 +170,7 @@ def test_tensors_that_do_not_fit_are_refused_with_names_and_shapes(make_engine, 
     assert str(caught.value) == (
         f"the tensors of {tmp_path} do not fit its config.json: 1 missing: model.norm.weight; "
         "1 unexpected: model.layers.7.mlp.up_proj.weight; "
-        "1 of another shape: lm_head.weight ([64, 63] there, [64, 64] here)"
+        "1 of another shape: lm_head.weight ([64, 63], expected [64, 64])"
     )
 
 

@@ -37,7 +37,7 @@ REFUSED = [
     (layout(shard=2, expert=0), "experts", "expert_parallel_degree=0; it must be at least 1"),
     (layout(tensor=3), "experts", "moe_intermediate_size=32 is not divisible by parallelism.tensor_parallel_degree=3"),
     (layout(context=2, context_parallel_load_balancer="tail"), "tied", "load_balancer='tail'; it must be 'headtail'"),
-    (layout(context=3), "tied", "tokens_per_row=256, of which 0 are a multiple of 384, is below"),
+    (layout(context=3), "tied", "tokens_per_row=256, rounded down to 0, a multiple of 384, is below"),
 ]
 
 
@@ -140,7 +140,7 @@ def test_more_stages_than_layers_are_refused_as_torchtitan_does():
     ("layout", "message"),
     [
         ({"pipeline_parallel_schedule": "GPipe"}, "schedule='GPipe'; it must be one of 1F1B, Interleaved1F1B"),
-        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds the schedule of one number"),
+        ({"pipeline_parallel_schedule_csv": "a.csv"}, "csv='a.csv': a file holds a schedule for one number"),
         ({"pipeline_parallel_microbatch_size": 2}, "microbatch_size=2; rows_per_microbatch sets"),
         (
             {"pipeline_parallel_layers_per_stage": 2},

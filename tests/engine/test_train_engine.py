@@ -187,7 +187,7 @@ def test_weights_of_another_model_are_refused_with_every_differing_dimension(mak
     other = replace(ModelConfig.from_hf(tied_qwen3), hidden_size=128, num_hidden_layers=4)
     with pytest.raises(ValueError) as caught:
         make_engine(model=other)
-    differing = "hidden_size=128 but 64 there; num_hidden_layers=4 but 3 there"
+    differing = "hidden_size=128 but 64 in its config.json; num_hidden_layers=4 but 3 in its config.json"
     assert str(caught.value) == f"{tied_qwen3} holds another model: {differing}"
 
 
