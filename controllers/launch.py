@@ -30,6 +30,7 @@ from controllers.run_folder import RunFolder
 from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
+from rl_actors.vllm.engine import require_machine
 
 PROBLEMS_CHECKED = 1000
 """Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""
@@ -57,6 +58,7 @@ def main(controller: str) -> None:
             print(describe_plan.describe(invocation.config), flush=True)
         validation.require_gpus(invocation.config.trainer)
         validation.require_gpu(invocation.config.generator)
+        require_machine(invocation.config.generator)
         describe_plan.require_memory(invocation.config)
         if invocation.plan:
             return

@@ -289,6 +289,7 @@ class GeneratorConfig:
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if no engine can be started from this config."""
+        self.model.validate()
         names = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "num_threads", "setup_timeout", "call_timeout")
         for name in names:
             value = getattr(self, name)

@@ -14,7 +14,7 @@ from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import MAX_NAMES_REPORTED, Completion, GeneratorInfo, SamplingParams
-from rl_actors.validation import validate_prompts
+from rl_actors.validation import validate_prompts, validate_pull, validate_sampling_params, validate_sequences
 from rl_actors.vllm.engine import (
     EngineThread,
     OneAdapter,
@@ -92,7 +92,8 @@ class Generator(Actor):
 
         Raises ValueError for a prompt that is empty or not shorter than max_model_len, and for parameters out of range.
         """
-        validate_prompts(prompts, params, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
+        validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
+        validate_sampling_params(params, vocab_size=self.vocab_size)
         requests = self.engine.start(prompts, lambda index: vllm_params(params, index), read_completion)
         results = await asyncio.wrap_future(requests)
         return [results[i : i + params.n] for i in range(0, len(results), params.n)]
@@ -111,8 +112,7 @@ class Generator(Actor):
                 'compute_logprobs is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
                 'the output projection only to sampled tokens; set lora.sync="merged"'
             )
-        one_token = SamplingParams(max_tokens=1)
-        validate_prompts(sequences, one_token, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
+        validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         return await asyncio.wrap_future(self.engine.start(sequences, lambda _: [params], read_prompt_logprobs))
 
@@ -123,6 +123,7 @@ class Generator(Actor):
 
         Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or misshapen.
         """
+        validate_pull(version, timeout)
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
         manifest = await find(self.transport, version, timeout)

@@ -155,6 +155,10 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_attention_heads={heads} is not divisible by model.num_key_value_heads={kv_heads}"
             )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"model.head_dim={self.head_dim}; it must be even: the rotary embedding turns pairs of dimensions"
+            )
         experts, routed = self.num_experts, self.num_experts_per_tok
         if experts < 0 or (experts > 0 and routed > experts):
             raise ValueError(

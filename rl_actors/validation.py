@@ -2,7 +2,8 @@
 
 import math
 import pkgutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -103,8 +104,7 @@ def _validate_shapes(where: str, sample: Sample, max_sequence_length: int) -> No
         raise ValueError(f"{where} has {length} positions but max_sequence_length={max_sequence_length}")
     if sample.targets.numel() != length:
         raise ValueError(f"{where}: targets has {sample.targets.numel()} positions but tokens has {length}")
-    if not (isinstance(sample.temperature, float | int) and 0 < sample.temperature < math.inf):
-        raise ValueError(f"{where}: temperature={sample.temperature}; it must be positive and finite")
+    _POSITIVE.require(f"{where}: temperature", sample.temperature)
     if not isinstance(sample.columns, Mapping):
         raise TypeError(f"{where}: columns is a {type(sample.columns).__name__}; it must map names to tensors")
     for name, column in sample.columns.items():
@@ -223,16 +223,39 @@ HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_dec
 """Fields of OptimParams that an optimizer may lack, with torch's names for them."""
 
 
-class _Limit(NamedTuple):
-    """A condition on a number, and the words for it."""
+@dataclass(frozen=True, slots=True)
+class _Limit:
+    """The type and the range of a value, and the words for both."""
 
-    holds: Callable[[float], bool]
+    has_type: Callable[[Any], bool]
+    is_in_range: Callable[[Any], bool]
     words: str
 
+    def require(self, name: str, value: Any) -> None:
+        """Raises TypeError or ValueError naming the value and the limit."""
+        if not self.has_type(value):
+            raise TypeError(f"{name}={value!r}; it must be {self.words}")
+        if not self.is_in_range(value):
+            raise ValueError(f"{name}={value!r}; it must be {self.words}")
 
-_AT_LEAST_ZERO = _Limit(lambda x: x >= 0, "a number of at least 0, finite")
-_DECAY = _Limit(lambda x: 0 <= x < 1, "a number in [0, 1)")
-_POSITIVE = _Limit(lambda x: x > 0, "a number, positive and finite")
+
+# True and False are of type int, but no numbers here.
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+_AT_LEAST_ZERO = _Limit(_is_number, lambda x: 0 <= x < math.inf, "a number of at least 0, finite")
+_DECAY = _Limit(_is_number, lambda x: 0 <= x < 1, "a number in [0, 1)")
+_POSITIVE = _Limit(_is_number, lambda x: 0 < x < math.inf, "a number, positive and finite")
+_POSITIVE_OR_NONE = _Limit(
+    lambda x: x is None or _is_number(x),
+    lambda x: x is None or 0 < x < math.inf,
+    "a number, positive and finite, or None",
+)
 OPTIM_LIMITS = {
     "learning_rate": _AT_LEAST_ZERO,
     "beta1": _DECAY,
@@ -240,8 +263,27 @@ OPTIM_LIMITS = {
     "eps": _POSITIVE,
     "weight_decay": _AT_LEAST_ZERO,
     "grad_divisor": _POSITIVE,
-    "grad_clip_norm": _POSITIVE._replace(words="a number, positive and finite, or None"),
+    "grad_clip_norm": _POSITIVE_OR_NONE,
 }
+
+_COUNT = _Limit(_is_integer, lambda x: x >= 1, "an integer of at least 1")
+_INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
+SAMPLING_LIMITS = {
+    "max_tokens": _COUNT,
+    "n": _COUNT,
+    # vLLM would sample at 0.01 if the temperature is lower, without a word.
+    "temperature": _Limit(_is_number, lambda x: x == 0 or 0.01 <= x <= 2, "a number: 0 (greedy) or in [0.01, 2]"),
+    "top_p": _Limit(_is_number, lambda x: 0 < x <= 1, "a number in (0, 1]"),
+    "top_k": _INDEX,
+    "seed": _Limit(
+        lambda x: x is None or _is_integer(x),
+        lambda x: x is None or 0 <= x < 1 << 62,
+        "an integer in [0, 2**62), or None",
+    ),
+    "ignore_stop": _Limit(lambda x: isinstance(x, bool), lambda _: True, "True or False"),
+}
+
+_TIMEOUT = _Limit(_is_number, lambda x: x >= 0, "a number of seconds, at least 0")
 
 
 def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -258,15 +300,14 @@ def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]
 def validate_optim_params(
     params: OptimParams, optimizer: str | None = None, supported: Collection[str] = tuple(HYPERPARAMETERS)
 ) -> None:
-    """Raises ValueError naming the field, its value and the limit. supported: the fields of HYPERPARAMETERS that the optimizer has."""
+    """Raises ValueError (TypeError for a wrong type) naming the field, its value and the limit.
+
+    supported: the fields of HYPERPARAMETERS that the optimizer has.
+    """
     if not isinstance(params, OptimParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be OptimParams")
     for name, limit in OPTIM_LIMITS.items():
-        value = getattr(params, name)
-        if value is None and name == "grad_clip_norm":
-            continue
-        if not (isinstance(value, float | int) and math.isfinite(value) and limit.holds(value)):
-            raise ValueError(f"{name}={value}; it must be {limit.words}")
+        limit.require(name, getattr(params, name))
     defaults = OptimParams(learning_rate=0.0)
     for name in HYPERPARAMETERS:
         value, default = getattr(params, name), getattr(defaults, name)
@@ -274,38 +315,58 @@ def validate_optim_params(
             raise ValueError(f"{name}={value}, but {optimizer} has no {HYPERPARAMETERS[name]}; leave it at {default}")
 
 
-def validate_prompts(
-    prompts: Sequence[Sequence[int]], params: SamplingParams, *, max_model_len: int, vocab_size: int
-) -> None:
-    """Raises ValueError naming the prompt or the parameter, its value and the limit."""
-    if not isinstance(prompts, Sequence) or len(prompts) == 0:
-        raise ValueError(f"prompts is {prompts!r}; give a list of at least 1 prompt")
-    for index, prompt in enumerate(prompts):
-        if not isinstance(prompt, Sequence) or not all(isinstance(token, int) for token in prompt):
-            raise TypeError(f"prompt {index} is {prompt!r}; it must be a list of token ids")
-        if not 0 < len(prompt) < max_model_len:
+def validate_prompts(prompts: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
+    """Raises ValueError (TypeError for a wrong type) naming the prompt, the value and the limit. A completion needs room for a token."""
+    _validate_ids("prompt", prompts, max_model_len - 1, max_model_len, vocab_size)
+
+
+def validate_sequences(sequences: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
+    """Raises ValueError (TypeError for a wrong type) naming the sequence, the value and the limit."""
+    _validate_ids("sequence", sequences, max_model_len, max_model_len, vocab_size)
+
+
+def _validate_ids(what: str, lists: Sequence[Sequence[int]], longest: int, max_model_len: int, vocab_size: int) -> None:
+    if not isinstance(lists, Sequence) or len(lists) == 0:
+        raise ValueError(f"{what}s is {lists!r}; give a list of at least 1 {what}")
+    for index, ids in enumerate(lists):
+        if not isinstance(ids, Sequence) or not _are_integers(ids):
+            raise TypeError(f"{what} {index} is {ids!r}; it must be a list of token ids")
+        if not 0 < len(ids) <= longest:
             raise ValueError(
-                f"prompt {index} has {len(prompt)} tokens; it must have 1 to {max_model_len - 1} (max_model_len={max_model_len})"
+                f"{what} {index} has {len(ids)} tokens; it must have 1 to {longest} (max_model_len={max_model_len})"
             )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            outside = next(token for token in prompt if not 0 <= token < vocab_size)
-            raise ValueError(f"prompt {index} holds the id {outside}, but ids are 0 to {vocab_size - 1}")
-    for is_refused, name, limit in _sampling_refusals(params, vocab_size):
-        if is_refused:
-            raise ValueError(f"{name}={getattr(params, name)}; it must be {limit}")
+        if min(ids) < 0 or max(ids) >= vocab_size:
+            outside = next(token for token in ids if not 0 <= token < vocab_size)
+            raise ValueError(f"{what} {index} holds the id {outside}, but ids are 0 to {vocab_size - 1}")
 
 
-def _sampling_refusals(params: SamplingParams, vocab_size: int) -> Iterator[tuple[bool, str, str]]:
-    """(is refused, field, limit) of every field."""
-    for name in ("max_tokens", "n"):
-        value = getattr(params, name)
-        yield not isinstance(value, int) or value < 1, name, "an integer of at least 1"
-    # vLLM would sample at 0.01 if the temperature is lower, without a word.
-    temperature = params.temperature
-    yield not (temperature == 0 or 0.01 <= temperature <= 2), "temperature", "0 (greedy) or in [0.01, 2]"
-    yield not 0 < params.top_p <= 1, "top_p", "in (0, 1]"
-    yield not isinstance(params.top_k, int) or params.top_k < 0, "top_k", "an integer of at least 0"
-    seed = params.seed
-    yield seed is not None and not (isinstance(seed, int) and 0 <= seed < 1 << 62), "seed", "None or in [0, 2**62)"
-    stops_are_known = all(0 <= token < vocab_size for token in params.stop_token_ids)
-    yield not stops_are_known, "stop_token_ids", f"ids of 0 to {vocab_size - 1}"
+def _are_integers(ids: Iterable[Any]) -> bool:
+    # A prompt has few types and thousands of tokens, so the types are collected first.
+    return all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids)))
+
+
+def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None = None) -> None:
+    """Raises ValueError (TypeError for a wrong type) naming the parameter, its value and the limit. vocab_size: None before it is known."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
+    for name, limit in SAMPLING_LIMITS.items():
+        limit.require(name, getattr(params, name))
+    end = math.inf if vocab_size is None else vocab_size
+    stops = _Limit(
+        lambda ids: isinstance(ids, tuple | list | Set) and _are_integers(ids),
+        lambda ids: all(0 <= token < end for token in ids),
+        f"a tuple of ids, 0 to {end - 1}" if vocab_size is not None else "a tuple of ids",
+    )
+    stops.require("stop_token_ids", params.stop_token_ids)
+
+
+def validate_pull(version: int, timeout: float) -> None:
+    """Raises ValueError (TypeError for a wrong type) naming the argument of a pull, its value and the limit."""
+    _INDEX.require("version", version)
+    _TIMEOUT.require("timeout", timeout)
+
+
+def require_config(call: str, config: object, expected: type) -> None:
+    """Raises TypeError naming both types if `config` is not of the type that the call takes."""
+    if not isinstance(config, expected):
+        raise TypeError(f"config is a {type(config).__name__}; {call} takes a {expected.__name__}")

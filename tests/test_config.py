@@ -1,7 +1,9 @@
-"""Configs as values: a generator's is the trainer's own variant and shares nothing with it."""
+"""Configs as values: a generator's config is a variant of the trainer's and shares no object with it."""
 
 from copy import deepcopy
 from dataclasses import replace
+
+import pytest
 
 from configs.tiny import tiny
 from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, TrainerConfig
@@ -24,7 +26,7 @@ def test_a_generators_sequences_are_no_longer_than_the_model_allows():
     assert GeneratorConfig.of(TrainerConfig(model=MODEL, max_sequence_length=512)).max_model_len == 512
 
 
-def test_a_generator_of_adapters_alone_starts_from_the_trainers_directory(tied_qwen3):
+def test_a_generator_that_pulls_only_adapters_starts_from_the_trainers_directory(tied_qwen3):
     trainer = TrainerConfig(hf_path=tied_qwen3, lora=LoRAConfig(rank=4, sync="adapter"), max_sequence_length=64)
     assert GeneratorConfig.of(trainer).hf_path == tied_qwen3
     assert GeneratorConfig.of(replace(trainer, lora=LoRAConfig(rank=4))).hf_path == ""
@@ -37,3 +39,12 @@ def test_a_runs_generator_has_the_trainers_model_and_not_the_same_object():
     run.generator.model.num_hidden_layers = 7
     run.generator.lora.rank = 8
     assert run.trainer == before
+
+
+@pytest.mark.parametrize(
+    "made", [TrainerConfig(model=replace(MODEL, head_dim=33)), GeneratorConfig(model=replace(MODEL, head_dim=33))]
+)
+def test_heads_of_an_odd_width_are_refused(made):
+    """The rotary embedding turns pairs of dimensions."""
+    with pytest.raises(ValueError, match="model.head_dim=33; it must be even"):
+        made.validate()

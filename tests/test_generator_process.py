@@ -1,5 +1,6 @@
-"""What is started beside GPUs, with what, and what is refused there; on a machine without one."""
+"""Processes beside GPUs, their environment, and refusals of what a machine does not have. No GPU is needed here."""
 
+import re
 import sys
 
 import pytest
@@ -8,10 +9,11 @@ import torch
 from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
 from controllers.launch import main
 from controllers.run import shares_gpu
-from rl_actors import GeneratorConfig, TrainerClient, TrainerConfig, validation
+from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, TrainerClient, TrainerConfig, validation
 from rl_actors.clients.generator import process_environment
 from rl_actors.processes import threads
 from rl_actors.vllm import cpu, gpu
+from rl_actors.vllm.engine import require_machine
 
 
 def on_gpus(monkeypatch, count: int, visible: str) -> None:
@@ -33,7 +35,7 @@ def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
 
 def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert threads.gpu_environment() == {}  # a CPU's threads compute
+    assert threads.gpu_environment() == {}  # on a CPU the threads compute
     on_gpus(monkeypatch, 1, "")
     assert threads.gpu_environment() == {"OMP_NUM_THREADS": "4"}
     before = torch.get_num_threads()
@@ -89,6 +91,50 @@ def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(m
 )
 def test_graphs_are_captured_up_to_the_most_sequences(most, sizes):
     assert gpu.graph_sizes(most) == sizes
+
+
+HEAD_DIMS = "32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512"
+
+
+@pytest.mark.parametrize("head_dim", [16, 20, 24, 48])
+def test_heads_that_vllm_has_no_attention_for_on_a_cpu_are_refused_before_a_process_starts(head_dim, monkeypatch):
+    monkeypatch.setattr(GeneratorClient, "_start", None)  # a start would fail the test
+    config = GeneratorConfig(model=ModelConfig(head_dim=head_dim))
+    message = f"model.head_dim={head_dim} on a CPU: vLLM's attention there takes heads of {HEAD_DIMS}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GeneratorClient.spawn(config)
+    require_machine(GeneratorConfig(model=ModelConfig(head_dim=32)))
+    on_gpus(monkeypatch, 1, "")
+    require_machine(config)
+
+
+def test_heads_of_the_directory_of_a_generator_are_checked(tmp_path):
+    ModelConfig(head_dim=20).save(tmp_path)
+    with pytest.raises(ValueError, match="model.head_dim=20 on a CPU"):
+        GeneratorClient.spawn(GeneratorConfig(hf_path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("flag", ["--dry-run", "--plan"])
+def test_a_run_whose_generator_cannot_run_on_a_cpu_ends_before_it_begins(flag, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["grpo", "--config", "tiny", "--trainer.model.head-dim", "20", flag])
+    with pytest.raises(SystemExit) as ended:
+        main("controllers.grpo")
+    assert ended.value.code == 2 and "model.head_dim=20 on a CPU" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("client", "config", "message"),
+    [
+        (GeneratorClient, TrainerConfig(), "config is a TrainerConfig; GeneratorClient.spawn takes a GeneratorConfig"),
+        (TrainerClient, GeneratorConfig(), "config is a GeneratorConfig; TrainerClient.spawn takes a TrainerConfig"),
+        (TrainerClient, {"seed": 0}, "config is a dict; TrainerClient.spawn takes a TrainerConfig"),
+    ],
+)
+def test_a_config_of_the_other_client_is_refused(client, config, message):
+    with pytest.raises(TypeError, match=message):
+        client.spawn(config)
 
 
 def test_a_batch_invariant_mode_that_is_not_there_is_refused(monkeypatch):

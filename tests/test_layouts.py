@@ -1,4 +1,4 @@
-"""Which layouts are refused, with which numbers and suggestions; nothing is started here."""
+"""Layouts that are refused, with their numbers and suggestions. Nothing is started here."""
 
 import pytest
 
@@ -10,7 +10,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 
 @pytest.fixture(autouse=True)
 def any_base(monkeypatch):
-    """The directory under the adapters is not looked at here."""
+    """Adapters need a directory of weights; these tests do not read it."""
     monkeypatch.setattr(ModelConfig, "require_same", lambda _, path: None)
 
 
@@ -94,7 +94,7 @@ def interleaved(made: TrainerConfig) -> TrainerConfig:
 
 
 def compiled(made: TrainerConfig) -> TrainerConfig:
-    made.compile.enable, made.compute_dtype = True, "bfloat16"  # in float32 experts are not compiled at all
+    made.compile.enable, made.compute_dtype = True, "bfloat16"  # a config refuses to compile experts in float32
     return made
 
 
@@ -136,7 +136,7 @@ def compiled(made: TrainerConfig) -> TrainerConfig:
     ],
     ids=str,
 )
-def test_what_was_not_compared_with_one_process_is_refused(made, message):
+def test_a_layout_that_no_test_compares_with_one_process_is_refused(made, message):
     made.tokens_per_row = 4096
     with pytest.raises(
         ValueError, match=f"{message}: refused, because no test compares it with one process; nearest on"

@@ -34,7 +34,7 @@ release.set()
 
 
 def workers(*, prepared: bool) -> list[int]:
-    """OpenMP workers of the thread that prepared the process, and of another one."""
+    """Numbers of OpenMP workers: of the thread that prepared the process, and of another thread."""
     program = PROGRAM.format(prepared=prepared)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=GUARD, check=True)
     return [int(number) for number in done.stdout.split()]
@@ -42,4 +42,4 @@ def workers(*, prepared: bool) -> list[int]:
 
 def test_only_the_thread_that_prepared_its_process_has_workers():
     assert workers(prepared=True) == [2, 0]
-    assert workers(prepared=False) == [2, 2]  # else this counts nothing
+    assert workers(prepared=False) == [2, 2]  # without it the other thread has workers, so the count sees them

@@ -1,4 +1,4 @@
-"""Every refusal of bad input, as a table: what is bad, and the words of the message, with the value and the limit."""
+"""Tables of bad input, each with the words of its refusal: the name, the value and the limit."""
 
 import math
 import subprocess
@@ -10,8 +10,15 @@ import torch
 from waiting import GUARD
 
 from rl_actors.losses import KL, PPO, CrossEntropy, TruncatedImportanceSampling
-from rl_actors.types import OptimParams, Sample
-from rl_actors.validation import validate_optim_params, validate_samples
+from rl_actors.types import OptimParams, Sample, SamplingParams
+from rl_actors.validation import (
+    validate_optim_params,
+    validate_prompts,
+    validate_pull,
+    validate_samples,
+    validate_sampling_params,
+    validate_sequences,
+)
 
 LIMITS = {"vocab_size": 50, "max_sequence_length": 8, "max_call_bytes": 1000}
 CE, ALL_COLUMNS = CrossEntropy(), {"advantages": 1.0, "old_logprobs": -1.0}
@@ -49,7 +56,7 @@ def own_loss(logprobs_BL, *, loss_weights, values):
 EMPTY = Sample(tokens=ids(), targets=ids(), columns={"loss_weights": torch.zeros(0)})
 MANY = [positions(8)] * 7  # 7 samples of 8 positions of 16 bytes of ids and 4 of loss_weights: 1120 bytes
 
-# what -> (samples, loss, error, words in order)
+# name -> (samples, loss, error, words in order)
 BAD_SAMPLES = {
     "empty list": ([], CE, ValueError, ["samples is []", "at least 1"]),
     "None for a list": (None, CE, ValueError, ["samples is None", "at least 1"]),
@@ -89,7 +96,13 @@ BAD_SAMPLES = {
     "negative temperature": ([replace(good(), temperature=-1.0)], CE, ValueError, ["temperature=-1.0", "positive"]),
     "nan temperature": ([replace(good(), temperature=nan)], CE, ValueError, ["temperature=nan", "positive"]),
     "infinite temperature": ([replace(good(), temperature=inf)], CE, ValueError, ["temperature=inf", "finite"]),
-    "temperature of text": ([replace(good(), temperature="1")], CE, ValueError, ["temperature=1", "positive"]),
+    "temperature of text": ([replace(good(), temperature="1")], CE, TypeError, ["temperature='1'", "positive"]),
+    "temperature True": (
+        [replace(good(), temperature=True)],
+        CE,
+        TypeError,
+        ["temperature=True", "a number, positive"],
+    ),
     "columns in a list": ([replace(good(), columns=[1.0])], CE, TypeError, ["columns is a list", "names to tensors"]),
     "no columns": ([replace(good(), columns=None)], CE, TypeError, ["columns is a NoneType", "names to tensors"]),
     "a list as column": (
@@ -147,13 +160,13 @@ BAD_SAMPLES = {
     ),
     "float target ids": ([top_k(target_ids=torch.zeros(4, 2))], CE, ValueError, ["torch.float32", "[4, K] int64"]),
     "no targets": ([top_k(torch.zeros(4, 0).long(), torch.zeros(4, 0))], CE, ValueError, ["shape (4, 0)", "[4, K]"]),
-    "target ids alone": (
+    "target ids without weights": (
         [good(target_ids=[[1, 2]] * 3)],
         CE,
         ValueError,
         ["column 'target_ids'", "no column 'target_weights'"],
     ),
-    "target weights alone": (
+    "target weights without ids": (
         [good(target_weights=[[1, 2]] * 3)],
         CE,
         ValueError,
@@ -223,30 +236,88 @@ BAD_SAMPLES = {
     "too many bytes": (MANY, CE, ValueError, ["hold 1120 bytes", "max_call_bytes=1000", "split the call"]),
 }
 
-# field -> (value, words in order)
+# (field, value, error, limit)
 BAD_OPTIM_PARAMS = [
-    ("learning_rate", -0.001, "at least 0"),
-    ("learning_rate", nan, "at least 0"),
-    ("learning_rate", inf, "finite"),
-    ("learning_rate", None, "at least 0"),
-    ("learning_rate", "1e-3", "at least 0"),
-    ("learning_rate", torch.tensor(0.1), "a number"),
-    ("beta1", 1.0, "in [0, 1)"),
-    ("beta1", -0.1, "in [0, 1)"),
-    ("beta2", 1.5, "in [0, 1)"),
-    ("beta2", None, "in [0, 1)"),
-    ("eps", 0.0, "positive"),
-    ("eps", -1e-8, "positive"),
-    ("weight_decay", -0.1, "at least 0"),
-    ("weight_decay", nan, "at least 0"),
-    ("grad_divisor", 0, "positive"),
-    ("grad_divisor", -4.0, "positive"),
-    ("grad_divisor", None, "positive"),
-    ("grad_divisor", inf, "finite"),
-    ("grad_clip_norm", 0.0, "positive"),
-    ("grad_clip_norm", -1.0, "or None"),
-    ("grad_clip_norm", nan, "positive"),
-    ("grad_clip_norm", inf, "finite"),
+    ("learning_rate", -0.001, ValueError, "at least 0"),
+    ("learning_rate", nan, ValueError, "at least 0"),
+    ("learning_rate", inf, ValueError, "finite"),
+    ("learning_rate", None, TypeError, "at least 0"),
+    ("learning_rate", "1e-3", TypeError, "at least 0"),
+    ("learning_rate", True, TypeError, "a number of at least 0"),
+    ("learning_rate", torch.tensor(0.1), TypeError, "a number"),
+    ("beta1", 1.0, ValueError, "in [0, 1)"),
+    ("beta1", -0.1, ValueError, "in [0, 1)"),
+    ("beta1", False, TypeError, "a number in [0, 1)"),
+    ("beta2", 1.5, ValueError, "in [0, 1)"),
+    ("beta2", None, TypeError, "in [0, 1)"),
+    ("eps", 0.0, ValueError, "positive"),
+    ("eps", -1e-8, ValueError, "positive"),
+    ("eps", "1e-8", TypeError, "positive"),
+    ("weight_decay", -0.1, ValueError, "at least 0"),
+    ("weight_decay", nan, ValueError, "at least 0"),
+    ("weight_decay", [0.1], TypeError, "at least 0"),
+    ("grad_divisor", 0, ValueError, "positive"),
+    ("grad_divisor", -4.0, ValueError, "positive"),
+    ("grad_divisor", None, TypeError, "positive"),
+    ("grad_divisor", True, TypeError, "positive"),
+    ("grad_divisor", inf, ValueError, "finite"),
+    ("grad_clip_norm", 0.0, ValueError, "positive"),
+    ("grad_clip_norm", -1.0, ValueError, "or None"),
+    ("grad_clip_norm", nan, ValueError, "positive"),
+    ("grad_clip_norm", inf, ValueError, "finite"),
+    ("grad_clip_norm", True, TypeError, "or None"),
+]
+
+# (field, value, error, limit), for a vocabulary of 48
+BAD_SAMPLING_PARAMS = [
+    ("max_tokens", 0, ValueError, "an integer of at least 1"),
+    ("max_tokens", 1.5, TypeError, "an integer of at least 1"),
+    ("max_tokens", True, TypeError, "an integer of at least 1"),
+    ("max_tokens", None, TypeError, "an integer of at least 1"),
+    ("n", 0, ValueError, "an integer of at least 1"),
+    ("n", "4", TypeError, "an integer of at least 1"),
+    ("n", True, TypeError, "an integer of at least 1"),
+    ("temperature", -0.5, ValueError, "a number: 0 (greedy) or in [0.01, 2]"),
+    ("temperature", 0.001, ValueError, "in [0.01, 2]"),
+    ("temperature", 3.0, ValueError, "in [0.01, 2]"),
+    ("temperature", nan, ValueError, "in [0.01, 2]"),
+    ("temperature", "hot", TypeError, "a number: 0 (greedy) or in [0.01, 2]"),
+    ("temperature", None, TypeError, "a number: 0 (greedy) or in [0.01, 2]"),
+    ("temperature", [1.0], TypeError, "a number: 0 (greedy) or in [0.01, 2]"),
+    ("temperature", True, TypeError, "a number: 0 (greedy) or in [0.01, 2]"),
+    ("top_p", 0.0, ValueError, "a number in (0, 1]"),
+    ("top_p", 1.5, ValueError, "a number in (0, 1]"),
+    ("top_p", "0.9", TypeError, "a number in (0, 1]"),
+    ("top_k", -1, ValueError, "an integer of at least 0"),
+    ("top_k", 5.0, TypeError, "an integer of at least 0"),
+    ("top_k", False, TypeError, "an integer of at least 0"),
+    ("seed", -1, ValueError, "an integer in [0, 2**62), or None"),
+    ("seed", 1 << 62, ValueError, "an integer in [0, 2**62), or None"),
+    ("seed", 1.0, TypeError, "an integer in [0, 2**62), or None"),
+    ("seed", True, TypeError, "an integer in [0, 2**62), or None"),
+    ("stop_token_ids", (48,), ValueError, "a tuple of ids, 0 to 47"),
+    ("stop_token_ids", (-1,), ValueError, "a tuple of ids, 0 to 47"),
+    ("stop_token_ids", 5, TypeError, "a tuple of ids, 0 to 47"),
+    ("stop_token_ids", "ab", TypeError, "a tuple of ids, 0 to 47"),
+    ("stop_token_ids", (1.5,), TypeError, "a tuple of ids, 0 to 47"),
+    ("stop_token_ids", (True,), TypeError, "a tuple of ids, 0 to 47"),
+    ("ignore_stop", "no", TypeError, "True or False"),
+]
+
+# (version, timeout, error, words in order)
+BAD_PULLS = [
+    (None, 1.0, TypeError, ["version=None", "an integer of at least 0"]),
+    ("0", 1.0, TypeError, ["version='0'", "an integer of at least 0"]),
+    (0.0, 1.0, TypeError, ["version=0.0", "an integer of at least 0"]),
+    (nan, 1.0, TypeError, ["version=nan", "an integer of at least 0"]),
+    (True, 1.0, TypeError, ["version=True", "an integer of at least 0"]),
+    ([0], 1.0, TypeError, ["version=[0]", "an integer of at least 0"]),
+    (-1, 1.0, ValueError, ["version=-1", "an integer of at least 0"]),
+    (0, "1", TypeError, ["timeout='1'", "a number of seconds, at least 0"]),
+    (0, None, TypeError, ["timeout=None", "a number of seconds, at least 0"]),
+    (0, True, TypeError, ["timeout=True", "a number of seconds, at least 0"]),
+    (0, -1.0, ValueError, ["timeout=-1.0", "a number of seconds, at least 0"]),
+    (0, nan, ValueError, ["timeout=nan", "a number of seconds, at least 0"]),
 ]
 
 
@@ -264,16 +335,61 @@ def test_bad_samples_are_refused_with_the_value_and_the_limit(samples, loss, err
     assert_in_order(str(caught.value), words)
 
 
-@pytest.mark.parametrize("field, value, limit", BAD_OPTIM_PARAMS)
-def test_bad_optim_params_are_refused_with_the_value_and_the_limit(field, value, limit):
-    with pytest.raises(ValueError) as caught:
+@pytest.mark.parametrize("field, value, error, limit", BAD_OPTIM_PARAMS)
+def test_bad_optim_params_are_refused_with_the_value_and_the_limit(field, value, error, limit):
+    with pytest.raises(error) as caught:
         validate_optim_params(OptimParams(**{"learning_rate": 1e-3, field: value}))
-    assert_in_order(str(caught.value), [f"{field}={value}", limit])
+    assert_in_order(str(caught.value), [f"{field}={value!r}", limit])
 
 
 def test_optim_params_of_another_type_are_refused():
     with pytest.raises(TypeError, match="params is a dict; it must be OptimParams"):
         validate_optim_params({"learning_rate": 1e-3})
+
+
+@pytest.mark.parametrize("field, value, error, limit", BAD_SAMPLING_PARAMS)
+def test_bad_sampling_params_are_refused_with_the_value_and_the_limit(field, value, error, limit):
+    with pytest.raises(error) as caught:
+        validate_sampling_params(SamplingParams(**{field: value}), vocab_size=48)
+    assert_in_order(str(caught.value), [f"{field}={value!r}", limit])
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, None, OptimParams(learning_rate=0.1)], ids=str)
+def test_sampling_params_of_another_type_are_refused(params):
+    with pytest.raises(TypeError, match=f"params is a {type(params).__name__}; it must be SamplingParams"):
+        validate_sampling_params(params)
+
+
+@pytest.mark.parametrize("version, timeout, error, words", BAD_PULLS)
+def test_a_bad_version_or_timeout_of_a_pull_is_refused(version, timeout, error, words):
+    with pytest.raises(error) as caught:
+        validate_pull(version, timeout)
+    assert_in_order(str(caught.value), words)
+
+
+def test_booleans_are_no_tokens():
+    for validate, name in ((validate_prompts, "prompt"), (validate_sequences, "sequence")):
+        with pytest.raises(TypeError, match=rf"{name} 1 is \[7, True\]; it must be a list of token ids"):
+            validate([[5], [7, True]], max_model_len=8, vocab_size=48)
+
+
+def test_a_sequence_may_be_as_long_as_the_model_allows_and_a_prompt_leaves_room_for_a_token():
+    limits = {"max_model_len": 8, "vocab_size": 48}
+    validate_prompts([[5] * 7], **limits)
+    validate_sequences([[5] * 8], **limits)
+    with pytest.raises(ValueError, match=r"prompt 0 has 8 tokens; it must have 1 to 7 \(max_model_len=8\)"):
+        validate_prompts([[5] * 8], **limits)
+    with pytest.raises(ValueError, match=r"sequence 0 has 9 tokens; it must have 1 to 8 \(max_model_len=8\)"):
+        validate_sequences([[5] * 9], **limits)
+
+
+def test_good_requests_pass_up_to_every_limit():
+    greedy = SamplingParams(temperature=0, top_p=1, top_k=0, seed=0, stop_token_ids=(0, 47))
+    hottest = SamplingParams(temperature=2, top_p=1e-3, seed=(1 << 62) - 1, stop_token_ids=[5], max_tokens=1, n=1)
+    for params in (greedy, hottest, SamplingParams(temperature=0.01)):
+        validate_sampling_params(params, vocab_size=48)
+    validate_pull(0, 0)
+    validate_pull(7, inf)
 
 
 def test_good_samples_pass_up_to_every_limit():
@@ -304,7 +420,7 @@ from rl_actors.types import RankOutput, SampleList
 from rl_actors.validation import validate_samples
 from rl_actors.clients.conversion import merge_outputs, to_tensors
 
-COUNT, LENGTH = 32, 8192  # far more positions in all than torch gives one thread
+COUNT, LENGTH = 32, 8192  # far more positions than torch computes in one thread
 
 def running():
     return set(os.listdir("/proc/self/task"))

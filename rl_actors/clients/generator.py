@@ -15,7 +15,8 @@ from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
-from rl_actors.validation import require_gpu
+from rl_actors.validation import require_config, require_gpu, validate_pull, validate_sampling_params
+from rl_actors.vllm.engine import require_machine
 
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh
@@ -68,8 +69,9 @@ class GeneratorClient(Client):
         """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it.
 
         transport: an opened one, or the call that opens it. first_version: the push of a version that the generator pulls first.
+        Raises ValueError for a config that no generator can be started from here, TypeError for one of another type.
         """
-        config.validate()
+        check_config(config)
         timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
         return cls(
             None, name=name, config=config, transport=transport, logs=logs, first_version=first_version, **timeouts
@@ -103,25 +105,33 @@ class GeneratorClient(Client):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Call[list[list[Completion]]]:
-        """params.n completions of each prompt, in order. Raises ValueError for a prompt or parameter out of its limits."""
+        """params.n completions of each prompt, in order.
+
+        Raises ValueError (TypeError for a wrong type) for a prompt or parameter out of its limits.
+        """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
+        validate_sampling_params(chosen)  # needs no limits of the generator
         return self._call(
             "generate", self._one, "generate", copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
         )
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
-        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence."""
+        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence.
+
+        A sequence may have max_model_len tokens.
+        """
         copies = _as_lists(sequences)
         return self._call(
             "compute_logprobs",
             self._one,
             "compute_logprobs",
             copies,
-            check=lambda limits: limits.check_prompts(copies, SamplingParams(max_tokens=1)),
+            check=lambda limits: limits.check_sequences(copies),
         )
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them."""
+        validate_pull(version, timeout)
         return self._call("pull_model_state_dict", self._pull, version, timeout)
 
     async def _pull(self, version: int, timeout: float) -> int:
@@ -163,6 +173,14 @@ def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
             prompt = prompt.tolist()
         copies.append(list(prompt) if isinstance(prompt, list | tuple) else prompt)
     return copies
+
+
+def check_config(config: GeneratorConfig) -> None:
+    """Raises ValueError for a config that no generator can be started from on this machine, TypeError for one of another type."""
+    require_config("GeneratorClient.spawn", config, GeneratorConfig)
+    config.validate()
+    require_gpu(config)
+    require_machine(config)
 
 
 def process_environment(config: GeneratorConfig) -> dict[str, str]:

@@ -16,6 +16,8 @@ from rl_actors.validation import (
     validate_optim_params,
     validate_prompts,
     validate_samples,
+    validate_sampling_params,
+    validate_sequences,
 )
 
 
@@ -80,7 +82,12 @@ class GeneratorLimits:
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Raises ValueError or TypeError for prompts and parameters that the generator would refuse."""
-        validate_prompts(prompts, params, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        validate_prompts(prompts, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        validate_sampling_params(params, vocab_size=self.vocab_size)
+
+    def check_sequences(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError or TypeError for sequences that the generator would refuse."""
+        validate_sequences(sequences, max_model_len=self.max_model_len, vocab_size=self.vocab_size)
 
     @classmethod
     def of_config(cls, config: GeneratorConfig) -> "GeneratorLimits":

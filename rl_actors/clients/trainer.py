@@ -18,7 +18,7 @@ from rl_actors import metrics
 from rl_actors.clients.base import Client
 from rl_actors.clients.call import Call, in_background
 from rl_actors.clients.conversion import as_tensors, merge_outputs
-from rl_actors.clients.generator import GeneratorClient
+from rl_actors.clients.generator import GeneratorClient, check_config
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.losses import LogprobGradient, Loss, resolve
@@ -34,7 +34,7 @@ from rl_actors.types import (
     SampleList,
     TrainerInfo,
 )
-from rl_actors.validation import require_gpus, require_optimizer
+from rl_actors.validation import require_config, require_gpus, require_optimizer
 
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh
@@ -109,6 +109,7 @@ class TrainerClient(Client):
         transport: opened by whoever made it. None: a torchstore of the client's own, opened here and closed with it.
         Raises ValueError for a config that no trainer can be built from, and for fewer GPUs than it takes.
         """
+        require_config("TrainerClient.spawn", config, TrainerConfig)
         config.validate()
         require_gpus(config)
         timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
@@ -366,6 +367,7 @@ class TrainerClient(Client):
             if self.config is None:
                 raise ValueError("spawn_generator needs a GeneratorConfig: this client did not spawn its trainer")
             config = GeneratorConfig.of(self.config)
+        check_config(config)  # before the push
         push = self._in_turn("push_model_state_dict", self._push_for, config.dtype)
         return GeneratorClient.spawn(config, transport=self._opened, name=name, logs=logs, first_version=push)
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rl_actors.config import GeneratorConfig
+from rl_actors.model_config import ModelConfig
 from rl_actors.processes import threads
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
 """Limit of the tokens in one vLLM step, raised if the config needs more. Running requests wait until a step with prompt tokens is done."""
 
+HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head for which vLLM 0.32 has attention on a CPU."""
+
 SPARSE_MODEL_TYPE = "qwen3_moe"
 """model_type in the config.json of a mixture of experts."""
 
@@ -30,6 +34,11 @@ def require_possible(config: GeneratorConfig) -> None:
         raise ValueError(
             f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
             "vLLM then runs experts in a Triton kernel, which needs a GPU"
+        )
+    model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
+    if model.head_dim not in HEAD_DIMS:
+        raise ValueError(
+            f"model.head_dim={model.head_dim} on a CPU: vLLM's attention there takes heads of {', '.join(map(str, HEAD_DIMS))}"
         )
     if config.batch_invariant:
         raise ValueError(

@@ -57,6 +57,15 @@ def this_machine() -> Machine:
     return cpu
 
 
+def require_machine(config: GeneratorConfig) -> None:
+    """Raises ValueError naming the value and the reason if vLLM cannot do this on a machine without a GPU.
+
+    The limits of a GPU are checked in the generator's process: the question for them initializes CUDA, which takes memory of the GPU.
+    """
+    if not torch.cuda.is_available():
+        cpu.require_possible(config)
+
+
 def start_vllm(config: GeneratorConfig) -> "LLMEngine":
     """Start an LLMEngine in this process: on the weights of config.hf_path, or on random ones until the first pull.
 

@@ -55,7 +55,7 @@ def test_parameters_gradients_and_optimizer_are_exact(make_engine, name):
     [LoRAConfig(rank=4, train_mlp=False), LoRAConfig(rank=3, train_attn=False), LoRAConfig(rank=5, train_unembed=True)],
     ids=["attention", "mlp", "everything"],
 )
-def test_adapters_alone_have_gradients_and_optimizer_state(make_engine, untied_qwen3, lora):
+def test_only_adapters_have_gradients_and_optimizer_state(make_engine, untied_qwen3, lora):
     engine = make_engine(untied_qwen3, lora=lora)
     train(engine, [40, 7, 30])
     expected = memory(engine.config)

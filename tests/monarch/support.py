@@ -5,9 +5,11 @@ T tokens of one sequence, V vocabulary.
 
 import asyncio
 import gc
+import logging
 import os
 import threading
 from dataclasses import dataclass, replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import psutil
@@ -243,6 +245,15 @@ class TestGenerator(Generator):
     async def cache_block_size(self) -> int:
         """Tokens of one block of the prefix cache."""
         return self.engine.engine.vllm_config.cache_config.block_size
+
+    async def vllm_log(self) -> list[str]:
+        """Lines that vLLM has logged since the last call of this endpoint; the first call begins to record."""
+        if not hasattr(self, "recorder"):
+            self.recorder = BufferingHandler(capacity=10_000)
+            logging.getLogger("vllm").addHandler(self.recorder)
+        lines = [record.getMessage() for record in self.recorder.buffer]
+        self.recorder.flush()
+        return lines
 
     @concurrent_endpoint
     async def held_weights(self) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from rl_actors.processes.spawn import spawn_processes
 
 
 class TalkingTrainer(support.TestTrainer):
-    """Needs no engine to talk."""
+    """A trainer that logs and prints without an engine."""
 
     @endpoint
     async def talk(self) -> None:

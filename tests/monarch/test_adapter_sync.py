@@ -40,7 +40,7 @@ PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
 class AdapterGenerator(support.TestGenerator):
     @concurrent_endpoint
     async def load_directory(self, path: str) -> None:
-        """Serve what export_lora wrote there."""
+        """Serve an adapter that export_lora wrote."""
         thread = self.engine
 
         def load() -> None:
@@ -62,7 +62,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("merged", "adapt
 
 @pytest.fixture(scope="module", params=SLOW)
 def pair(request, base):
-    """Trainer and generator of a process each, and what the generator did before and during its first pull."""
+    """Trainer and generator of one process each, with the generator's answers before and during its first pull."""
     lora = replace(LORA, sync=request.param)
     transport = MemoryTransport()
     asyncio.run(transport.open())
@@ -101,7 +101,7 @@ def sync(trainer, generator) -> int:
 
 
 def pull_under_way(pair) -> tuple[int, list]:
-    """A step and a pull while requests run: the new version, every completion and its logprobs under the new weights."""
+    """Make a step and a pull while requests run. Returns the new version, and every completion with its logprobs under the new weights."""
     call = pair.generator.generate(PROMPTS, SamplingParams(max_tokens=400, n=2, seed=1))
     support.wait_until(lambda: min(pair.mesh.num_tokens_under_way.call_one().get(), default=0) > 3)
     new = support.step(pair.trainer, seed=1)
@@ -131,9 +131,9 @@ def test_before_the_first_pull_the_generator_serves_the_base_weights(pair):
 def test_a_push_publishes_whole_weights_or_only_the_adapters(pair):
     published = support.published_weights(pair.transport, sync(pair.trainer, pair.generator))
     whole = {name: tuple(tensor.shape) for name, tensor in load_file(f"{pair.base}/model.safetensors").items()}
-    alone = adapters.shapes(LORA, whole)
-    assert len(alone) == 2 * 7 * support.model_config().num_hidden_layers
-    assert {name: tuple(x.shape) for name, x in published.items()} == (alone if pair.sync == "adapter" else whole)
+    of_adapters = adapters.shapes(LORA, whole)
+    assert len(of_adapters) == 2 * 7 * support.model_config().num_hidden_layers
+    assert {name: tuple(x.shape) for name, x in published.items()} == (of_adapters if pair.sync == "adapter" else whole)
 
 
 @pytest.mark.parametrize("pull", ["first", "later"])
@@ -197,7 +197,7 @@ UNEMBED = replace(LORA, train_unembed=True, sync="adapter")
 
 @pytest.mark.slow
 def test_an_adapter_of_the_output_projection_is_sampled_from_and_gives_no_logprobs_of_given_tokens(tmp_path):
-    """Also: spawn_generator gives the generator all that it needs."""
+    """The generator comes from spawn_generator, so that its config is tested, too."""
     base = save_random(tmp_path / "base", support.model_config(tied=False))
     config = support.trainer_config(tied=False, hf_path=base, lora=UNEMBED)
     with TrainerClient.spawn(config) as trainer, trainer.spawn_generator() as generator:
@@ -270,8 +270,9 @@ def test_what_is_refused_fails_in_vllm(tmp_path, case, error):
         ({"dtype": "float32"}, gpu, cpu, 'generator.dtype="float32" with lora.sync="adapter" on a GPU'),
     ],
 )
-def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, machine, other, message):
-    config = GeneratorConfig(lora=replace(LORA, sync="adapter"), hf_path="somewhere", **fields)
+def test_adapters_that_vllm_cannot_apply_on_this_machine_are_refused(fields, machine, other, message, tmp_path):
+    config = GeneratorConfig(lora=replace(LORA, sync="adapter"), hf_path=str(tmp_path), **fields)
+    config.model.save(tmp_path)
     with pytest.raises(ValueError, match=message):
         machine.require_possible(config)
     machine.require_possible(replace(config, lora=LORA))

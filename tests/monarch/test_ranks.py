@@ -1,4 +1,4 @@
-"""Two ranks on processes that the caller spawned, with SGD: what they say of themselves, and what the client refuses for them."""
+"""Two ranks on processes that the caller spawned, with SGD: their info, traces and signs of life, and refusals by the client."""
 
 import asyncio
 import json

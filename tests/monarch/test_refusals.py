@@ -1,4 +1,4 @@
-"""Every bad input of the tables is refused by the client, and the step around it is bit-identical to one without it."""
+"""The client refuses every bad input of the tables, and the step around the refusal is bit-identical to a step without it."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_ord
 from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
 from rl_actors.processes.spawn import spawn_processes
 
-# What the ranks refuse and the client turns into what they take; where only the words differ, those of the client.
+# TAKEN: the ranks refuse these, but the client converts them first. WORDS: the client refuses these in other words than the ranks.
 TAKEN = {"a list as column"}
 WORDS = {
     "a list of tokens": ["targets has 4 positions", "tokens has 2"],
@@ -25,7 +25,7 @@ PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=8.0)
 
 
 def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
-    """What two steps from the first weights answer, with something bad before, inside and after the first."""
+    """Answers of two steps from the first weights, with a bad call before, inside and after the first step."""
     trainer.load_checkpoint(trainer.start).result()
     answers = []
     for _ in range(2):
@@ -71,12 +71,12 @@ def test_bad_samples_change_nothing(trainer, undisturbed, what):
     assert two_steps(trainer, bad) == undisturbed
 
 
-@pytest.mark.parametrize("field, value, limit", BAD_OPTIM_PARAMS)
-def test_bad_optim_params_change_nothing(trainer, undisturbed, field, value, limit):
+@pytest.mark.parametrize("field, value, error, limit", BAD_OPTIM_PARAMS)
+def test_bad_optim_params_change_nothing(trainer, undisturbed, field, value, error, limit):
     def bad() -> None:
-        with pytest.raises(ValueError) as caught:
+        with pytest.raises(error) as caught:
             trainer.optim_step(OptimParams(**{"learning_rate": 1e-3, field: value})).result()
-        assert_in_order(str(caught.value), [f"{field}={value}", limit])
+        assert_in_order(str(caught.value), [f"{field}={value!r}", limit])
 
     assert two_steps(trainer, bad) == undisturbed
 
@@ -101,7 +101,7 @@ def test_bad_names_and_paths_change_nothing(trainer, undisturbed, call, error, w
     assert two_steps(trainer, bad) == undisturbed
 
 
-def test_what_the_client_turns_into_tensors_is_taken(trainer):
+def test_lists_that_the_client_turns_into_tensors_are_taken(trainer):
     (samples, loss, *_) = BAD_SAMPLES["a list as column"]
     assert trainer.forward_backward(samples, loss=loss).result().metrics["loss:sum"] > 0
     trainer.discard_gradients().result()

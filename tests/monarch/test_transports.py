@@ -27,7 +27,7 @@ def make_transport(kind: str, directory):
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    """Known weights, and the Hugging Face directory that the trainer starts from."""
+    """Known weights, and their Hugging Face directory, from which the trainer starts."""
     directory = tmp_path_factory.mktemp("hf")
     weights = support.random_weights(tied=True, seed=5)
     support.hf_model(weights).save_pretrained(directory)
@@ -75,7 +75,7 @@ def open_transport(kind, tmp_path_factory):
 
 
 def weights_of(trainer, tmp_path) -> dict[str, torch.Tensor]:
-    """The weights under their Hugging Face names, read from a checkpoint: a way that shares nothing with transports."""
+    """The weights under their Hugging Face names, read from a checkpoint, which shares no code with transports."""
     import torch.distributed.checkpoint as dcp
     from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
@@ -112,7 +112,7 @@ def test_weights_travel_in_the_widest_dtype_of_the_generators(kind, sharded, use
     for announced, travels in ((None, "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
         if announced:
             asyncio.run(announce(transport, announced))
-        for _ in range(2):  # a version that is out in another dtype goes out again; else a push does nothing
+        for _ in range(2):  # the first push publishes in the new dtype, the second does nothing
             version = sharded.push_model_state_dict().result()
         assert_equal(support.published_weights(transport, version), expected, getattr(torch, travels))
     asyncio.run(transport.close())
@@ -137,7 +137,7 @@ def test_a_push_that_fails_on_one_rank_is_never_readable_and_can_be_repeated(ope
 
 
 def test_tensors_without_a_manifest_are_not_readable(open_transport):
-    """A trainer that was killed between its tensors and its manifest."""
+    """They are left when a trainer is killed between its tensors and its manifest."""
 
     async def interrupted():
         await open_transport.put_object("latest", ("killed", 10))
@@ -276,5 +276,5 @@ def assert_vllm_equal(held, weights, dtype) -> None:
 
 
 def test_a_sharded_trainer_starts_from_the_hugging_face_weights(weights, sharded_mesh):
-    """The names and shapes that a generator of that directory expects are the ones that it has."""
+    """A generator expects exactly the names and shapes that this directory has."""
     assert expected_tensors(str(weights[1])) == {name: tuple(tensor.shape) for name, tensor in weights[0].items()}
