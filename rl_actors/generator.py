@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint
@@ -25,6 +27,9 @@ from rl_actors.vllm.engine import (
     start_vllm,
     vllm_params,
 )
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VLLMParams
 
 
 class Generator(Actor):
@@ -94,8 +99,13 @@ class Generator(Actor):
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
-        requests = self.engine.start(prompts, lambda index: vllm_params(params, index), read_completion)
-        results = await asyncio.wrap_future(requests)
+
+        def params_of(index: int) -> "list[VLLMParams]":
+            # The engine itself takes one token more than max_model_len; see start_vllm.
+            room = self.config.max_model_len - len(prompts[index])
+            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), index)
+
+        results = await asyncio.wrap_future(self.engine.start(prompts, params_of, read_completion))
         return [results[i : i + params.n] for i in range(0, len(results), params.n)]
 
     @concurrent_endpoint

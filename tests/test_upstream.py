@@ -747,6 +747,45 @@ def _() -> None:
     assert parameters(LLMEngine.apply_model) == ["self", "func"]
 
 
+@row("vllm._custom_ops.cpu_attn_get_scheduler_metadata")
+def _() -> None:
+    import torch
+    from vllm import _custom_ops
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends import cpu_attn
+
+    from rl_actors.vllm.cpu import HEAD_DIMS
+
+    if not current_platform.is_cpu():
+        return  # these kernels are in vLLM's package for CPUs
+    current_platform.import_kernels()
+
+    def has_kernel(head_dim: int, dtype: torch.dtype) -> bool:
+        lengths, starts = torch.tensor([3], dtype=torch.int32), torch.tensor([0, 3], dtype=torch.int32)
+        isa = cpu_attn._get_attn_isa(dtype, 128, head_dim)
+        try:
+            _custom_ops.cpu_attn_get_scheduler_metadata(
+                1,
+                2,
+                1,
+                head_dim,
+                lengths,
+                dtype,
+                starts,
+                causal=True,
+                sliding_window_size=-1,
+                isa=isa,
+                enable_kv_split=True,
+            )
+        except RuntimeError as error:
+            assert "Unsupported CPU attention configuration" in str(error)
+            return False
+        return True
+
+    for dtype in (torch.float32, torch.bfloat16):
+        assert tuple(width for width in range(1, 600) if has_kernel(width, dtype)) == HEAD_DIMS
+
+
 @row("vllm.config.lora.MaxLoRARanks")
 def _() -> None:
     from typing import get_args

@@ -21,8 +21,8 @@ KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
 """Limit of the tokens in one vLLM step, raised if the config needs more. Running requests wait until a step with prompt tokens is done."""
 
-HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of a head for which vLLM 0.32 has attention on a CPU."""
+HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head for which vLLM 0.32 has an attention kernel on a CPU."""
 
 SPARSE_MODEL_TYPE = "qwen3_moe"
 """model_type in the config.json of a mixture of experts."""

@@ -1,13 +1,14 @@
 """vLLM in this process: one thread owns the engine, and callers wait on futures. Knows no actors and no transports."""
 
 import contextlib
+import logging
 import os
 import queue
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, LoRAConfig
+from rl_actors.model_config import ModelConfig
 from rl_actors.types import Completion, SamplingParams
 from rl_actors.vllm import cpu, gpu
 
@@ -33,6 +35,9 @@ NO_VERSION = -1
 # The engine must share the actor's process.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
+
+
+RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 class Machine(Protocol):
@@ -69,6 +74,8 @@ def require_machine(config: GeneratorConfig) -> None:
 def start_vllm(config: GeneratorConfig) -> "LLMEngine":
     """Start an LLMEngine in this process: on the weights of config.hf_path, or on random ones until the first pull.
 
+    The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without the room it would
+    refuse logprobs of a sequence of max_model_len tokens.
     Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that it does not have there.
     """
     machine = this_machine()
@@ -77,7 +84,7 @@ def start_vllm(config: GeneratorConfig) -> "LLMEngine":
     if config.batch_invariant:
         os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory:
-        return _llm_engine(config, directory, machine)
+        return _llm_engine(replace(config, max_model_len=config.max_model_len + 1), directory, machine)
 
 
 @contextlib.contextmanager
@@ -97,6 +104,9 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
     options = machine.options(config)
     if config.lora.syncs_adapter:
         options |= adapter_options(config.lora)
+    if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
+        # Only the check of the length needs this: the last sampled token is never an input.
+        options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     args = EngineArgs(
         model=directory,
         skip_tokenizer_init=True,
@@ -134,8 +144,26 @@ class WholeWeights:
         """Leave the weights with which the engine was started."""
 
     def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
-        with this_machine().reloading(engine):
+        with this_machine().reloading(engine), _quiet_about_tied_head(engine):
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
+
+
+@contextlib.contextmanager
+def _quiet_about_tied_head(engine: "LLMEngine") -> Iterator[None]:
+    """Drop vLLM's warning that a reload has no weights for a tied head: they are the embedding's. It would come at every pull."""
+    logger = logging.getLogger(RELOAD_LOGGER)
+    if not engine.model_config.hf_config.tie_word_embeddings:
+        yield
+        return
+    logger.addFilter(_is_not_about_head)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_not_about_head)
+
+
+def _is_not_about_head(record: logging.LogRecord) -> bool:
+    return record.getMessage() != "ParallelLMHead: Failed to load weights"
 
 
 class OneAdapter:
