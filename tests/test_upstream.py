@@ -747,6 +747,21 @@ def _() -> None:
     assert parameters(LLMEngine.apply_model) == ["self", "func"]
 
 
+@row("vllm.model_executor.model_loader.reload.layerwise")
+def _() -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from rl_actors.vllm.engine import NO_WEIGHTS_TO_LOAD, RELOAD_LOGGER
+
+    assert layerwise.logger.name == RELOAD_LOGGER
+    assert 'logger.warning("%s: Failed to load weights", layer.__class__.__name__)' in source(layerwise)
+    assert {
+        f"{layer.__name__}: Failed to load weights" for layer in (RotaryEmbedding, ParallelLMHead)
+    } == NO_WEIGHTS_TO_LOAD
+
+
 @row("vllm._custom_ops.cpu_attn_get_scheduler_metadata")
 def _() -> None:
     import torch

@@ -38,6 +38,10 @@ BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its mo
 
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
+NO_WEIGHTS_TO_LOAD = {
+    "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
+    "ParallelLMHead: Failed to load weights",  # a tied head's weights are the embedding's; a pull refuses any other head without weights
+}
 
 
 class Machine(Protocol):
@@ -144,26 +148,23 @@ class WholeWeights:
         """Leave the weights with which the engine was started."""
 
     def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
-        with this_machine().reloading(engine), _quiet_about_tied_head(engine):
+        with this_machine().reloading(engine), _quiet_about_layers_without_weights():
             engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
 
 
 @contextlib.contextmanager
-def _quiet_about_tied_head(engine: "LLMEngine") -> Iterator[None]:
-    """Drop vLLM's warning that a reload has no weights for a tied head: they are the embedding's. It would come at every pull."""
+def _quiet_about_layers_without_weights() -> Iterator[None]:
+    """Drop vLLM's warning at a reload of layers that never have weights of their own. It would come at every pull."""
     logger = logging.getLogger(RELOAD_LOGGER)
-    if not engine.model_config.hf_config.tie_word_embeddings:
-        yield
-        return
-    logger.addFilter(_is_not_about_head)
+    logger.addFilter(_is_of_a_layer_with_weights)
     try:
         yield
     finally:
-        logger.removeFilter(_is_not_about_head)
+        logger.removeFilter(_is_of_a_layer_with_weights)
 
 
-def _is_not_about_head(record: logging.LogRecord) -> bool:
-    return record.getMessage() != "ParallelLMHead: Failed to load weights"
+def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
+    return record.getMessage() not in NO_WEIGHTS_TO_LOAD
 
 
 class OneAdapter:

@@ -246,6 +246,7 @@ class TestGenerator(Generator):
         """Tokens of one block of the prefix cache."""
         return self.engine.engine.vllm_config.cache_config.block_size
 
+    @concurrent_endpoint
     async def vllm_log(self) -> list[str]:
         """Lines that vLLM has logged since the last call of this endpoint; the first call begins to record."""
         if not hasattr(self, "recorder"):
