@@ -747,7 +747,7 @@ def _() -> None:
     assert parameters(LLMEngine.apply_model) == ["self", "func"]
 
 
-@row("vllm.model_executor.model_loader.reload.layerwise")
+@row("vllm.model_executor.model_loader.reload.layerwise.logger")
 def _() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
