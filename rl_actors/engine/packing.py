@@ -5,7 +5,6 @@ R rows, B rows of a microbatch, L row length, M microbatches, T positions of one
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from heapq import heappop, heappush, heapreplace
 from typing import TypedDict
 
@@ -63,14 +62,10 @@ def plan(
 
     Raises ValueError when a sample is longer than a row.
     """
-    capacity = in_multiples(tokens_per_row, row_multiple)
-    for index, length in enumerate(lengths):
-        if length > capacity:
-            rounded = f", rounded down to {capacity}, a multiple of {row_multiple}" if capacity < tokens_per_row else ""
-            raise ValueError(f"sample {index} has {length} positions but tokens_per_row={tokens_per_row}{rounded}")
+    _require_room(lengths, tokens_per_row, row_multiple)
     dealer = _Dealer(
         lengths=lengths,
-        capacity=capacity,
+        capacity=in_multiples(tokens_per_row, row_multiple),
         row_multiple=row_multiple,
         rows_per_microbatch=rows_per_microbatch,
         num_ranks=num_ranks,
@@ -79,18 +74,20 @@ def plan(
         min_microbatches=min_microbatches,
         microbatch_multiple=microbatch_multiple,
     )
-    if policy != "packed":
-        return dealer.deal([(index,) for index in range(len(lengths))])
-    rows = first_fit_decreasing(lengths, capacity)
-    packed = dealer.deal(rows)
-    num_rows = sum(len(batch.rows) for batch in packed[0]) * num_ranks
-    if num_rows == len(rows):
-        return packed
-    # Some rows are padding. Spreading the samples over these rows, too, may make the call shorter.
-    spread = worst_fit_decreasing(lengths, capacity, num_rows)
-    if spread is None:
-        return packed
-    return min(packed, dealer.deal(spread), key=partial(time_of, lengths))
+    if policy == "packed":
+        return dealer.deal_packed()
+    return dealer.deal([(index,) for index in range(len(lengths))])
+
+
+def _require_room(lengths: Sequence[int], tokens_per_row: int, row_multiple: int) -> None:
+    """Raises ValueError naming the first sample that is longer than a row."""
+    capacity = in_multiples(tokens_per_row, row_multiple)
+    for index, length in enumerate(lengths):
+        if length > capacity:
+            limit = f"tokens_per_row={tokens_per_row}"
+            if capacity < tokens_per_row:
+                limit += f", rounded down to {capacity}, a multiple of {row_multiple}"
+            raise ValueError(f"sample {index} has {length} positions but {limit}")
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
@@ -179,6 +176,20 @@ class _Dealer:
     uniform: bool
     min_microbatches: int
     microbatch_multiple: int
+
+    def deal_packed(self) -> Plan:
+        """The samples in as few rows as first fit finds, or in more rows where that takes less time."""
+        rows = first_fit_decreasing(self.lengths, self.capacity)
+        packed = self.deal(rows)
+        num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
+        if num_rows == len(rows):
+            return packed
+        # Some rows are padding. Spreading the samples over these rows, too, may make the call shorter.
+        spread_rows = worst_fit_decreasing(self.lengths, self.capacity, num_rows)
+        if spread_rows is None:
+            return packed
+        spread = self.deal(spread_rows)
+        return spread if time_of(self.lengths, spread) < time_of(self.lengths, packed) else packed
 
     def deal(self, rows: list[Row]) -> Plan:
         """Put the rows into microbatches. Rows that are neighbours in (length, attention cost) go into the same microbatch of all ranks,
