@@ -1,6 +1,6 @@
 """The default run: a Qwen3 of a million parameters learns two-digit addition from random weights, on two cores."""
 
-from typing import Any
+from typing import TypedDict
 
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
@@ -8,6 +8,19 @@ from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTConfig, SFTPhaseConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
+
+
+class Task(TypedDict):
+    """Fields of a run that say what it learns."""
+
+    alphabet: str
+    max_tokens: int
+    environment: EnvironmentConfig
+
+
+class _Parts(Task):
+    trainer: TrainerConfig
+    generator: GeneratorConfig
 
 
 def tiny() -> GRPOConfig:
@@ -35,7 +48,7 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
     return SFTPhaseConfig(batch_size=batch_size, schedule=schedule, stop_at_answer_probability=stop_at)
 
 
-def _parts() -> dict[str, Any]:
+def _parts() -> _Parts:
     """Fields that all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
     model = ModelConfig(
         vocab_size=16,
@@ -68,7 +81,7 @@ def _parts() -> dict[str, Any]:
     }
 
 
-def addition(digits: int) -> dict[str, Any]:
+def addition(digits: int) -> Task:
     """The task: addition of two terms of `digits` digits, with its own alphabet."""
     options = {"min_terms": 2, "max_terms": 2, "min_digits": digits, "max_digits": digits, "operators": ["+"]}
     options |= {"allow_parentheses": False, "allow_negation": False}

@@ -11,7 +11,7 @@ import shlex
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, is_dataclass, make_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from datetime import datetime
 from pathlib import Path
 from types import NoneType, UnionType
@@ -35,6 +35,8 @@ from rich.console import Console
 from controllers.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
@@ -42,7 +44,7 @@ FIXED_ON_RESUME = ("seed", "environment", "alphabet", "sft_steps", "trainer.mode
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Config = TypeVar("Config")
-Annotation = Any  # a class, `int | None`, `list[int]`: annotations have no common type
+Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +155,7 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
 def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
     """A dataclass with the run's own flags and the config. The config's fields keep their dotted names."""
     names = ", ".join(configs)
-    fields = [
+    flags = [
         _flag("config_name", str, name, f"One of {names}, or a config.json of an earlier run.", shown="config"),
         _flag("output_dir", Path | None, None, "Folder of the run; None: runs/<config>-<time>."),
         _flag("resume", Path | None, None, "Continue the run of this folder from its newest complete checkpoint."),
@@ -168,10 +170,12 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
         _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, too, not only in files."),
         ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)),
     ]
-    return make_dataclass("Flags", fields)
+    return make_dataclass("Flags", flags)
 
 
-def _flag(name: str, kind: Annotation, default: Any, meaning: str, shown: str | None = None) -> tuple[str, Any, Field]:
+def _flag(
+    name: str, kind: Annotation, default: object, meaning: str, shown: str | None = None
+) -> tuple[str, Annotation, object]:
     """A field for make_dataclass. `shown` replaces the name on the command line."""
     shape = tyro.conf.arg(help=meaning, name=shown)
     return name, Annotated[kind, shape, tyro.conf.FlagCreatePairsOff], field(default=default)
@@ -233,8 +237,8 @@ def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
 # The readers below turn JSON into a value of an annotated type. `name` is the dotted name of the field, for errors.
 def _read(kind: Annotation, value: object, name: str) -> object:
     origin = get_origin(kind) or kind
-    if is_dataclass(origin):
-        return _read_dataclass(kind, value, name)
+    if isinstance(origin, type) and is_dataclass(origin):
+        return _read_dataclass(origin, value, name)
     if origin not in _READERS:
         raise _mismatch(kind, value, name)
     return _READERS[origin](kind, value, name)
@@ -245,14 +249,14 @@ def _mismatch(kind: Annotation, value: object, name: str) -> ValueError:
     return ValueError(f"{name or 'the config'}={value!r} is not {shown}")
 
 
-def _read_dataclass(cls: Annotation, values: object, name: str) -> object:
+def _read_dataclass(cls: "type[DataclassInstance]", values: object, name: str) -> object:
     if not isinstance(values, dict):
         raise _mismatch(cls, values, name)
-    fields, kinds = cls.__dataclass_fields__, get_type_hints(cls)
+    names, kinds = [each.name for each in fields(cls)], get_type_hints(cls)
     prefix = f"{name}." if name else ""
     for key in values:
-        if key not in fields:
-            near = difflib.get_close_matches(key, fields) or list(fields)
+        if key not in names:
+            near = difflib.get_close_matches(key, names) or names
             raise ValueError(f"{prefix}{key} is not a field; did you mean {' or '.join(near)}?")
     try:
         return cls(**{key: _read(kinds[key], value, f"{prefix}{key}") for key, value in values.items()})
@@ -272,7 +276,7 @@ def _read_union(kind: Annotation, value: object, name: str) -> object:
 def _read_list(kind: Annotation, value: object, name: str) -> list[object]:
     if not isinstance(value, list):
         raise _mismatch(kind, value, name)
-    item_kind = get_args(kind)[0] if get_args(kind) else Any
+    item_kind = get_args(kind)[0] if get_args(kind) else object
     return [_read(item_kind, item, f"{name}[{index}]") for index, item in enumerate(value)]
 
 
@@ -291,7 +295,7 @@ def _read_tuple(kind: Annotation, value: object, name: str) -> tuple[object, ...
 def _read_dict(kind: Annotation, value: object, name: str) -> object:
     if not isinstance(value, dict):
         raise _mismatch(kind, value, name)
-    key_kind, item_kind = get_args(kind) or (str, Any)
+    key_kind, item_kind = get_args(kind) or (str, object)
     return {key_kind(key): _read(item_kind, item, f"{name}.{key}") for key, item in value.items()}
 
 
@@ -326,6 +330,7 @@ def _read_exactly(kind: Annotation, value: object, name: str) -> object:
 
 _READERS: dict[object, Callable[[Annotation, object, str], object]] = {
     Any: _read_any,
+    object: _read_any,
     Union: _read_union,
     UnionType: _read_union,
     Literal: _read_literal,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol, TypedDict, runtime_checkable
 
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -24,8 +24,13 @@ HELD_OUT_SHARE = 1 / 8
 DRAWS_PER_PROBLEM = 1000
 """Entries tried for one training problem before the task is given up."""
 
-Entry = dict[str, Any]
-"""An entry of a dataset: {"question": str, "answer": str, "metadata": dict}."""
+
+class Entry(TypedDict):
+    """An entry of a dataset."""
+
+    question: str
+    answer: str
+    metadata: dict[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +38,7 @@ class Problem:
     prompt: str
     answer: str
     key: str  # training uses no problem that has the key of a held-out one
-    metadata: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, object] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -61,7 +66,7 @@ _JSON = PrimitiveConstructorSpec(
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
     """A reasoning-gym task, a .jsonl file with "prompt" and "answer" on each line, or a function as module:function."""
-    options: Annotated[dict[str, Any], _JSON] = field(default_factory=dict)
+    options: Annotated[dict[str, object], _JSON] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or of the user's function: one JSON object, which replaces the default as a whole."""
     prompt: str = "{question}"
     """Template of the prompt. It may use `question` and the keys of the problem's metadata, e.g. "{expression}="."""
@@ -224,7 +229,7 @@ def _shuffled(length: int, seed: str) -> list[int]:
 
 
 def _read_jsonl(path: str) -> list[Entry]:
-    entries = []
+    entries: list[Entry] = []
     # split, not splitlines: a JSON string may hold U+2028, at which splitlines splits, too.
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").rstrip().split("\n"), 1):
         try:

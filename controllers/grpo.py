@@ -6,7 +6,7 @@ python -m controllers.grpo --config tiny
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from controllers.launch import main
 from controllers.reference import require_reference, start_reference
@@ -178,7 +178,7 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
     return step, phase.cursor
 
 
-def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, Any]:
+def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, float]:
     """Metrics of one step under their names in metrics.jsonl.
 
     The trainer's logprobs are compared with the generator's on the first update only, because later updates have other weights than

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from importlib import import_module
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from monarch.actor import shutdown_context
 from rich.console import Console
@@ -25,12 +25,15 @@ from controllers.display import LineDisplay
 from controllers.environments import Environment, build_environment
 from controllers.metrics import MetricsLogger
 from controllers.report import write_report
-from controllers.run import Run, open_run
+from controllers.run import Run, RunConfig, open_run
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.engine import require_machine
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PROBLEMS_CHECKED = 1000
 """Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""
@@ -83,7 +86,7 @@ def main(controller: str) -> None:
     sys.exit(status)
 
 
-def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
+def _environment_and_tokenizer(config: RunConfig) -> tuple[Environment, "PreTrainedTokenizerBase"]:
     """Raises ValueError for a task that cannot be built and for prompts that the tokenizer or the generator cannot take."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
     if config.alphabet:
@@ -103,7 +106,9 @@ def _environment_and_tokenizer(config: Any) -> tuple[Environment, Any]:
     return environment, tokenizer
 
 
-def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Any, train: Train) -> int:
+def _run(
+    invocation: cli.Invocation, environment: Environment, tokenizer: "PreTrainedTokenizerBase", train: Train
+) -> int:
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -149,11 +154,11 @@ async def _train(
     invocation: cli.Invocation,
     folder: RunFolder,
     environment: Environment,
-    tokenizer: Any,
+    tokenizer: "PreTrainedTokenizerBase",
     terminal: TextIO,
 ) -> int:
     config = invocation.config
-    state: dict[str, Any] = {}
+    state: checkpoints.State = {}
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     if newest is not None:
         state = checkpoints.read(newest)
@@ -191,7 +196,11 @@ async def _train(
 
 
 async def _evaluate(
-    invocation: cli.Invocation, folder: RunFolder, environment: Environment, tokenizer: Any, terminal: TextIO
+    invocation: cli.Invocation,
+    folder: RunFolder,
+    environment: Environment,
+    tokenizer: "PreTrainedTokenizerBase",
+    terminal: TextIO,
 ) -> int:
     """Score a checkpoint on the held-out problems. Writes only a log."""
     config, checkpoint = invocation.config, folder.path

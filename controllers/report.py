@@ -10,11 +10,10 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -189,7 +188,7 @@ def charts(records: Records) -> list[str]:
     return [inline_svg(figure) for figure in cards]
 
 
-def tiles(records: Records, outcome: dict[str, Any]) -> list[tuple[str, str, str]]:
+def tiles(records: Records, outcome: Mapping[str, object]) -> list[tuple[str, str, str]]:
     """The summary: (name, value, remark) of each tile."""
     num_supervised = len(supervised_steps(records))
     num_skipped = sum(bool(record.get("skipped")) for record in records)
@@ -287,7 +286,7 @@ def page(folder: RunFolder, records: Records) -> str:
 """
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, object]:
     """The object in a JSON file; empty when there is no file."""
     return json.loads(file.read_text()) if file.exists() else {}
 

@@ -6,7 +6,7 @@ G groups (problems), N completions of each.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -82,10 +82,10 @@ class RolloutBatch:
         """The oldest policy_version that generated a token."""
         return min(min(c.policy_versions) for group in self.groups for c in group.completions)
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, float]:
         rewards = [reward for group in self.groups for reward in group.task_rewards]
         num_tokens = sum(len(c.tokens) for group in self.groups for c in group.completions)
-        values: dict[str, Any] = {
+        values: dict[str, float] = {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
             "groups/filtered": sum(not group.has_signal() for group in self.groups),
@@ -99,7 +99,7 @@ class RolloutBatch:
             values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised)
         return values
 
-    def shown(self) -> list[dict[str, Any]]:
+    def shown(self) -> list[dict[str, str | float]]:
         """The first completion of every group, for rollouts.jsonl."""
         return [
             {

@@ -5,12 +5,12 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 import torch
 
 import rl_actors
-from controllers.checkpoints import Checkpoints
+from controllers.checkpoints import Checkpoints, State
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.metrics import MetricsLogger, Timer
 from controllers.rollouts import greedy_accuracy
@@ -132,7 +132,7 @@ class Run(Generic[Config]):
     """Spawns another trainer with the same config, but without an optimizer. That trainer is closed with the run."""
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
-    state: dict[str, Any] = field(default_factory=dict)  # controller's state in the checkpoint that is resumed
+    state: State = field(default_factory=dict)  # controller's state in the checkpoint that is resumed
 
     async def accuracy(self) -> float:
         """Greedy accuracy on the held-out problems, with the generator's current weights."""
@@ -141,7 +141,7 @@ class Run(Generic[Config]):
                 self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
             )
 
-    async def checkpoint(self, state: dict[str, Any], *, phase_step: int, is_last: bool) -> None:
+    async def checkpoint(self, state: State, *, phase_step: int, is_last: bool) -> None:
         """Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.
 
         Raises RuntimeError or OSError when the previous checkpoint could not be written.

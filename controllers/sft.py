@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from controllers.checkpoints import State
 from controllers.environments import Problem
 from controllers.launch import main
 from controllers.run import Run, RunConfig, split
@@ -58,14 +59,14 @@ class SFTPhase:
         self.cursor: int = run.state.get("cursor", 0)  # the next problem
         self.recent: deque[float] = deque(run.state.get("recent", ()), maxlen=config.stop_window)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         return {"cursor": self.cursor, "recent": list(self.recent)}
 
     def should_stop(self) -> bool:
         """True if the mean probability of the answer exceeds stop_at_answer_probability."""
         return fmean(self.recent) > self.config.stop_at_answer_probability
 
-    async def train_step(self, step: int) -> dict[str, Any]:
+    async def train_step(self, step: int) -> dict[str, float]:
         """One optimizer step on the next problems; returns its metrics."""
         run = self.run
         samples = self._next_samples()

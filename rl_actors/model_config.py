@@ -109,12 +109,12 @@ class ModelConfig:
             raise ValueError(f"{file} lacks {', '.join(missing)}")
         return cls(**{name: values[name] for name in names})
 
-    def to_hf(self) -> dict[str, Any]:
+    def to_hf(self) -> dict[str, object]:
         """The content of config.json for transformers and vLLM."""
         architecture, model_type = "Qwen3ForCausalLM", "qwen3"
         if self.num_experts:
             architecture, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
-        content: dict[str, Any] = {
+        content: dict[str, object] = {
             "architectures": [architecture],
             "model_type": model_type,
             "attention_bias": False,

@@ -175,7 +175,7 @@ class Client:
         """The ranks' answers. Raises RuntimeError as soon as a process that this client spawned has ended."""
         if self._processes is None:
             return await collect(endpoint, *args, **kwargs)
-        answers = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
+        answers: asyncio.Task[list[T]] = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
         end = asyncio.ensure_future(self._processes.first_end())
         try:
             await asyncio.wait((answers, end), return_when=asyncio.FIRST_COMPLETED)

@@ -2,13 +2,15 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from rl_actors import metrics
 from rl_actors.types import ForwardBackwardOutput, RankOutput, Sample, column_dtype
+
+T = TypeVar("T")
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
@@ -63,7 +65,8 @@ def _is_tensor(values: object, dtype: torch.dtype) -> bool:
     return isinstance(values, Tensor) and values.dtype == dtype and values.is_cpu
 
 
-def _tensor(values: Any, dtype: torch.dtype) -> Any:  # lists, arrays, tensors, and what is none of these
+def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
+    """A tensor of a list, an array or a tensor. A value that is none of these is returned as it is."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):

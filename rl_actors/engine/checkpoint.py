@@ -9,11 +9,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
@@ -24,6 +25,14 @@ from rl_actors.engine.lora import checkpointed
 from rl_actors.types import MAX_NAMES_REPORTED
 
 METADATA = ".metadata"
+
+
+class State(TypedDict):
+    """The content of a checkpoint."""
+
+    model: dict[str, Tensor]
+    policy_version: Tensor  # int64 []
+    optimizer: NotRequired[dict[str, object]]  # torchtitan's flat state of all optimizers, by parameter name
 
 
 def is_checkpoint(path: str | Path) -> bool:
@@ -164,14 +173,14 @@ def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
     return int(state["policy_version"])
 
 
-def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> dict[str, Any]:
-    state = {"model": checkpointed(built.model), "policy_version": torch.tensor(policy_version)}
+def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> State:
+    state: State = {"model": checkpointed(built.model), "policy_version": torch.tensor(policy_version)}
     if optimizer:
         state["optimizer"] = _optimizer_state(built)
     return state
 
 
-def _optimizer_state(built: BuiltModel) -> dict[str, Any]:
+def _optimizer_state(built: BuiltModel) -> dict[str, object]:
     # torchtitan creates missing optimizer state by a step with zero gradients, which Adam would count in its bias correction.
     without_state = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
     state_dict = built.optimizers.state_dict()

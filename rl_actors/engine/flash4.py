@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +93,9 @@ def _interface() -> ModuleType:
     return interface
 
 
-def _flash_attn_fwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def _flash_attn_fwd(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
     return _interface()._flash_attn_fwd(*args, **kwargs)[:2]
 
 
-def _flash_attn_bwd(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+def _flash_attn_bwd(*args: object, **kwargs: object) -> tuple[Tensor, ...]:
     return _interface()._flash_attn_bwd(*args, **kwargs)

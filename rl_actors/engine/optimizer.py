@@ -4,7 +4,6 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 class _StepsShards:
     """Adam works element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch."""
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = [local(tensor) for tensor in tensors]
@@ -62,14 +61,14 @@ class Optimizers(OptimizersContainer):
         return pkgutil.resolve_name(name) if ":" in name else {"Adam": Adam, "AdamW": AdamW}[name]
 
     @staticmethod
-    def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
+    def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, object]:
         is_path = ":" in config.param_groups[0].optimizer_name
         return {} if is_path else OptimizersContainer._build_impl_kwargs(config)
 
     @staticmethod
     def _build_param_groups(
-        model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, Any]
-    ) -> tuple[dict[str, list[dict[str, Any]]], dict[str, list[str]]]:
+        model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, object]
+    ) -> tuple[dict[str, list[dict[str, object]]], dict[str, list[str]]]:
         # torchtitan would search the patterns in torch's names, which activation checkpointing changes.
         return OptimizersContainer._build_param_groups(_CanonicalNames(model), configs, impl_kwargs)
 

@@ -5,7 +5,7 @@ B rows, L row length, D hidden size.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,12 @@ from torchtitan.models.qwen3 import parallelize_qwen3
 
 
 def split_into_stages(
-    model: nn.Module, *, parallelism: ParallelismConfig, training: TrainingConfig, device: torch.device, **options: Any
+    model: nn.Module,
+    *,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+    device: torch.device,
+    **options: object,
 ) -> list[PipelineStage]:
     """This rank's stages, first to last, with their modules parallelized. options: the other arguments of torchtitan's pipeline_llm."""
     # pipeline_llm also makes a schedule, which pipeline.py does not use. Every schedule takes this number of microbatches.
@@ -49,6 +54,12 @@ class LocalModel(nn.Module):
             self.layers.update(part.layers)
 
 
+class _Received(Protocol):
+    """torch's record of one tensor that a stage receives for one microbatch."""
+
+    buffer: Tensor | None
+
+
 class Stage(PipelineStage):
     """torchtitan's stage for microbatches of one shape, which frees the tensors of a microbatch as soon as it is through.
 
@@ -71,13 +82,13 @@ class Stage(PipelineStage):
             group=stage.group,
         )
 
-    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_forward_recv_info(*args, **kwargs)
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
         for number in self.args_recv_info:
             _release(self.args_recv_info[number])
 
-    def _setup_backward_recv_info(self, *args: Any, **kwargs: Any) -> None:
-        super()._setup_backward_recv_info(*args, **kwargs)
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
         for number in self.grad_recv_info:
             _release(self.grad_recv_info[number])
 
@@ -90,13 +101,13 @@ class Stage(PipelineStage):
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         self.fwd_cache.pop(bwd_chunk_id, None)
         _release(self.args_recv_info[bwd_chunk_id])
         _release(self.grad_recv_info.get(bwd_chunk_id, ()))
 
-    def _allocate(self, received: Sequence[Any]) -> None:
+    def _allocate(self, received: Sequence[_Received]) -> None:
         for info in received:
             if info.buffer is not None:
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
@@ -105,7 +116,7 @@ class Stage(PipelineStage):
         """Nothing was inferred, so there is nothing to clean up. torch's method would drop the gradients that earlier calls accumulated."""
 
 
-def _release(received: Sequence[Any]) -> None:
+def _release(received: Sequence[_Received]) -> None:
     """Free the memory of receive buffers; their shapes stay."""
     for info in received:
         if info.buffer is not None:

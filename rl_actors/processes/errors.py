@@ -3,20 +3,23 @@
 import functools
 import pickle
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import ParamSpec, TypeVar
 
 import cloudpickle
 from monarch.actor import current_rank
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def sends_errors(method: Callable[..., Any]) -> Callable[..., Any]:
+
+def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
     """Wrap an async method: write the rank on each exception, and replace one that cannot be sent by a RuntimeError with its traceback."""
 
     @functools.wraps(method)
-    async def call(self, *args, **kwargs):
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return await method(self, *args, **kwargs)
+            return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
             # An error that another rank sent to all ranks has the number of that rank already.

@@ -15,7 +15,7 @@ import sys
 import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeVar
 
 import monarch.actor
 from monarch.actor import (
@@ -33,6 +33,8 @@ from torch.distributed import TCPStore
 
 from rl_actors.processes import threads
 from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
+
+T = TypeVar("T")
 
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
@@ -171,14 +173,14 @@ async def spawn_processes(
     )
     probe = mesh.spawn(f"{name}_probe", Probe)
     try:
-        answers = await asyncio.wait_for(collect(probe.who), START_TIMEOUT)
+        answers: list[tuple[int, int]] = await asyncio.wait_for(collect(probe.who), START_TIMEOUT)
     except TimeoutError:
         raise TimeoutError(f"{name}: not all of {num_processes} processes started within {START_TIMEOUT:g} s") from None
     processes = [Process(rank, pid, os.pidfd_open(pid)) for rank, pid in sorted(answers)]
     return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
 
 
-async def collect(endpoint: Endpoint[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -> list[T]:
     """All ranks' answers, in the order in which they come.
 
     Raises the first error at once, because other ranks may wait in a collective for the rank that failed.
@@ -211,6 +213,6 @@ def _log_fault(failure: MeshFailure) -> None:
     logger.warning("an actor failed: %s", failure)
 
 
-async def _future(future: Awaitable[Any]) -> Any:
+async def _future(future: Awaitable[T]) -> T:
     """The result of a Monarch future, as a coroutine."""
     return await future

@@ -7,9 +7,9 @@ Tensors without a manifest cannot be read, so an interrupted push is never taken
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,8 +20,13 @@ POLL_SECONDS = 0.05
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """dtypes in which generators compute, widest first."""
 
-Gather = Callable[[Any], list[Any]]
-"""A collective: gives every rank the values of all ranks, in the order of the ranks."""
+Value = TypeVar("Value")
+
+
+class Gather(Protocol):
+    """A collective: gives every rank the values of all ranks, in the order of the ranks."""
+
+    def __call__(self, value: Value, /) -> list[Value]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +63,11 @@ class Transport(ABC):
         """Whole tensors on the CPU."""
 
     @abstractmethod
-    async def put_object(self, key: str, value: Any) -> None:
+    async def put_object(self, key: str, value: object) -> None:
         """Put a small picklable value. It replaces the former value at once."""
 
     @abstractmethod
-    async def get_object(self, key: str) -> Any | None:
+    async def get_object(self, key: str) -> object | None:
         """The value, or None if there is none."""
 
     @abstractmethod
@@ -131,10 +136,10 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
     while True:
         newest = "nothing was published yet"
         latest = await transport.get_object("latest")
-        if latest is not None:
+        if isinstance(latest, tuple):
             stream, newest_version = latest
             manifest = await transport.get_object(f"{stream}/{version}/manifest")
-            if manifest is not None:
+            if isinstance(manifest, Manifest):
                 return manifest
             newest = f"the newest is {newest_version}"
         if time.monotonic() > deadline:

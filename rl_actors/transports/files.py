@@ -8,7 +8,6 @@ import uuid
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -61,14 +60,14 @@ class FilesTransport(Transport):
                     shards[name].setdefault(tuple(json.loads(offset)), file.get_tensor(name))
         return {name: assemble(name, *spec, shards[name]) for name, spec in manifest.tensors.items()}
 
-    async def put_object(self, key: str, value: Any) -> None:
+    async def put_object(self, key: str, value: object) -> None:
         file = self.directory / f"{key}.pickle"
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{uuid.uuid4().hex}.partial")  # two processes may put the same key
         partial.write_bytes(pickle.dumps(value))
         partial.rename(file)  # atomic: a reader sees the former value or this one
 
-    async def get_object(self, key: str) -> Any | None:
+    async def get_object(self, key: str) -> object | None:
         file = self.directory / f"{key}.pickle"
         return pickle.loads(file.read_bytes()) if file.is_file() else None
 

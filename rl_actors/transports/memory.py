@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 from monarch.actor import Actor, endpoint
 from torch import Tensor
@@ -15,7 +14,7 @@ class MemoryStore(Actor):
     """Objects by key, and shards by key and offset."""
 
     def __init__(self) -> None:
-        self.objects: dict[str, Any] = {}
+        self.objects: dict[str, object] = {}
         self.shards: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
 
     @endpoint
@@ -28,11 +27,11 @@ class MemoryStore(Actor):
         return {key: self.shards.get(key, {}) for key in keys}
 
     @endpoint
-    async def put_object(self, key: str, value: Any) -> None:
+    async def put_object(self, key: str, value: object) -> None:
         self.objects[key] = value
 
     @endpoint
-    async def get_object(self, key: str) -> Any | None:
+    async def get_object(self, key: str) -> object | None:
         return self.objects.get(key)
 
     @endpoint
@@ -74,10 +73,10 @@ class MemoryTransport(Transport):
             name: assemble(name, *spec, shards[f"{manifest.key}/{name}"]) for name, spec in manifest.tensors.items()
         }
 
-    async def put_object(self, key: str, value: Any) -> None:
+    async def put_object(self, key: str, value: object) -> None:
         await self.store.put_object.call_one(key, value)
 
-    async def get_object(self, key: str) -> Any | None:
+    async def get_object(self, key: str) -> object | None:
         return await self.store.get_object.call_one(key)
 
     async def delete(self, manifest: Manifest) -> None:

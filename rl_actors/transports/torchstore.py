@@ -9,7 +9,6 @@ import inspect
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torchstore
 import torchstore.api
@@ -25,7 +24,7 @@ SHUTDOWN_TIMEOUT = 5.0
 logger = logging.getLogger(__name__)
 
 
-def _asynchronous(method: Callable[..., Any]) -> EndpointProperty:
+def _asynchronous(method: Callable[..., object]) -> EndpointProperty:
     """An asynchronous endpoint that runs a synchronous method."""
 
     async def call(self, *args, **kwargs):
@@ -85,10 +84,10 @@ class TorchStoreTransport(Transport):
         gets = [torchstore.get(f"{manifest.key}/{name}", store_name=self.store_name) for name in manifest.tensors]
         return dict(zip(manifest.tensors, await asyncio.gather(*gets), strict=True))
 
-    async def put_object(self, key: str, value: Any) -> None:
+    async def put_object(self, key: str, value: object) -> None:
         await torchstore.put(key, value, self.store_name)
 
-    async def get_object(self, key: str) -> Any | None:
+    async def get_object(self, key: str) -> object | None:
         if not await torchstore.exists(key, self.store_name):
             return None
         return await torchstore.get(key, store_name=self.store_name)

@@ -4,7 +4,7 @@ cpu.py defines the same names for a CPU.
 """
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -37,7 +37,7 @@ def require_possible(config: GeneratorConfig) -> None:
             )
 
 
-def options(config: GeneratorConfig) -> dict[str, Any]:
+def options(config: GeneratorConfig) -> dict[str, object]:
     """vLLM's arguments. Decoding runs in CUDA graphs, but the model is not compiled, which would take minutes.
 
     Call it on the thread that will run the engine, since it also sets up the process.
@@ -45,7 +45,7 @@ def options(config: GeneratorConfig) -> dict[str, Any]:
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
     threads.prepare_gpu_process()
-    chosen: dict[str, Any] = {
+    chosen: dict[str, object] = {
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "kv_cache_memory_bytes": config.kv_cache_bytes,
         "max_num_batched_tokens": max(config.max_num_seqs, BATCHED_TOKENS),
