@@ -227,11 +227,11 @@ HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_dec
 class _Limit:
     """The type and the range of a value, and the words for both."""
 
-    has_type: Callable[[Any], bool]
-    is_in_range: Callable[[Any], bool]
+    has_type: Callable[[object], bool]
+    is_in_range: Callable[[Any], bool]  # called with a value that has the type
     words: str
 
-    def require(self, name: str, value: Any) -> None:
+    def require(self, name: str, value: object) -> None:
         """Raises TypeError or ValueError naming the value and the limit."""
         if not self.has_type(value):
             raise TypeError(f"{name}={value!r}; it must be {self.words}")
@@ -240,11 +240,11 @@ class _Limit:
 
 
 # True and False are of type int, but no numbers here.
-def _is_integer(value: Any) -> bool:
+def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -340,7 +340,7 @@ def _validate_ids(what: str, lists: Sequence[Sequence[int]], longest: int, max_m
             raise ValueError(f"{what} {index} holds the id {outside}, but ids are 0 to {vocab_size - 1}")
 
 
-def _are_integers(ids: Iterable[Any]) -> bool:
+def _are_integers(ids: Iterable[object]) -> bool:
     # A prompt has few types and thousands of tokens, so the types are collected first.
     return all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids)))
 

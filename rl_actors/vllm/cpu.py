@@ -5,7 +5,7 @@ gpu.py defines the same names for a GPU.
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rl_actors.config import GeneratorConfig
 from rl_actors.model_config import ModelConfig
@@ -46,7 +46,7 @@ def require_possible(config: GeneratorConfig) -> None:
         )
 
 
-def options(config: GeneratorConfig) -> dict[str, Any]:
+def options(config: GeneratorConfig) -> dict[str, object]:
     """vLLM's arguments. Call it on the thread that will run the engine, since it also sets up the process."""
     from vllm.platforms import current_platform
 

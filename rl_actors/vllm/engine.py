@@ -52,7 +52,7 @@ class Machine(Protocol):
     def require_possible(self, config: GeneratorConfig) -> None:
         """Raises ValueError naming the value and the reason if vLLM cannot do this on the machine."""
 
-    def options(self, config: GeneratorConfig) -> dict[str, Any]:
+    def options(self, config: GeneratorConfig) -> dict[str, object]:
         """vLLM's arguments for the machine. Also sets up the process."""
 
     def reloading(self, engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
@@ -127,7 +127,7 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
     return LLMEngine.from_engine_args(args)
 
 
-def adapter_options(config: LoRAConfig) -> dict[str, Any]:
+def adapter_options(config: LoRAConfig) -> dict[str, object]:
     """vLLM's arguments for one adapter at a time, only on the modules of the config."""
     from vllm.config.lora import MaxLoRARanks
 
@@ -200,8 +200,8 @@ class GenerateCall(Generic[T]):
     """One generate or compute_logprobs call. Its requests finish in any order; its future gets the results when all have finished."""
 
     future: "Future[list[T]]"
-    results: list[Any]  # by request: a T, or None until the request has finished
-    num_open: int  # requests that have not finished
+    num_requests: int
+    results: dict[int, T] = field(default_factory=dict)  # by index, of the requests that have finished
 
 
 @dataclass(slots=True, kw_only=True)
@@ -209,7 +209,7 @@ class _Request(Generic[T]):
     """One request of a call: vLLM makes one completion or one list of logprobs for it."""
 
     call: GenerateCall[T]
-    index: int  # in call.results
+    index: int  # in the call
     read: "Callable[[RequestOutput, _Request[T]], T]"  # turns vLLM's output into the result
     # (index of the first token, policy_version) of each stretch of tokens that one version produced
     versions: list[tuple[int, int]] = field(default_factory=list)
@@ -228,7 +228,8 @@ class EngineThread:
         """Wait until `start` has made the engine. Raises the error of `start`."""
         self.weights = weights
         self.version = NO_VERSION
-        self.requests: dict[str, _Request[Any]] = {}  # by id, those that have not finished
+        # By id, those that have not finished. Their calls have results of different types.
+        self.requests: dict[str, _Request[Any]] = {}
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.num_started = 0  # requests
         self.failure: BaseException | None = None
@@ -269,7 +270,7 @@ class EngineThread:
         try:
             params_of_prompts = [make_params(index) for index in range(len(prompts))]
             num_requests = sum(map(len, params_of_prompts))
-            call = GenerateCall(future=future, results=[None] * num_requests, num_open=num_requests)
+            call = GenerateCall(future=future, num_requests=num_requests)
             for prompt, params_of_prompt in zip(prompts, params_of_prompts, strict=True):
                 for params in params_of_prompt:
                     request = _Request(call=call, index=len(added), read=read, versions=[(0, self.version)])
@@ -278,7 +279,7 @@ class EngineThread:
             self._abort(added)
             future.set_exception(error)
 
-    def _add_request(self, prompt: Sequence[int], params: "VLLMParams", request: _Request[Any]) -> str:
+    def _add_request(self, prompt: Sequence[int], params: "VLLMParams", request: _Request[T]) -> str:
         request_id = str(self.num_started)
         self.num_started += 1
         tokens = {"prompt_token_ids": list(prompt)}
@@ -339,9 +340,8 @@ class EngineThread:
         call = request.call
         call.results[request.index] = request.read(output, request)
         del self.requests[output.request_id]
-        call.num_open -= 1
-        if call.num_open == 0:
-            call.future.set_result(call.results)
+        if len(call.results) == call.num_requests:
+            call.future.set_result([call.results[index] for index in range(call.num_requests)])
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort_request(request_ids)
@@ -349,9 +349,9 @@ class EngineThread:
             self.requests.pop(request_id, None)
 
 
-def _running_future() -> "Future[Any]":
+def _running_future() -> "Future[T]":
     """A future that its caller cannot cancel, so that the engine's thread can always set it."""
-    future: Future[Any] = Future()
+    future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
 
