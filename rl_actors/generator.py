@@ -113,7 +113,7 @@ class Generator(Actor):
     async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
         """Log probability of every token after the first, given the tokens before it, at temperature 1: float32 [T - 1] each.
 
-        Raises ValueError with an unmerged adapter of the output projection.
+        Raises ValueError with lora.sync="adapter" and an adapter on the output projection.
         """
         from vllm import SamplingParams as VLLMParams
 
@@ -143,7 +143,7 @@ class Generator(Actor):
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.loaded_version_key = ""  # it stays so if the load fails half way
+        self.loaded_version_key = ""  # it stays empty if the load fails
         await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
         self.loaded_version_key = manifest.key
         return version
@@ -165,7 +165,8 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the single tensors in a parameter of transformers' model.
 
-    That model stacks the experts of a block, and the outputs of gate and up. Directories and pushes have a tensor for each.
+    transformers' model stacks all experts of a block into one parameter, and the outputs of gate and up too. Directories and pushes
+    have one tensor for each expert, and separate gate and up.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}

@@ -1,4 +1,4 @@
-"""Checks of what a caller gives, made before any rank works. They are pure: the client and every rank run the same ones."""
+"""Checks of a caller's arguments before any rank works. They are pure: the client and every rank run the same checks."""
 
 import math
 import pkgutil
@@ -169,9 +169,9 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 
 
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
-    """Look at all tensors at once, and at single ones only when there is something to find.
+    """Check all tensors together, which is faster, and then single tensors only if some value is bad.
 
-    In numpy: for so many positions torch would wake a thread for every core of the host, which can take longer than a step.
+    The checks use numpy. For so many positions torch would wake a thread for every core of the host, which can take longer than a step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -183,13 +183,13 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError if the trainer has no optimizer. For calls that train, and calls that read or write the optimizer's state."""
+    """Raises ValueError if the trainer has no optimizer. Used by calls that train or that read or write the optimizer's state."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
-    """Build the optimizer of a 2 x 2 parameter. Raises ValueError with what its constructor says of the arguments."""
+    """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
         made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)
@@ -239,7 +239,7 @@ class _Limit:
             raise ValueError(f"{name}={value!r}; it must be {self.words}")
 
 
-# True and False are of type int, but no numbers here.
+# True and False are instances of int, but here they are not numbers.
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -248,13 +248,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-_AT_LEAST_ZERO = _Limit(_is_number, lambda x: 0 <= x < math.inf, "a number of at least 0, finite")
+_AT_LEAST_ZERO = _Limit(_is_number, lambda x: 0 <= x < math.inf, "a finite number of at least 0")
 _DECAY = _Limit(_is_number, lambda x: 0 <= x < 1, "a number in [0, 1)")
-_POSITIVE = _Limit(_is_number, lambda x: 0 < x < math.inf, "a number, positive and finite")
+_POSITIVE = _Limit(_is_number, lambda x: 0 < x < math.inf, "a positive, finite number")
 _POSITIVE_OR_NONE = _Limit(
     lambda x: x is None or _is_number(x),
     lambda x: x is None or 0 < x < math.inf,
-    "a number, positive and finite, or None",
+    "a positive, finite number, or None",
 )
 OPTIM_LIMITS = {
     "learning_rate": _AT_LEAST_ZERO,
@@ -271,7 +271,7 @@ _INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,
     "n": _COUNT,
-    # vLLM would sample at 0.01 if the temperature is lower, without a word.
+    # vLLM would sample at 0.01 if the temperature is lower, and only log a warning.
     "temperature": _Limit(_is_number, lambda x: x == 0 or 0.01 <= x <= 2, "a number: 0 (greedy) or in [0.01, 2]"),
     "top_p": _Limit(_is_number, lambda x: 0 < x <= 1, "a number in (0, 1]"),
     "top_k": _INDEX,

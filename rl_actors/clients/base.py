@@ -39,19 +39,18 @@ class Client:
         setup_timeout: float,
         logs: LogRoute | None,
     ) -> None:
-        """mesh: None, when the client is to spawn its own. A subclass makes the rest of its fields and then calls `_start`."""
+        """mesh: None if the client spawns processes of its own. A subclass sets its own fields and then calls `_start`."""
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh = mesh
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        self._is_quiet = (
-            logs is not None or mesh is not None
-        )  # whoever gave a route, or spawned the mesh, shows the start
+        # A caller that gave a log route or spawned the mesh tells the user itself that something is starting.
+        self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        self._probes: Sequence[Probe] = ()  # on processes of the caller's
+        self._probes: Sequence[Probe] = ()  # on the processes, if the caller spawned them
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
-        self._version: int | None = None  # the last policy_version that the actor told
+        self._version: int | None = None  # the last policy_version that the actor reported
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -77,11 +76,11 @@ class Client:
         return f"broken, {self._broken}" if self._broken else "ready"
 
     def ready(self) -> Call[None]:
-        """Done when the actor is up; raises what kept it from it."""
+        """Done when the actor is up. Raises the error of a start that failed."""
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """Whether every process of the actor answers within `timeout` seconds, also while a call runs in it.
+        """True if every process of the actor answers within `timeout` seconds, also while a call runs in it.
 
         False before the actor is up and once the client is closed.
         """
@@ -105,7 +104,7 @@ class Client:
         return in_background(self._close(), f"{self.name}: close")
 
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
-        async with self._spawning:  # a close that comes meanwhile finds what it must stop
+        async with self._spawning:  # a close during the spawn waits for its end, and then stops the processes
             self._require_open("setup")
             self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
             # The last handler that was registered runs first, and Monarch registers its own when it is first used.
@@ -132,7 +131,7 @@ class Client:
         await self.close()
 
     def _show_start(self) -> None:
-        """At the first call of a person: say that something is starting, and where its output is."""
+        """At the first call from a terminal or a REPL: print that the actor is starting, and where its output is."""
         if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
             return
         self._is_quiet = True
@@ -152,9 +151,9 @@ class Client:
         breaks: bool = True,
         **kwargs: object,
     ) -> list[T]:
-        """Call all ranks and collect their answers. An error of a rank is raised here, with a note of where it was.
+        """Call all ranks and collect their answers. An error of a rank is raised here, with a note of where it was raised.
 
-        breaks: after a timeout the ranks are still at the call, so only a call that mends the client may follow.
+        breaks: True if a timeout breaks the client. The ranks may still run the call, so only a call that repairs the client may follow.
         """
         self._require_open(phase)
         try:
@@ -162,7 +161,7 @@ class Client:
         except TimeoutError:
             late = f"{phase} did not answer within {timeout:g} s"
             self._broken = late if breaks else self._broken
-            raise TimeoutError(f"{self.name}: {late}; its ranks may still be at it") from None
+            raise TimeoutError(f"{self.name}: {late}; its ranks may still be running it") from None
         except ActorError as error:
             cause = error.exception
             cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
@@ -187,14 +186,14 @@ class Client:
             end.cancel()
 
     def _output(self) -> str:
-        return "" if self._logs is None else f"; its last words are in {self._logs.directory}"
+        return "" if self._logs is None else f"; its last output is in {self._logs.directory}"
 
 
 def _close_all() -> None:
-    """End the processes of all clients: a REPL may be left without close."""
+    """End the processes of all clients, because a program or a REPL may end without close."""
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
-    # Monarch's own handler waits one second, too few on a busy machine, and then prints a traceback.
+    # Shut Monarch down here. Its own handler waits only one second, which is too short on a busy machine, and then prints a traceback.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

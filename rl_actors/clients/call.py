@@ -45,11 +45,11 @@ class Call(Generic[T]):
         return self._future.done()
 
     def failed(self) -> bool:
-        """Whether the call has ended without an answer."""
+        """True if the call has ended without an answer."""
         return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
 
     def may_fail_unasked(self) -> bool:
-        """False once somebody asked for the answer, or the call has ended well."""
+        """False once somebody has asked for the answer, or the call has succeeded."""
         return not (self._asked or (self._future.done() and not self.failed()))
 
     async def unasked_failure(self) -> BaseException | None:
@@ -81,7 +81,7 @@ class Call(Generic[T]):
         return "done" if error is None else f"failed with {error!r}"
 
     def __del__(self) -> None:
-        # A call may end after the last reference to it is gone, so the future says when it is time to look.
+        # The call may still run when the last reference to it is gone. So the future warns when it is done.
         if not getattr(self, "_asked", True):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 

@@ -21,7 +21,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
             in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
                 in_order[index] = piece
-    # The outputs came as the ranks ended; a sum of floats depends on its order, so sort them.
+    # The outputs are in the order in which the ranks answered. A sum of floats depends on the order, so they are sorted by rank.
     partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
     return ForwardBackwardOutput(
         logprobs=values["logprobs"],
@@ -36,8 +36,8 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
 def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
     """Copies of the samples with CPU tensors of int64 and float32 in the place of lists and other tensors.
 
-    A value that is no list of samples is returned as it is, and so is a column that no tensor can be made of: validation refuses
-    them by name.
+    A value that is not a list of samples is returned as it is, and a column that cannot become a tensor stays as it is. Validation
+    refuses both by name.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it by name
@@ -45,7 +45,7 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def to_tensors(sample: Sample) -> Sample:
-    """The sample itself when all of it travels as it is; see `as_tensors`."""
+    """The sample with CPU tensors, or the sample itself if it has only such tensors; see `as_tensors`."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
     if _holds_tensors(sample):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from monarch.actor import ActorMesh
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Seconds; the version is published when the pull begins."""
+"""Seconds that the first pull waits for its version. The push has been answered when that pull begins, so the version is published."""
 
 T = TypeVar("T")
 Check = Callable[[GeneratorLimits], None]
@@ -48,7 +48,10 @@ class GeneratorClient(Client):
         first_version: Call[int] | None = None,
         logs: LogRoute | None = None,
     ) -> None:
-        """Call a Generator mesh of one process that the caller spawned and will stop. `spawn` gives the rest, and no mesh."""
+        """Call a Generator mesh of one process that the caller spawned and will stop.
+
+        `spawn` passes the other arguments instead of a mesh.
+        """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else None

@@ -1,4 +1,7 @@
-"""The limits that a client checks a call against before it sends it: of the config that it spawned its actor from, or of the actor's info."""
+"""Limits against which a client checks a call before it sends the call.
+
+They come from the config of the actor, if the client spawned it, and else from the actor's info.
+"""
 
 import pkgutil
 from collections.abc import Sequence
@@ -27,7 +30,7 @@ class TrainerLimits:
     max_sequence_length: int  # positions of a sample
     max_call_bytes: int
     optimizer: str | None  # its name; None: the trainer only infers
-    optimizer_fields: tuple[str, ...]  # of OptimParams' beta1, beta2, eps and weight_decay those that the optimizer has
+    optimizer_fields: tuple[str, ...]  # those of beta1, beta2, eps and weight_decay that the optimizer has
 
     def check_samples(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises ValueError or TypeError for samples that the ranks would refuse."""
@@ -40,17 +43,17 @@ class TrainerLimits:
         )
 
     def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """The same, and raises ValueError for a trainer that only infers."""
+        """Raises ValueError or TypeError for samples that the ranks would refuse, and ValueError for a trainer that only infers."""
         require_optimizer(call, self.optimizer)
         self.check_samples(samples, loss)
 
     def check_state(self, call: str, optimizer: bool) -> None:
-        """Raises ValueError for a call that reads or writes an optimizer's state where there is none."""
+        """Raises ValueError for a call that reads or writes the optimizer's state, if the trainer has no optimizer."""
         if optimizer:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
 
     def check_optim_params(self, params: OptimParams) -> None:
-        """Raises ValueError or TypeError for parameters that are out of range, or that the optimizer has no place for."""
+        """Raises ValueError or TypeError for parameters that are out of range, or that the optimizer does not have."""
         require_optimizer("optim_step", self.optimizer)
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 

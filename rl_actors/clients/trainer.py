@@ -79,17 +79,17 @@ class TrainerClient(Client):
         config: TrainerConfig | None = None,
         logs: LogRoute | None = None,
     ) -> None:
-        """Drive a PolicyTrainer mesh that the caller spawned and will stop. `spawn` gives config and logs, and no mesh."""
+        """Drive a PolicyTrainer mesh that the caller spawned and will stop. `spawn` passes config and logs instead of a mesh."""
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = TrainerLimits.of_config(config) if config is not None else None
         self._transport = transport
         self._owns_transport = False
         self._session = uuid.uuid4().hex[:12]
-        self._number = 0  # of the last request that was sent
+        self._number = 0  # number of the last request that was sent
         self._turn: asyncio.Lock  # made on the background loop
-        self._writing: Call[None] | None = None  # of the last save_checkpoint
-        # The same until its wait() is called: a failure has no other way to the caller.
+        self._writing: Call[None] | None = None  # writing of the last save_checkpoint
+        # The last save_checkpoint, until its wait() is called. Without wait() the next optim_step or save_checkpoint raises its error.
         self._unwaited: Call[None] | None = None
         self._gradient_calls: list[Call[ForwardBackwardOutput]] = []  # since the last optim_step or discard_gradients
         self._opened: Call[Transport | None] = in_background(self._open_transport(), f"{name}: opening the transport")
@@ -106,7 +106,7 @@ class TrainerClient(Client):
     ) -> "TrainerClient":
         """Spawn processes on this host and build the model in them; returns at once, the first answer waits for it.
 
-        transport: opened by whoever made it. None: a torchstore of the client's own, opened here and closed with it.
+        transport: an open one, which the caller closes. None: a torchstore of the client's own, opened here and closed with it.
         Raises ValueError for a config that no trainer can be built from, and for fewer GPUs than it takes.
         """
         require_config("TrainerClient.spawn", config, TrainerConfig)
@@ -120,7 +120,7 @@ class TrainerClient(Client):
             return self._transport
         from rl_actors.transports.torchstore import TorchStoreTransport
 
-        async with self._spawning:  # a close that comes meanwhile finds what it must close
+        async with self._spawning:  # a close during the opening waits for its end, and then closes the transport
             self._require_open("setup")
             self._transport, self._owns_transport = TorchStoreTransport(), True
             await self._transport.open()
@@ -217,7 +217,7 @@ class TrainerClient(Client):
     def _with_gradients(
         self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
     ) -> Call[ForwardBackwardOutput]:
-        """The same as _in_turn for a call whose failure the next optim_step must know."""
+        """Like _in_turn, for a call that adds gradients. If it fails unnoticed, the next optim_step raises its error."""
         call = self._in_turn(what, send, *arguments, check=check)
         self._gradient_calls = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
         self._gradient_calls.append(call)
@@ -232,7 +232,7 @@ class TrainerClient(Client):
     async def _run_custom(self, given: list[Sample], copies: list[Sample], loss: CustomLoss) -> ForwardBackwardOutput:
         bare = [replace(sample, columns={}) for sample in copies]
         known = await self._run("forward", bare, None, False)
-        # Not on the loop: a user's function may take its time, and other clients share the loop.
+        # Not on the loop: a user's function may take long, and other clients share the loop.
         gradients, partials = await asyncio.to_thread(logprob_gradients, loss, given, known.logprobs)
         carriers = []
         for sample, gradient in zip(bare, gradients, strict=True):
@@ -245,7 +245,8 @@ class TrainerClient(Client):
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
         """Divide by params.grad_divisor, clip, step, clear.
 
-        A forward_backward or save_checkpoint that failed while nobody asked for its answer is raised here, and nothing is stepped.
+        Raises the error of a forward_backward or save_checkpoint that failed while nobody asked for its answer. The optimizer then
+        does not step.
         """
         call = self._in_turn(
             "optim_step",
@@ -262,14 +263,14 @@ class TrainerClient(Client):
             failure = await call.unasked_failure()
             if failure is not None:
                 failure.add_note(
-                    f"{call!r}: nobody asked for its answer, so optim_step raises it and has stepped nothing"
+                    f"{call!r}: nobody asked for its answer, so optim_step raises its error and has not stepped"
                 )
                 raise failure
         self._raise_failed_save()
         return await self._first("optim_step", params)
 
     def discard_gradients(self) -> Call[None]:
-        """Drop the accumulated gradients; mends a client that a timeout broke, once the ranks answer again."""
+        """Drop the accumulated gradients. Repairs a client that a timeout broke, once the ranks answer again."""
         call = self._in_turn("discard_gradients", self._discard_gradients, mends=True)
         self._gradient_calls = []
         return call
@@ -293,7 +294,7 @@ class TrainerClient(Client):
         )
 
     async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
-        if self._writing is not None:  # so that the ranks' wait_for_checkpoint always means the last one
+        if self._writing is not None:  # because the ranks' wait_for_checkpoint waits for the last one
             with contextlib.suppress(Exception):
                 await self._writing
         self._raise_failed_save()
@@ -320,7 +321,7 @@ class TrainerClient(Client):
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:
         """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version.
 
-        optimizer=False: only the weights; the optimizer then starts as that of a new trainer.
+        optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
         """
         return self._in_turn(
             "load_checkpoint",
@@ -359,7 +360,7 @@ class TrainerClient(Client):
     ) -> GeneratorClient:
         """A generator of the trainer's model, with its current weights. Returns at once; the first answer waits for it.
 
-        Raises ValueError for weights that vLLM cannot route as the trainer does.
+        Raises ValueError if vLLM would route tokens to other experts than the trainer does.
         """
         if self.config is not None:
             self.config.require_hf("spawn_generator")
@@ -373,7 +374,7 @@ class TrainerClient(Client):
 
     async def _push_for(self, dtype: str) -> int:
         assert self._transport is not None
-        await announce(self._transport, dtype)  # the generator is not up yet to do so itself
+        await announce(self._transport, dtype)  # the generator cannot do so, because it is not up yet
         return await self._first("push_model_state_dict")
 
     def _in_turn(
@@ -384,7 +385,10 @@ class TrainerClient(Client):
         check: Check | None = None,
         mends: bool = False,
     ) -> Call[T]:
-        """Check the call now, and send it when all calls before it have answered. mends: also while the client is broken."""
+        """Check the call now, and send it when all calls before it have answered.
+
+        mends: True for a call that is also sent while the client is broken.
+        """
         self._require_open(what)
         self._show_start()
         if check is not None and self._limits is not None:
@@ -415,7 +419,7 @@ class TrainerClient(Client):
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
         """All ranks' answers to the next request of this client's session."""
-        # A number is spent only once its request can be sent: the ranks would wait for one that never comes.
+        # A number is used only when its request can be sent. The ranks would refuse the numbers after one that never comes.
         for arg in args:
             if callable(arg):
                 cloudpickle.dumps(arg)
@@ -434,5 +438,5 @@ class TrainerClient(Client):
 
 
 def _as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
-    """A name travels as a name: the ranks import what it stands for."""
+    """The loss as it is sent. A name is sent as a name, and the ranks import the loss."""
     return given if isinstance(given, str) else resolved

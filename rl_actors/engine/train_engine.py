@@ -196,7 +196,8 @@ class TrainEngine:
         return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and tokenizer files, if there are any. `path` never holds half an export.
+        """Write config.json, safetensors and tokenizer files, if there are any. `path` never holds half an export, and the trainer does
+        not change.
 
         Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
         """

@@ -38,7 +38,7 @@ def require_possible(config: GeneratorConfig) -> None:
     model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
     if model.head_dim not in HEAD_DIMS:
         raise ValueError(
-            f"model.head_dim={model.head_dim} on a CPU: vLLM's attention there takes heads of {', '.join(map(str, HEAD_DIMS))}"
+            f"model.head_dim={model.head_dim} on a CPU: vLLM's attention there supports only widths of {', '.join(map(str, HEAD_DIMS))}"
         )
     if config.batch_invariant:
         raise ValueError(

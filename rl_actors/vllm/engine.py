@@ -50,13 +50,13 @@ class Machine(Protocol):
     ENV: dict[str, str]  # environment of vLLM's process
 
     def require_possible(self, config: GeneratorConfig) -> None:
-        """Raises ValueError naming the value and the reason if vLLM cannot do this on the machine."""
+        """Raises ValueError naming the value and the reason if vLLM cannot run this config on the machine."""
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
         """vLLM's arguments for the machine. Also sets up the process."""
 
     def reloading(self, engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
-        """Context of a reload of all weights."""
+        """Context manager for a reload of all weights."""
 
 
 def this_machine() -> Machine:
@@ -67,9 +67,9 @@ def this_machine() -> Machine:
 
 
 def require_machine(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if vLLM cannot do this on a machine without a GPU.
+    """Raises ValueError naming the value and the reason if vLLM cannot run this config on a machine without a GPU.
 
-    The limits of a GPU are checked in the generator's process: the question for them initializes CUDA, which takes memory of the GPU.
+    The limits of a GPU are checked in the generator's process, because reading them initializes CUDA, which takes memory of the GPU.
     """
     if not torch.cuda.is_available():
         cpu.require_possible(config)
@@ -80,7 +80,7 @@ def start_vllm(config: GeneratorConfig) -> "LLMEngine":
 
     The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without the room it would
     refuse logprobs of a sequence of max_model_len tokens.
-    Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that it does not have there.
+    Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that vLLM does not have on it.
     """
     machine = this_machine()
     machine.require_possible(config)
@@ -109,7 +109,7 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
     if config.lora.syncs_adapter:
         options |= adapter_options(config.lora)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # Only the check of the length needs this: the last sampled token is never an input.
+        # vLLM's check of max_model_len needs this. The model never gets the extra position: the last sampled token is not an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     args = EngineArgs(
         model=directory,
@@ -228,10 +228,10 @@ class EngineThread:
         """Wait until `start` has made the engine. Raises the error of `start`."""
         self.weights = weights
         self.version = NO_VERSION
-        # By id, those that have not finished. Their calls have results of different types.
+        # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, _Request[Any]] = {}
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.num_started = 0  # requests
+        self.num_started = 0  # number of requests started; gives the next id
         self.failure: BaseException | None = None
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(start, started), name="vllm", daemon=True).start()
@@ -289,7 +289,7 @@ class EngineThread:
 
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Replace the weights. Call it on the engine's thread. Running requests continue with the new weights, as their versions show."""
-        self.version = NO_VERSION  # it stays so if the load fails half way
+        self.version = NO_VERSION  # it stays NO_VERSION if the load fails
         self.weights.load(self.engine, tensors)
         # Keys and values of the old weights must not be used with the new ones, so vLLM computes those of running requests again.
         self.engine.reset_prefix_cache(reset_running_requests=True)
