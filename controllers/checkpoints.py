@@ -39,7 +39,7 @@ class Checkpoints:
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
-        text = json.dumps(state | {"random": random_states()}, indent=2, default=str) + "\n"
+        text = json.dumps(state, indent=2, default=str) + "\n"
         shutil.rmtree(path, ignore_errors=True)
         saved = await trainer.save_checkpoint(str(path / "trainer"))
         self._writing = asyncio.create_task(self._commit(saved, path, text))

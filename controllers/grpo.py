@@ -107,7 +107,7 @@ async def train(run: Run[GRPOConfig]) -> None:
     await sync(run)
     for step in range(steps_done + 1, last_step + 1):
         with run.timer("generate"):
-            batch = await rollouts.next_batch()
+            batch = await run.interruption.drop_if_asked(rollouts.next_batch())
         values = batch.metrics()
         if batch.samples:  # empty if the rewards are equal within every group: the gradient would be 0
             samples = batch.samples
@@ -126,7 +126,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
         # writes its record again. In the other order the record would be missing.
         state = {"step": step, "cursor": rollouts.cursor, "sft_steps": sft_steps}
-        await run.checkpoint(state, phase_step=grpo_step, is_last=is_last)
+        await run.end_step(state, phase_step=grpo_step, is_last=is_last)
 
 
 async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
@@ -172,7 +172,7 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
             await sync(run)
             values["validation/accuracy"] = await run.accuracy()
         run.log.step(step, values | run.timer.reset(), phase="sft")
-        await run.checkpoint(state, phase_step=step, is_last=is_last)
+        await run.end_step(state, phase_step=step, is_last=is_last)
         if is_last:
             break
     return step, phase.cursor

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import logging
 import shlex
-import signal
 import sys
 import tempfile
 import traceback
@@ -23,6 +22,7 @@ from rich.console import Console
 from controllers import checkpoints, cli, describe_plan
 from controllers.display import LineDisplay
 from controllers.environments import Environment, build_environment
+from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.report import write_report
 from controllers.run import Run, RunConfig, open_run
@@ -77,13 +77,24 @@ def main(controller: str) -> None:
         cli.print_config(invocation.config)
         return
     status = _run(invocation, environment, tokenizer, train)
-    if status and RunFolder(invocation.output_dir).config.is_file():
-        print(f"to go on with this run: {prog} --resume {shlex.quote(str(invocation.output_dir))}", flush=True)
+    if status:
+        print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
     # Shut Monarch down here. At the interpreter's exit it would wait only one second, which is too short on a busy machine, and then
     # print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     sys.exit(status)
+
+
+def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
+    """A line with the command that continues the run, and the step that it begins with; empty when the run cannot be continued."""
+    command = f"{prog} --resume {shlex.quote(str(folder.path))}"
+    newest = checkpoints.newest(folder.checkpoints)
+    if newest is not None:
+        return f"to continue this run from step {checkpoints.read(newest)['step'] + 1}: {command}\n"
+    if config.checkpoint_every and folder.config.is_file():
+        return f"no checkpoint is complete; to start this run again from step 1: {command}\n"
+    return ""
 
 
 def _environment_and_tokenizer(config: RunConfig) -> tuple[Environment, "PreTrainedTokenizerBase"]:
@@ -115,10 +126,13 @@ def _run(
     with quiet as output:
         terminal = sys.stdout if output is None else output.terminal
         route_logs(log_file, label="controller", verbose=invocation.verbose)
-        begin = _evaluate if invocation.eval_only else functools.partial(_train, train)
-        work = begin(invocation, folder, environment, tokenizer, terminal)
+        interruption = Interruption(tell=functools.partial(print, file=terminal))
+        if invocation.eval_only:
+            work = _evaluate(invocation, folder, environment, tokenizer, terminal)
+        else:
+            work = _train(train, invocation, folder, environment, tokenizer, terminal, interruption)
         try:
-            return asyncio.run(_until_signal(work, terminal))
+            return asyncio.run(_until_signal(work, interruption))
         except BaseException as error:
             # The terminal shows the traceback, with a note of the actor and the rank. The log file gets it, too.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
@@ -127,26 +141,16 @@ def _run(
             return 1
 
 
-async def _until_signal(work: Awaitable[int], terminal: TextIO) -> int:
-    """Run to the end, or until Ctrl-C or SIGTERM; either way everything is closed when this returns."""
+async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
+    """Run to the end, or until Ctrl-C or SIGTERM. Either way everything is closed when this returns the exit status."""
     task = asyncio.ensure_future(work)
-    received: list[int] = []
-
-    def stop(number: int) -> None:
-        if not received:
-            print(f"{signal.Signals(number).name}: stopping", file=terminal)
-        received.append(number)
-        task.cancel()
-
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
+    interruption.watch(task)
     try:
         return await task
-    except asyncio.CancelledError:
-        if not received:
+    except (Interrupted, asyncio.CancelledError):
+        if interruption.received is None:
             raise
-        return 128 + received[0]
+        return 128 + interruption.received
 
 
 async def _train(
@@ -156,6 +160,7 @@ async def _train(
     environment: Environment,
     tokenizer: "PreTrainedTokenizerBase",
     terminal: TextIO,
+    interruption: Interruption,
 ) -> int:
     config = invocation.config
     state: checkpoints.State = {}
@@ -176,9 +181,10 @@ async def _train(
             lines=invocation.verbose,
             console=Console(file=terminal),
         ) as log:
+            interruption.tell = log.note  # a line that is printed past the panel would tear it
             log.note(f"run folder: {folder.path}")
             async with open_run(config, folder, environment, tokenizer, log.setup, verbose=invocation.verbose) as run:
-                run.log = log
+                run.log, run.interruption = log, interruption
                 checkpoints.seed_random(config.seed)
                 if invocation.resume and newest is None:
                     log.note("no checkpoint of this run is complete: it starts again from the first step")
@@ -188,11 +194,24 @@ async def _train(
                         await run.trainer.load_checkpoint(str(newest / "trainer"))
                 run.state = state
                 run.timer.reset()
-                await train(run)
+                with interruption.training():
+                    await _train_until_asked(run, train)
     finally:
         write_report(folder.path)
-    print(f"report: {folder.report}", file=terminal)
+        print(f"report: {folder.report}", file=terminal)
     return 0
+
+
+async def _train_until_asked(run: Run, train: Train) -> None:
+    """Train to the end. A signal before it raises Interrupted, after a checkpoint of the last step is on disk."""
+    try:
+        await train(run)
+    except Interrupted:
+        if run.config.checkpoint_every and run.last_state:
+            with run.log.setup(f"writing checkpoint step-{run.last_state['step']}"):
+                await run.save()
+                await run.checkpoints.finish()
+        raise
 
 
 async def _evaluate(

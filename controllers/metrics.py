@@ -135,8 +135,8 @@ class MetricsLogger(AbstractContextManager):
         self.display.close()
         if isinstance(error, Exception):
             self._write_outcome("failed", f"{kind.__name__}: {error}")
-        elif error is not None:  # KeyboardInterrupt, SystemExit, CancelledError
-            self._write_outcome("interrupted", kind.__name__)
+        elif error is not None:  # Interrupted, CancelledError, KeyboardInterrupt, SystemExit
+            self._write_outcome("interrupted", str(error) or kind.__name__)
         else:
             whole = self._last_step >= (self.display.total_steps or 0)
             self._write_outcome("finished" if whole else "stopped early")

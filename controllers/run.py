@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 import torch
 
 import rl_actors
-from controllers.checkpoints import Checkpoints, State
+from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import Environment, EnvironmentConfig, Problem
+from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer
 from controllers.rollouts import greedy_accuracy
 from controllers.run_folder import RunFolder
@@ -130,9 +131,12 @@ class Run(Generic[Config]):
     checkpoints: Checkpoints
     spawn_reference: Callable[[], TrainerClient]
     """Spawns another trainer with the same config, but without an optimizer. That trainer is closed with the run."""
+    interruption: Interruption = field(default_factory=Interruption)
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
-    state: State = field(default_factory=dict)  # controller's state in the checkpoint that is resumed
+    state: State = field(default_factory=dict)  # controller's state in the checkpoint that is resumed; empty for a new run
+    last_state: State = field(default_factory=dict)  # controller's state after the last step; empty before the first one
+    saved_step: int = 0  # step of the last checkpoint
 
     async def accuracy(self) -> float:
         """Greedy accuracy on the held-out problems, with the generator's current weights."""
@@ -141,15 +145,26 @@ class Run(Generic[Config]):
                 self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
             )
 
-    async def checkpoint(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.
+    async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
+        """End a step with its state. Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.
 
-        Raises RuntimeError or OSError when the previous checkpoint could not be written.
+        Raises Interrupted when a signal has asked for the end of the run, but not after the last step of a phase, and RuntimeError or
+        OSError when the previous checkpoint could not be written.
         """
-        every = self.config.checkpoint_every
-        if every and (is_last or phase_step % every == 0):
-            with self.timer("checkpoint"):
-                await self.checkpoints.save(self.trainer, state | {"config": asdict(self.config)})
+        # A dropped rollout may have drawn random numbers, so their state is noted here and not when the checkpoint is written.
+        self.last_state = state | {"config": asdict(self.config), "random": random_states()}
+        if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):
+            await self.save()
+        if not is_last:
+            self.interruption.raise_if_asked()
+
+    async def save(self) -> None:
+        """Begin to write a checkpoint of the last step, unless there is one or checkpoint_every=0."""
+        if not self.config.checkpoint_every or not self.last_state or self.last_state["step"] == self.saved_step:
+            return
+        with self.timer("checkpoint"):
+            await self.checkpoints.save(self.trainer, self.last_state)
+        self.saved_step = self.last_state["step"]
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:

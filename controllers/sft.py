@@ -123,7 +123,7 @@ async def train(run: Run[SFTConfig]) -> None:
         run.log.step(step, metrics | run.timer.reset(), phase="sft")
         # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
         # writes its record again. In the other order the record would be missing.
-        await run.checkpoint({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
+        await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
 

@@ -14,7 +14,6 @@ import torch
 from configs.tiny import tiny
 from controllers import checkpoints
 from controllers.checkpoints import Checkpoints, removable
-from controllers.metrics import Timer
 from controllers.run import Run
 
 
@@ -147,11 +146,12 @@ def test_checkpoints_are_written_every_so_many_steps_and_after_the_last_or_never
     trainer = FakeTrainer()
     trainer.durable.set()
     kept = Checkpoints(tmp_path, keep=100, keep_every=0)
-    run = SimpleNamespace(config=config, checkpoints=kept, trainer=trainer, timer=Timer())
+    unused = dict.fromkeys(("folder", "environment", "held_out", "tokenizer", "generator", "spawn_reference"))
+    run = Run(config=config, checkpoints=kept, trainer=trainer, **unused)
 
     async def seven_steps() -> None:
         for step in range(1, 8):
-            await Run.checkpoint(run, {"step": step}, phase_step=step, is_last=step == 7)
+            await run.end_step({"step": step}, phase_step=step, is_last=step == 7)
         await kept.finish()
 
     asyncio.run(seven_steps())

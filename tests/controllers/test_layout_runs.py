@@ -14,6 +14,7 @@ import rl_actors
 from configs.tiny import tiny
 from controllers import checkpoints, cli, launch
 from controllers.grpo import GRPOConfig, train
+from controllers.interruption import Interruption
 from controllers.run_folder import RunFolder, read_jsonl
 
 NUM_WARMUP_STEPS, NUM_STEPS = 100, 10
@@ -57,7 +58,8 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
     invocation = cli.Invocation(
         config=made, config_name="tiny", output_dir=folder.path, resume=resume, eval_only=None, **flags
     )
-    asyncio.run(launch._train(train, invocation, folder, environment, tokenizer, io.StringIO()))
+    work = launch._train(train, invocation, folder, environment, tokenizer, io.StringIO(), Interruption())
+    asyncio.run(work)
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 
 

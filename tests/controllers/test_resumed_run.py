@@ -1,10 +1,14 @@
-"""A killed GRPO run, resumed, writes the lines of the run that was not killed: real controller and engine, recorded rollouts, one process."""
+"""A killed or interrupted GRPO run, resumed, writes the lines of an uninterrupted one: real controller and engine, recorded rollouts, one process."""
 
 import asyncio
 import contextlib
 import io
 import json
+import os
 import random
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +17,7 @@ from references import VOCAB_SIZE
 from controllers import checkpoints, cli, launch
 from controllers.checkpoints import Checkpoints
 from controllers.grpo import GRPOConfig, train
+from controllers.interruption import Interruption
 from controllers.rollouts import RolloutConfig
 from controllers.run import AdamConfig, Run
 from controllers.run_folder import RunFolder, read_jsonl
@@ -31,13 +36,43 @@ class Killed(Exception):
     """In the place of SIGKILL."""
 
 
+BeforeCall = Callable[[str, Interruption], Awaitable[None]]
+"""A hook that is awaited before every call of an actor, with the call's name."""
+
+
+@dataclass
+class SignalAt:
+    """SIGTERM to this process, `times` times, before call number `number` of this name. The generator then never answers."""
+
+    call: str
+    number: int
+    times: int = 1
+    calls: list[str] = field(default_factory=list)
+
+    async def __call__(self, call: str, interruption: Interruption) -> None:
+        self.calls.append(call)
+        if call != self.call or self.calls.count(call) != self.number:
+            return
+        for _ in range(self.times):
+            os.kill(os.getpid(), signal.SIGTERM)
+            while interruption.received is None:
+                await asyncio.sleep(0)
+        if call != "forward_backward" or self.times > 1:
+            await asyncio.Event().wait()
+
+
+async def nothing(call: str, interruption: Interruption) -> None:
+    pass
+
+
 class EngineTrainer:
     """The calls of a TrainerClient on an engine in this process; dies before optimizer step number `last`."""
 
-    def __init__(self, engine: TrainEngine, last: int | None) -> None:
-        self.engine, self.last = engine, last
+    def __init__(self, engine: TrainEngine, last: int | None, before: BeforeCall, interruption: Interruption) -> None:
+        self.engine, self.last, self.before, self.interruption = engine, last, before, interruption
 
     async def forward_backward(self, samples, loss):
+        await self.before("forward_backward", self.interruption)
         return merge_outputs(len(samples), [self.engine.forward_backward(samples, loss)])
 
     async def optim_step(self, params):
@@ -57,15 +92,21 @@ class EngineTrainer:
 
 
 class RecordedGenerator:
-    """Completions that depend on the seed alone, as those of a file do."""
+    """Completions that depend on the seed only, as those of a file do."""
 
     version = -1
+
+    def __init__(self, before: BeforeCall, interruption: Interruption) -> None:
+        self.before, self.interruption = before, interruption
 
     async def pull_model_state_dict(self, version):
         self.version = version
         return version
 
     async def generate(self, prompts, params):
+        if params.n > 1:  # not a validation
+            is_refill = len(prompts) < grpo_config().rollouts.groups_per_step
+            await self.before("refill" if is_refill else "generate", self.interruption)
         return [
             [self.completion(random.Random(f"{params.seed}/{p}/{i}"), params) for i in range(params.n)]
             for p in range(len(prompts))
@@ -108,21 +149,31 @@ def grpo_config() -> GRPOConfig:
 
 @pytest.fixture
 def run(make_engine, monkeypatch):
-    """run(folder): the controller's own path from a folder to the end, or up to optimizer step `last`.
+    """run(folder): the controller's own path from a folder to the end, or up to optimizer step `last`; its exit status.
 
     written: the checkpoint that was begun last is complete when the run is killed.
     """
     monkeypatch.setattr(launch, "write_report", lambda _: None)
 
-    def run(folder: RunFolder, *, last: int | None = None, written: bool = True, resume: bool = False):
+    def run(
+        folder: RunFolder,
+        *,
+        config: GRPOConfig | None = None,
+        last: int | None = None,
+        before: BeforeCall = nothing,
+        written: bool = True,
+        resume: bool = False,
+    ) -> int:
+        interruption = Interruption()
+
         @contextlib.asynccontextmanager
         async def open_run(config, folder, environment, tokenizer, setup, *, verbose):
             saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
             parts = {"config": config, "folder": folder, "environment": environment, "spawn_reference": None}
             parts |= {"held_out": environment.held_out(), "tokenizer": tokenizer, "checkpoints": saver}
-            trainer = EngineTrainer(make_engine(), last)
+            trainer = EngineTrainer(make_engine(), last, before, interruption)
             try:
-                yield Run(**parts, trainer=trainer, generator=RecordedGenerator())
+                yield Run(**parts, trainer=trainer, generator=RecordedGenerator(before, interruption))
             finally:
                 if written:
                     await saver.finish()
@@ -133,11 +184,12 @@ def run(make_engine, monkeypatch):
         monkeypatch.setattr(launch, "open_run", open_run)
         flags = {"config_name": "c", "eval_only": None, "dry_run": False, "plan": False, "verbose": False}
         path = folder.path if resume else None
-        invocation = cli.Invocation(config=grpo_config(), output_dir=folder.path, resume=path, **flags)
+        invocation = cli.Invocation(config=config or grpo_config(), output_dir=folder.path, resume=path, **flags)
         build_character_tokenizer(folder.path / "tokenizer", ALPHABET)
         tokenizer, environment = load_tokenizer(folder.path / "tokenizer"), NoisyReward(0.0, 20)
         random.seed(None if resume else 0)  # a new process has a state of its own
-        asyncio.run(launch._train(train, invocation, folder, environment, tokenizer, io.StringIO()))
+        work = launch._train(train, invocation, folder, environment, tokenizer, io.StringIO(), interruption)
+        return asyncio.run(launch._until_signal(work, interruption))
 
     return run
 
@@ -173,6 +225,55 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
         assert lines(folder) == expected
         assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
     assert resumed_at == ([2, 5, 7] if written else [0, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("call", "number", "steps_done"),
+    [
+        ("forward_backward", 5, 3),  # two calls a supervised step: the third one is finished
+        ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
+        ("refill", 2, 7),  # rollouts are dropped after rewards of the same step drew random numbers
+        ("forward_backward", 14, 6),  # the first GRPO step is finished
+    ],
+)
+def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_bit_for_bit(
+    run, whole, tmp_path, call, number, steps_done
+):
+    folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
+    assert run(folder, config=config, before=SignalAt(call, number)) == 128 + signal.SIGTERM
+    expected = lines(whole)
+    assert lines(folder) == expected[:steps_done]
+    assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == steps_done
+    outcome = json.loads(folder.outcome.read_text())
+    assert (outcome["status"], outcome["error"], outcome["step"]) == ("interrupted", "SIGTERM", steps_done)
+    assert run(folder, config=config, resume=True) == 0
+    assert lines(folder) == expected
+    assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
+    assert json.loads(folder.outcome.read_text())["status"] == "finished"
+
+
+def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, tmp_path):
+    folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
+    status = run(folder, config=config, before=SignalAt("forward_backward", 18, times=2))
+    assert status == 128 + signal.SIGTERM
+    assert [path.name for path in checkpoints.complete(folder.checkpoints)] == ["step-5"]  # after the supervised phase
+    assert json.loads(folder.outcome.read_text())["status"] == "interrupted"
+
+
+def test_a_signal_writes_no_checkpoint_in_a_run_without_checkpoints(run, tmp_path):
+    folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=0)
+    assert run(folder, config=config, before=SignalAt("forward_backward", 5)) == 128 + signal.SIGTERM
+    assert [record["step"] for record in lines(folder)] == [1, 2, 3] and not folder.checkpoints.exists()
+
+
+def test_a_signal_before_training_ends_a_run_at_once():
+    async def waits_forever() -> int:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    told = []
+    assert asyncio.run(launch._until_signal(waits_forever(), Interruption(told.append))) == 128 + signal.SIGINT
+    assert told == ["SIGINT: the run ends at once"]
 
 
 def test_a_checkpoint_holds_all_of_the_controllers_state(whole):

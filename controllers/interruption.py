@@ -1,0 +1,75 @@
+"""Ctrl-C and SIGTERM: the first one ends a run between two steps, the second one at once. Knows nothing of actors or checkpoints."""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(BaseException):
+    """The end of a run between two steps, because of a signal. Not an Exception: it must not be handled as a failure."""
+
+
+class Interruption:
+    """The signals that a run gets.
+
+    While the run trains, the first signal only asks for its end: rollouts under way are dropped, and a step that trains is finished.
+    Then `raise_if_asked` raises Interrupted. A second signal, or one while the run does not train, cancels the run's task.
+    """
+
+    def __init__(self, tell: Callable[[str], None] = print) -> None:
+        self.tell = tell  # shows a line to the user
+        self.received: signal.Signals | None = None  # the first one
+        self._is_training = False
+        self._droppable: asyncio.Task[Any] | None = None
+
+    def watch(self, task: "asyncio.Task[Any]") -> None:
+        """Handle the signals of this process from now on; `task` is the run's."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._handle, number, task)
+
+    def _handle(self, number: signal.Signals, task: "asyncio.Task[Any]") -> None:
+        is_first = self.received is None
+        if is_first:
+            self.received = number
+        if not (is_first and self._is_training):
+            self.tell(f"{number.name}: the run ends at once")
+            task.cancel(number.name)
+            return
+        self.tell(f"{number.name}: the run ends after this step; a second signal ends it at once, without a checkpoint")
+        if self._droppable is not None:
+            self._droppable.cancel()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[None]:
+        """While `with` runs, the first signal ends the run between two steps."""
+        self._is_training = True
+        try:
+            yield
+        finally:
+            self._is_training = False
+
+    def raise_if_asked(self) -> None:
+        """Raise Interrupted when a signal has asked for the end of the run. Call it where nothing is lost by that."""
+        if self.received is not None:
+            raise Interrupted(self.received.name)
+
+    async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await work that a signal may drop, because a resumed run repeats it. Raises Interrupted when it is dropped."""
+        if self.received is not None:
+            work.close()
+            raise Interrupted(self.received.name)
+        self._droppable = asyncio.ensure_future(work)
+        try:
+            return await self._droppable
+        except asyncio.CancelledError:
+            running = asyncio.current_task()
+            if self.received is None or (running is not None and running.cancelling()):
+                raise  # the run's own task was cancelled
+            raise Interrupted(self.received.name) from None
+        finally:
+            self._droppable = None
