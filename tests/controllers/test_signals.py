@@ -14,7 +14,7 @@ import threading
 
 import pytest
 from test_grpo import PARITY, ROOT, processes_of
-from waiting import wait_until
+from waiting import GUARD, wait_until
 
 from controllers import checkpoints
 from controllers.run_folder import RunFolder, read_jsonl
@@ -66,10 +66,10 @@ class Terminal:
     def finish(self) -> list[str]:
         """Wait for the end of the program. Returns the lines of its screen."""
         try:
-            self.process.wait(300)
+            self.process.wait(GUARD)
         finally:
             self.process.kill()
-            self.reader.join(30)
+            self.reader.join(GUARD)
             os.close(self.control)
         return screen(self.written.decode(errors="replace"))
 
@@ -109,7 +109,7 @@ def newest_step(folder: RunFolder) -> int | None:
 def test_ctrl_c_ends_a_run_after_a_whole_step_with_a_checkpoint_and_one_panel_on_the_screen(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 3, marker=marker)
-    wait_until(lambda: len(steps_of(folder)) > 5, 300, "a GRPO step")
+    wait_until(lambda: len(steps_of(folder)) > 5, "a GRPO step")
     terminal.press_ctrl_c()
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 130, shown
@@ -122,22 +122,22 @@ def test_ctrl_c_ends_a_run_after_a_whole_step_with_a_checkpoint_and_one_panel_on
     assert f"to continue this run from step {steps[-1] + 1}: {command}" in shown.replace("\n", " ").replace("  ", " ")
     assert sum(" elapsed, " in line for line in shown.splitlines()) == 1, shown
     assert "Traceback" not in shown
-    wait_until(lambda: not processes_of(marker), 60, "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of its processes")
 
 
 def test_a_second_ctrl_c_ends_a_run_at_once_and_without_a_checkpoint(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 1000, *SLOW_STEPS, marker=marker)
-    wait_until(lambda: steps_of(folder), 300, "the first step")
+    wait_until(lambda: steps_of(folder), "the first step")
     terminal.press_ctrl_c()
-    wait_until(lambda: terminal.shows("SIGINT: "), 60, "the answer to Ctrl-C")
+    wait_until(lambda: terminal.shows("SIGINT: "), "the answer to Ctrl-C")
     terminal.press_ctrl_c()
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 130, shown
     assert newest_step(folder) is None
     assert json.loads(folder.outcome.read_text())["status"] == "interrupted"
     assert "no checkpoint is complete" in shown and "Traceback" not in shown
-    wait_until(lambda: not processes_of(marker), 60, "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of its processes")
 
 
 @pytest.mark.slow
@@ -145,14 +145,14 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_that_a_resumed_run_continu
     """A scheduler sends SIGTERM to all processes of a job."""
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 3, marker=marker)
-    wait_until(lambda: len(steps_of(folder)) > 5, 300, "a GRPO step")
+    wait_until(lambda: len(steps_of(folder)) > 5, "a GRPO step")
     for process in processes_of(marker):
         process.send_signal(signal.SIGTERM)
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 143, shown
     before = read_jsonl(folder.metrics)
     assert newest_step(folder) == before[-1]["step"]
-    wait_until(lambda: not processes_of(marker), 60, "the end of its processes")
+    wait_until(lambda: not processes_of(marker), "the end of its processes")
     last = before[-1]["step"] + 2
     resumed = Terminal("--resume", folder.path, "--steps", last - 3, marker=marker)
     shown = "\n".join(resumed.finish())
@@ -167,7 +167,7 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_that_a_resumed_run_continu
 def test_a_run_without_checkpoints_gives_no_command_that_resumes_it(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 3, "--checkpoint-every", 0, marker=marker)
-    wait_until(lambda: steps_of(folder), 300, "the first step")
+    wait_until(lambda: steps_of(folder), "the first step")
     terminal.press_ctrl_c()
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 130, shown
