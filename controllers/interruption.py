@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+REPEATED_WITHIN = 1.0
+"""Seconds after the first signal in which another one is the same request: `timeout` and others signal a process and then its group."""
 
 
 class Interrupted(BaseException):
@@ -18,11 +22,13 @@ class Interruption:
 
     While the run trains, the first signal only asks for its end: rollouts under way are dropped, and a step that trains is finished.
     Then `raise_if_asked` raises Interrupted. A second signal, or one while the run does not train, cancels the run's task.
+    A signal within REPEATED_WITHIN seconds of the first one counts as the first one.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
         self.tell = tell  # shows a line to the user
         self.received: signal.Signals | None = None  # the first one
+        self._received_at = 0.0
         self._is_training = False
         self._droppable: asyncio.Task[Any] | None = None
 
@@ -35,7 +41,9 @@ class Interruption:
     def _handle(self, number: signal.Signals, task: "asyncio.Task[Any]") -> None:
         is_first = self.received is None
         if is_first:
-            self.received = number
+            self.received, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at < REPEATED_WITHIN:
+            return
         if not (is_first and self._is_training):
             self.tell(f"{number.name}: the run ends at once")
             task.cancel(number.name)

@@ -203,7 +203,7 @@ async def _train(
 
 
 async def _train_until_asked(run: Run, train: Train) -> None:
-    """Train to the end. A signal before it raises Interrupted, after a checkpoint of the last step is on disk."""
+    """Train to the end, until the last checkpoint is on disk. After a signal the last step's is on disk when this raises Interrupted."""
     try:
         await train(run)
     except Interrupted:
@@ -212,6 +212,7 @@ async def _train_until_asked(run: Run, train: Train) -> None:
                 await run.save()
                 await run.checkpoints.finish()
         raise
+    await run.checkpoints.finish()
 
 
 async def _evaluate(

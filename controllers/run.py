@@ -134,8 +134,12 @@ class Run(Generic[Config]):
     interruption: Interruption = field(default_factory=Interruption)
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
-    state: State = field(default_factory=dict)  # controller's state in the checkpoint that is resumed; empty for a new run
-    last_state: State = field(default_factory=dict)  # controller's state after the last step; empty before the first one
+    state: State = field(
+        default_factory=dict
+    )  # controller's state in the checkpoint that is resumed; empty for a new run
+    last_state: State = field(
+        default_factory=dict
+    )  # controller's state after the last step; empty before the first one
     saved_step: int = 0  # step of the last checkpoint
 
     async def accuracy(self) -> float:
@@ -247,7 +251,6 @@ async def open_run(
             checkpoints=checkpoints,
             spawn_reference=actors.spawn_reference,
         )
-        await checkpoints.finish()
     finally:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)

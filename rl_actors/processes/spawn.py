@@ -189,8 +189,11 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
-    # A terminal sends Ctrl-C to all processes of the program. Only the spawning process answers it, and the ranks end when it ends.
-    ctypes.CDLL(None).signal(signal.SIGINT, ctypes.c_void_p(signal.SIG_IGN))
+    # A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of the program. Only the spawning process answers: it may still
+    # need the ranks for a checkpoint. The ranks end when it stops them or ends, by messages and SIGKILL.
+    libc = ctypes.CDLL(None)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))
     if logs is not None:
         rank = int(os.environ["RANK"])
         path, label = logs.file(name, rank), f"{name} {rank}"

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 from references import VOCAB_SIZE
 
-from controllers import checkpoints, cli, launch
+from controllers import checkpoints, cli, interruption, launch
 from controllers.checkpoints import Checkpoints
 from controllers.grpo import GRPOConfig, train
 from controllers.interruption import Interruption
@@ -42,11 +42,12 @@ BeforeCall = Callable[[str, Interruption], Awaitable[None]]
 
 @dataclass
 class SignalAt:
-    """SIGTERM to this process, `times` times, before call number `number` of this name. The generator then never answers."""
+    """SIGTERM to this process, `times` times, before call number `number` of this name."""
 
     call: str
     number: int
     times: int = 1
+    answers: bool = True  # False: this call never ends
     calls: list[str] = field(default_factory=list)
 
     async def __call__(self, call: str, interruption: Interruption) -> None:
@@ -57,7 +58,7 @@ class SignalAt:
             os.kill(os.getpid(), signal.SIGTERM)
             while interruption.received is None:
                 await asyncio.sleep(0)
-        if call != "forward_backward" or self.times > 1:
+        if not self.answers:
             await asyncio.Event().wait()
 
 
@@ -240,7 +241,10 @@ def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_
     run, whole, tmp_path, call, number, steps_done
 ):
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
-    assert run(folder, config=config, before=SignalAt(call, number)) == 128 + signal.SIGTERM
+    assert (
+        run(folder, config=config, before=SignalAt(call, number, answers=call == "forward_backward"))
+        == 128 + signal.SIGTERM
+    )
     expected = lines(whole)
     assert lines(folder) == expected[:steps_done]
     assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == steps_done
@@ -252,12 +256,20 @@ def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_
     assert json.loads(folder.outcome.read_text())["status"] == "finished"
 
 
-def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, tmp_path):
+def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(interruption, "REPEATED_WITHIN", 0.0)
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
-    status = run(folder, config=config, before=SignalAt("forward_backward", 18, times=2))
+    status = run(folder, config=config, before=SignalAt("forward_backward", 18, times=2, answers=False))
     assert status == 128 + signal.SIGTERM
     assert [path.name for path in checkpoints.complete(folder.checkpoints)] == ["step-5"]  # after the supervised phase
     assert json.loads(folder.outcome.read_text())["status"] == "interrupted"
+
+
+def test_a_signal_that_is_sent_twice_at_once_is_one_signal(run, tmp_path):
+    """`timeout` signals the process and then its group, to which the process belongs."""
+    folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
+    assert run(folder, config=config, before=SignalAt("forward_backward", 14, times=2)) == 128 + signal.SIGTERM
+    assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == 6
 
 
 def test_a_signal_writes_no_checkpoint_in_a_run_without_checkpoints(run, tmp_path):

@@ -151,13 +151,15 @@ def test_ctrl_c_ends_the_waiting_and_the_client_still_answers(start, tmp_path):
     program.assert_nothing_is_left(set())
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, -signal.SIGTERM)])
-def test_a_program_ended_by_a_signal_in_the_middle_of_a_call_leaves_nothing(start, tmp_path, number, status):
+@pytest.mark.parametrize(
+    ("send", "number"), [(os.kill, signal.SIGINT), (os.kill, signal.SIGTERM), (os.killpg, signal.SIGTERM)]
+)
+def test_a_program_ended_by_a_signal_in_the_middle_of_a_call_leaves_nothing(start, tmp_path, send, number):
     program = start("-c", WAIT + 'print("waiting"); call.result()', str(tmp_path))
     program.read_until("waiting")
     ports = program.ports()
-    os.kill(program.process.pid, number)
-    assert program.process.wait(GUARD) == status
+    send(program.process.pid, number)
+    assert program.process.wait(GUARD) == -number
     program.assert_nothing_is_left(ports)
 
 

@@ -45,6 +45,16 @@ def test_every_rank_says_who_and_on_what_it_is(trainer, mesh):
     assert shown == ["PolicyTrainer(0)", "PolicyTrainer(1)"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ranks_still_work_after_a_signal_to_all_processes_of_a_program(trainer, number):
+    """A terminal sends Ctrl-C so, and a scheduler SIGTERM. The program may still want a checkpoint."""
+    pids = [info.pid for info in trainer.info().result()]
+    for pid in pids:
+        os.kill(pid, number)
+    trainer.forward_backward(random_samples(), loss="cross_entropy").result()
+    assert [info.pid for info in trainer.info().result()] == pids
+
+
 def test_every_rank_traces_the_steps(trainer, tmp_path):
     trainer.profile(str(tmp_path), steps=2).result()
     for _ in range(2):
