@@ -4,6 +4,7 @@ import difflib
 import functools
 import importlib
 import json
+import math
 import re
 import threading
 from collections.abc import Callable, Iterable
@@ -50,7 +51,24 @@ class Environment(Protocol):
         """`num_held_out` problems with distinct keys."""
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """The reward of a completion of this problem's prompt."""
+        """The reward of a completion of this problem's prompt: a finite number."""
+
+
+class RewardError(ValueError):
+    """A reward that is not a finite number."""
+
+
+def score(environment: Environment, problem: Problem, completion: str) -> float:
+    """The reward of a completion. Raises RewardError for one that is not a finite number: it would spoil the whole group's advantages."""
+    reward = environment.reward(problem, completion)
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        where = f"completion {completion!r} of prompt {problem.prompt!r}"
+        raise RewardError(f"the reward of {where} is {reward!r}; it must be a finite number")
+    return value
 
 
 _JSON = PrimitiveConstructorSpec(

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from controllers import checkpoints, cli, describe_plan
 from controllers.display import LineDisplay
-from controllers.environments import Environment, build_environment
+from controllers.environments import Environment, RewardError, build_environment
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.report import write_report
@@ -203,7 +203,10 @@ async def _train(
 
 
 async def _train_until_asked(run: Run, train: Train) -> None:
-    """Train to the end, until the last checkpoint is on disk. After a signal the last step's is on disk when this raises Interrupted."""
+    """Train to the end, until the last checkpoint is on disk. After a signal the last step's is on disk when this raises Interrupted.
+
+    Raises ValueError, naming step and environment, for a reward that is not a finite number.
+    """
     try:
         await train(run)
     except Interrupted:
@@ -212,6 +215,9 @@ async def _train_until_asked(run: Run, train: Train) -> None:
                 await run.save()
                 await run.checkpoints.finish()
         raise
+    except RewardError as error:
+        step = (run.last_state or run.state).get("step", 0) + 1
+        raise ValueError(f"step {step}, environment {run.config.environment.task}: {error}") from None
     await run.checkpoints.finish()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from controllers.advantages import ADVANTAGES
-from controllers.environments import Environment, Problem
+from controllers.environments import Environment, Problem, score
 from controllers.tokenizer import encode
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 
@@ -162,7 +162,7 @@ class Rollouts:
         groups = []
         for problem, prompt, completions in zip(problems, prompts, answers, strict=True):
             texts = [decode(self.tokenizer, completion.tokens) for completion in completions]
-            rewards = [float(self.environment.reward(problem, text)) for text in texts]
+            rewards = [score(self.environment, problem, text) for text in texts]
             groups.append(
                 Group(
                     problem=problem,
@@ -213,4 +213,4 @@ async def greedy_accuracy(
     params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))
     groups = await generator.generate([encode(tokenizer, problem.prompt) for problem in problems], params)
     texts = [decode(tokenizer, completions[0].tokens) for completions in groups]
-    return fmean(environment.reward(problem, text) for problem, text in zip(problems, texts, strict=True))
+    return fmean(score(environment, problem, text) for problem, text in zip(problems, texts, strict=True))

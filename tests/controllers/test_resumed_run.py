@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 import os
 import random
+import re
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -16,6 +18,7 @@ from references import VOCAB_SIZE
 
 from controllers import checkpoints, cli, interruption, launch
 from controllers.checkpoints import Checkpoints
+from controllers.environments import Environment
 from controllers.grpo import GRPOConfig, train
 from controllers.interruption import Interruption
 from controllers.rollouts import RolloutConfig
@@ -127,6 +130,17 @@ class NoisyReward(ParityReward):
         return float(super().reward(problem, completion) != (random.random() < 0.3))
 
 
+class WrongReward(ParityReward):
+    """Rewards of which those of one prompt are not finite numbers."""
+
+    def __init__(self, prompt: str, reward: object) -> None:
+        super().__init__(0.0, 20)
+        self.prompt, self.wrong_reward = prompt, reward
+
+    def reward(self, problem, completion):
+        return self.wrong_reward if problem.prompt == self.prompt else super().reward(problem, completion)
+
+
 def grpo_config() -> GRPOConfig:
     model = ModelConfig(vocab_size=VOCAB_SIZE, max_position_embeddings=128)
     return GRPOConfig(
@@ -164,6 +178,7 @@ def run(make_engine, monkeypatch):
         before: BeforeCall = nothing,
         written: bool = True,
         resume: bool = False,
+        environment: Environment | None = None,
     ) -> int:
         interruption = Interruption()
 
@@ -187,9 +202,9 @@ def run(make_engine, monkeypatch):
         path = folder.path if resume else None
         invocation = cli.Invocation(config=config or grpo_config(), output_dir=folder.path, resume=path, **flags)
         build_character_tokenizer(folder.path / "tokenizer", ALPHABET)
-        tokenizer, environment = load_tokenizer(folder.path / "tokenizer"), NoisyReward(0.0, 20)
+        tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
         random.seed(None if resume else 0)  # a new process has a state of its own
-        work = launch._train(train, invocation, folder, environment, tokenizer, io.StringIO(), interruption)
+        work = launch._train(train, invocation, folder, task, tokenizer, io.StringIO(), interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run
@@ -310,3 +325,30 @@ def test_the_number_of_a_step_is_the_number_of_steps_done_after_it_everywhere(wh
     rates = [record["learning_rate"] for record in records]
     assert rates[:5] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3])
     assert rates[5:7] == pytest.approx([5e-4, 1e-3])
+
+
+@pytest.mark.parametrize(("prompt", "step"), [("40+0=", 6), ("3+99=", 5)], ids=["training", "validation"])
+@pytest.mark.parametrize("reward", [math.nan, -math.inf, None])
+def test_a_reward_that_is_not_a_finite_number_is_named_with_step_environment_prompt_and_completion(
+    run, tmp_path, prompt, step, reward
+):
+    folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=0)
+    place = (
+        re.escape(f"step {step}, environment basic_arithmetic: the reward of ") + r"completion '[^']{1,4}' of prompt "
+    )
+    with pytest.raises(
+        ValueError, match=f"^{place}{re.escape(repr(prompt))} is {reward}; it must be a finite number$"
+    ) as error:
+        run(folder, config=config, environment=WrongReward(prompt, reward))
+    outcome = json.loads(folder.outcome.read_text())
+    assert (outcome["status"], outcome["error"], outcome["step"]) == ("failed", f"ValueError: {error.value}", step - 1)
+
+
+@pytest.mark.parametrize(("every", "command"), [(0, ""), (2, "to continue this run from step 6: grpo --resume {}\n")])
+def test_a_failed_run_gives_the_command_that_continues_it_only_if_it_can_have_a_checkpoint(
+    run, tmp_path, every, command
+):
+    folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=every)
+    with pytest.raises(Killed):
+        run(folder, config=config, last=5)
+    assert launch._resume_text("grpo", folder, config) == command.format(folder.path)
