@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv from the lock of this machine's device. Do nothing when .venv is finished and belongs to this lock and folder.
+# Otherwise say why, and replace .venv. One that holds packages of the user is renamed and not deleted.
 #
 #   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override the detected device and Python
 #   scripts/setup.sh --stamp    only print the content that a finished .venv/stamp must have: device, lock, folder
@@ -16,7 +17,8 @@ device=${DEVICE:-$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo cuda || e
 [[ $device == cpu || $device == cuda ]] || die "DEVICE=$device, but it must be cpu or cuda"
 lock=requirements/$device.txt
 # The folder is part of the stamp, because a copied .venv would import the code of the original folder.
-stamp="$device $(sha256sum < "$lock" | cut -c1-16) $PWD"
+lock_hash=$(sha256sum < "$lock" | cut -c1-16)
+stamp="$device $lock_hash $PWD"
 if [[ ${1:-} == --stamp ]]; then echo "$stamp"; exit; fi
 
 # Two makes at the same time (`make test` and `make grpo`) take turns instead of writing into one folder.
@@ -38,9 +40,35 @@ choose_python() {
 if [[ -n ${PYTHON:-} ]]; then candidates=("$PYTHON")
 elif [[ $device == cuda ]]; then candidates=(python3.12 python3.11 python3)
 else candidates=(python3.11 python3.12 python3); fi
-python=$(choose_python "${candidates[@]}")
 
-[[ -e .venv ]] && say "replacing .venv: it is unfinished or belongs to another lock"
+why_replace() {
+    local old_device old_lock old_folder why=""
+    if [[ ! -f .venv/stamp ]]; then echo "this script did not finish it"; return; fi
+    read -r old_device old_lock old_folder < .venv/stamp
+    [[ $old_device == "$device" ]] || why+=", it is for $old_device and this is $device"
+    [[ $old_device != "$device" || $old_lock == "$lock_hash" ]] || why+=", $lock has changed since it was made"
+    [[ $old_folder == "$PWD" ]] || why+=", it was made in $old_folder and refers to that folder"
+    [[ -x .venv/bin/python ]] || why+=", its Python does not exist any more"
+    echo "${why#, }"
+}
+# The packages of .venv that are neither in the lock nor in the former lock, from which .venv was made.
+added_packages() {
+    comm -23 <(find .venv/lib -maxdepth 3 -name '*.dist-info' -printf '%f\n' | sed -E 's/-[^-]*\.dist-info$//' | as_names) \
+        <({ cat "$lock" .venv/lock.txt 2>/dev/null || true; echo "pip setuptools rl-actors" | tr ' ' '\n'; } | sed 's/==.*//' | as_names)
+}
+as_names() { tr '[:upper:]' '[:lower:]' | sed -E 's/[-_.]+/-/g' | sort -u; }
+
+if [[ -e .venv || -L .venv ]]; then say "replacing .venv: $(why_replace)"; fi
+python=$(choose_python "${candidates[@]}")
+if [[ -d .venv/lib ]]; then
+    added=$(added_packages | xargs)
+    if [[ -n $added ]]; then
+        kept=.venv-$(date +%Y%m%d-%H%M%S)
+        mv .venv "$kept"
+        say "the old .venv holds packages that are not of the lock: $added"
+        say "so it was renamed $kept; install them again, and delete it when you need nothing of it"
+    fi
+fi
 rm -rf .venv
 "$python" -m venv .venv
 log=.venv/setup.log
@@ -64,5 +92,6 @@ say "packages installed after $((SECONDS - started)) s, compiling and importing 
 .venv/bin/python -m compileall -q -j 0 .venv/lib >> "$log" 2>&1 || true     # some packages ship templates that are not Python
 .venv/bin/python -c 'import torch, transformers, vllm, monarch.actor, torchtitan, torchstore, reasoning_gym' >> "$log" 2>&1 ||
     failed "the installed packages do not import"
+cp "$lock" .venv/lock.txt
 echo "$stamp" > .venv/stamp
 say "done in $((SECONDS - started)) s"
