@@ -1,7 +1,7 @@
 """Speed of generation through GeneratorClient beside the bare vLLM engine with the same settings, in one run.
 
-All requests are submitted at once, on a GPU with 128 prompt tokens and 256 new tokens each. Both sides return the logprobs of the sampled
-tokens. The sides take turns, so that a slow moment of the machine affects both. On a GPU each side has two fifths of the memory.
+All requests are submitted at once. Each has 128 prompt tokens and 256 new tokens on a GPU, 16 and 64 on a CPU. Both sides return the logprobs
+of the sampled tokens. The sides take turns, so that a slow moment of the machine affects both. On a GPU each side has two fifths of the memory.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def _answer(pipe: Connection) -> float:
 
 
 def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Namespace, vocab_size: int) -> None:
-    """Keep a line for each number of requests. The times are medians after one round of warm-up."""
+    """Record one result for each number of requests. Rates are of the median time, without the first round, which is the warm-up."""
     prompt_tokens, new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
     prompts = prompts_of(max(arguments.requests), prompt_tokens, vocab_size)
     params = SamplingParams(max_tokens=new_tokens, ignore_stop=True)
@@ -86,7 +86,7 @@ def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Names
     for count in arguments.requests:
         ours, theirs = [], []
         for _ in range(arguments.repeats + 1):
-            # No prompt is used twice, because vLLM keeps the keys and values of earlier ones.
+            # Every round has a new first token, so that no prompt repeats: vLLM's prefix cache holds the keys and values of earlier prompts.
             fresh = [[first, *prompt[1:]] for prompt in prompts[:count]]
             first += 1
             theirs.append(through_engine(pipe, fresh, params))
@@ -118,7 +118,7 @@ def main() -> None:
     child.start()
     other_end.close()
     try:
-        # The bare engine starts first and without the other, because vLLM measures how much memory is left.
+        # The engines start one after the other, because vLLM measures at its start how much memory is left.
         print(f"bare engine: up after {_answer(pipe):.0f} s", flush=True)
         start = time.perf_counter()
         with GeneratorClient.spawn(config) as client:

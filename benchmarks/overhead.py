@@ -1,7 +1,7 @@
 """Cost of the actors: a training step and generation through the clients, beside the same engines called directly, in one run.
 
-The two sides take turns, so that both meet the same load of the machine. The ratio is of medians: of times for a step (lower is better),
-of tokens/s for generation (higher is better).
+The two sides take turns, so that both meet the same load of the machine. The ratio is client over engine, by medians. For a training step
+it is a ratio of times, so lower is better. For generation it is a ratio of tokens/s, so higher is better.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams,
 
 
 def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
-    """Keep both medians and the ratio. tokens: made by one call; 0: the call is a step."""
+    """Record both medians and their ratio. tokens: tokens that one call generates; 0 for a training step."""
     through()  # warm-up: the first call of each side fills its caches
     direct()
     times: tuple[list[float], list[float]] = ([], [])

@@ -14,7 +14,8 @@ Kind = Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"]
 class Schedule:
     """Learning rate of a step: `schedule(step)`.
 
-    A decay goes from the full rate at the step after the warm-up to min_ratio of it at the step after total_steps, and stays there.
+    With a decay, the first step after the warm-up has the full rate. The rate then falls until step total_steps + 1, which has min_ratio
+    times the full rate, as have all later steps.
     Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
     Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
     """
@@ -35,7 +36,7 @@ class Schedule:
         return min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
 
     def _decay(self, step: int) -> float:
-        """1 until the step after the warm-up, 0 after total_steps."""
+        """1 up to the first step after the warm-up, then less with every step, and 0 after step total_steps."""
         done = max(0, step - 1 - self.warmup_steps)  # decaying steps before this one
         progress = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear_warmup_cosine":
@@ -52,7 +53,7 @@ class ScheduleConfig:
     warmup_steps: int = 0
     """Steps of the linear warm-up."""
     total_steps: int | None = None
-    """Number of steps after which the decay has ended; None: the steps of the run."""
+    """Number of the last step of the decay; None: the last step of the run."""
     min_ratio: float = 0.0
     """The lowest rate, as a share of the highest."""
 

@@ -143,7 +143,7 @@ class Generator(Actor):
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.loaded_version_key = ""  # it stays empty if the load fails
+        self.loaded_version_key = ""  # it stays empty if the load fails, so that the next pull loads again
         await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
         self.loaded_version_key = manifest.key
         return version
@@ -163,10 +163,10 @@ def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
 
 
 def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the single tensors in a parameter of transformers' model.
+    """Names and shapes of the tensors that a Hugging Face directory and a push have for one parameter of transformers' model.
 
-    transformers' model stacks all experts of a block into one parameter, and the outputs of gate and up too. Directories and pushes
-    have one tensor for each expert, and separate gate and up.
+    transformers' model stacks the weights of all experts of a block in one parameter, and concatenates the gate and up projections along
+    their outputs. Hugging Face directories and pushes have one tensor for each expert and each projection.
 
     by_expert("mlp.experts.gate_up_proj", (2, 64, 8))
         -> {"mlp.experts.0.gate_proj.weight": (32, 8), "mlp.experts.0.up_proj.weight": (32, 8), "mlp.experts.1.gate_proj.weight": …}

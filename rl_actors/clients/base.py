@@ -1,7 +1,4 @@
-"""The part that the clients of trainer and generator share: one start, one end, and errors that say where they come from.
-
-Computes nothing.
-"""
+"""Base class of TrainerClient and GeneratorClient: starts and ends processes, calls the ranks, notes on an error where it was raised."""
 
 import asyncio
 import atexit
@@ -43,10 +40,10 @@ class Client:
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh = mesh
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that gave a log route or spawned the mesh tells the user itself that something is starting.
+        # A caller that gave a log route or spawned the mesh knows that the actor is starting, so the client does not print it.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        self._probes: Sequence[Probe] = ()  # on the processes, if the caller spawned them
+        self._probes: Sequence[Probe] = ()  # one on each process of a mesh that the caller spawned; empty otherwise
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
@@ -54,7 +51,7 @@ class Client:
         self._started: Call[None]
 
     def _start(self) -> None:
-        """Begin to set the actor up. A client with processes of its own ends them when the program ends without close."""
+        """Begin to set the actor up. If the client spawns processes and is never closed, they are ended when the program ends."""
         if self._mesh is None:
             _open_clients.add(self)
         self._started = in_background(self._set_up(), f"{self.name}: setup")
@@ -104,10 +101,11 @@ class Client:
         return in_background(self._close(), f"{self.name}: close")
 
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
-        async with self._spawning:  # a close during the spawn waits for its end, and then stops the processes
+        async with self._spawning:  # a close during the spawn waits until they are spawned, and then stops them
             self._require_open("setup")
             self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
-            # The last handler that was registered runs first, and Monarch registers its own when it is first used.
+            # At exit, the handler that was registered last runs first. Monarch registers its handler when it is first used, so ours is
+            # registered again here: it must run before Monarch's.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
@@ -153,7 +151,8 @@ class Client:
     ) -> list[T]:
         """Call all ranks and collect their answers. An error of a rank is raised here, with a note of where it was raised.
 
-        breaks: True if a timeout breaks the client. The ranks may still run the call, so only a call that repairs the client may follow.
+        breaks: True if a timeout breaks the client. The ranks may still be running the call, so a TrainerClient then refuses every call except
+        discard_gradients, which repairs it.
         """
         self._require_open(phase)
         try:

@@ -1,4 +1,4 @@
-"""Values on their way through a TrainerClient: samples become CPU tensors, and the ranks' answers become one. Sends nothing."""
+"""Conversions for TrainerClient: the lists of samples to CPU tensors, and the outputs of all ranks to one output. It sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -37,10 +37,10 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
     """Copies of the samples with CPU tensors of int64 and float32 in the place of lists and other tensors.
 
     A value that is not a list of samples is returned as it is, and a column that cannot become a tensor stays as it is. Validation
-    refuses both by name.
+    refuses both later, with a message that names them.
     """
     if not isinstance(samples, Sequence):
-        return samples  # type: ignore[unreachable]  # validation refuses it by name
+        return samples  # type: ignore[unreachable]  # validation refuses it
     return [to_tensors(sample) for sample in samples]
 
 
@@ -71,6 +71,6 @@ def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):
         return values
-    # 2.7 is no token: as an integer it would become 2.
+    # A float such as 2.7 is not a token id, and a cast would make it 2. The tensor keeps its dtype, so that validation refuses it.
     loses_fraction = tensor.is_floating_point() and not dtype.is_floating_point and tensor.numel() > 0
     return tensor if loses_fraction else tensor.to(dtype)

@@ -1,7 +1,7 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-All ranks call the functions that load or export together. Knows no optimizer. checkpoint.py reads and writes the trainer's own
-directories.
+All ranks must call load, state_dict, require_exportable and the exports together. Nothing here reads or writes an optimizer's state:
+checkpoint.py does, in the trainer's own directories.
 """
 
 import json
@@ -87,7 +87,8 @@ def load(built: BuiltModel, path: str) -> None:
     because Hugging Face's model has none.
     """
     parameters = _parameters(built.model)
-    # A joined parameter is loaded into separate tensors. Below they are joined and copied into the parameter.
+    # A joined parameter (experts, or fused query, key and value: see hf_names.py) is several tensors in the directory. They are loaded
+    # into temporary tensors, which are then joined and copied into the parameter.
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
     fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
     loaded: dict[str, Tensor] = {}
@@ -207,7 +208,7 @@ class SafetensorsWriter:
         self.written: list[list[str]] = []  # the names of each file, in the order of the files
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors for the next file. Write the file first when they would make it too large."""
+        """Keep the tensors for the next file. Before a tensor that would make the file too large, write the file and begin a new one."""
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
             if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
@@ -217,7 +218,7 @@ class SafetensorsWriter:
             self.total_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write the last file. The files then get their final names, which hold their number."""
+        """Write the last file and give all files their final names. These hold the number of files, which is known only now."""
         self._write()
         count = len(self.written)
         if count == 1:
@@ -239,7 +240,10 @@ class SafetensorsWriter:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters as they are sharded. model.state_dict() would gather every block's query, key and value whole on every rank."""
+    """The parameters, each as this rank's shard. Blocks that FSDP keeps gathered are sharded again first.
+
+    model.state_dict() is not used, because it would gather the whole query, key and value of every block on every rank.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

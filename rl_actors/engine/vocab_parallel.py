@@ -1,4 +1,4 @@
-"""Functions of one chunk of logits, whole or sharded over the vocabulary, each with its gradient. Knows nothing of models or losses.
+"""Logprobs and entropy of one chunk of logits, whole or sharded over the vocabulary, with their gradients. Knows no model and no loss.
 
 N positions, V vocabulary of this rank, K targets of one position. A backward needs no collective: it computes the gradient of this
 rank's own shard of the logits.
@@ -54,11 +54,11 @@ class Logits:
 
 
 class TargetLogprobs:
-    """log_softmax at the targets. It reads the logits once in the forward and once in the backward pass if `fuse` makes one kernel of
-    a function.
+    """log_softmax at the targets.
 
-    The float32 values of [tokens, vocabulary] then never reach memory. The forward keeps the logits in their own dtype for the
-    backward, which writes their gradient in the same dtype.
+    fuse: compiles a function into one kernel where the machine can. The logits are then read once in the forward and once in the
+    backward pass, and the float32 values of [tokens, vocabulary] are never written to memory. The forward saves the logits in their own
+    dtype for the backward, which returns the gradient in the dtype of the logits.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
@@ -86,9 +86,9 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 class _TargetLogprobs(torch.autograd.Function):
     """log p_t = z_t - log sum_v exp z_v with z = logits / T; d log p_t / d logits_v = ([v = t] - p_v) / T.
 
-    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. The maximum and two sums over the ranks combine them:
-    log sum over ranks of exp(n - m) + m, where n is a rank's normalizer and m the largest of them. A target is in one rank's
-    vocabulary; the other ranks add zero for it.
+    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the
+    ranks combine them. If n_r is the log sum of rank r and m the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
+    z_t is the other sum: the target is in the vocabulary of one rank, and the other ranks add 0.
     """
 
     @staticmethod
@@ -127,7 +127,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
     """(log sum_v exp z_v, z at the ids), both [N]."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # torch's compiler turns this form into one pass over the logits.
+    # torch's compiler makes one pass over the logits of a log-sum-exp that is written out in this way.
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N
@@ -136,7 +136,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
 def _gradient(
     raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """g / T ([v = id] - p_v) in the dtype of the logits. An id of another rank's vocabulary equals no v of this rank."""
+    """g / T ([v = id] - p_v) in the dtype of the logits, with g = grad_N. [v = id] is 0 for every v if the id is in another rank's vocabulary."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
     own_ids_N = torch.where(is_local_N, ids_N, -1)

@@ -1,6 +1,9 @@
 """Options of every policy loss: KL to a reference, and corrections for a generator whose probabilities differ from the trainer's.
 
-None of them is a loss by itself. B rows, L row length; at level "sequence" a row is one sample.
+None of them is a loss by itself. PolicyLoss in policy.py has the whole formula: w_i is the loss weight of position i, and a position whose
+w_i is not 0 is trained.
+
+B rows, L row length; at level "sequence" a row is one sample.
 """
 
 import math
@@ -18,7 +21,7 @@ class KL:
     """Adds coefficient * sum_i w_i kl_i, an estimate of KL(trainer, reference) with d_i = logprob_i - ref_logprob_i:
 
     k1: d_i;  k2: d_i^2 / 2;  k3: exp(-d_i) - 1 + d_i  (Schulman, "Approximating KL divergence", 2020).
-    On samples of the trainer itself the gradient of k2 is the gradient of the KL, and the gradient of k1 is 0 in the mean
+    On samples that the trainer's own policy drew, the expected gradient of k2 is the gradient of the KL, and the expected gradient of k1 is 0
     (Tang and Munos, arXiv 2506.09477). coefficient=0 only reports kl_reference:mean.
     """
 
@@ -43,8 +46,8 @@ class KL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedImportanceSampling:
-    """Multiplies w_i by min(q_i, cap), q_i = p_trainer / p_generator (Yao et al., "Your efficient RL framework secretly
-    brings you off-policy RL training", 2025). At level "sequence" q is the geometric mean over the sample's trained positions.
+    """Multiplies w_i, in the objective only, by min(q_i, cap), q_i = p_trainer / p_generator (Yao et al., "Your efficient RL framework
+    secretly brings you off-policy RL training", 2025). At level "sequence" q is the geometric mean over the sample's trained positions.
     """
 
     cap: float = 2.0
@@ -63,8 +66,8 @@ class TruncatedImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Multiplies w_i by 0 where q_i = p_trainer / p_generator is outside [low, high]. With reweights=True it also multiplies w_i by
-    q_i inside the bounds, as in the paper (Ling team, "Every step evolves", arXiv 2510.18855). At level "sequence" q is the
+    """Multiplies w_i, in the objective only, by 0 where q_i = p_trainer / p_generator is outside [low, high]. With reweights=True it also
+    multiplies w_i by q_i inside the bounds, as in the paper (Ling team, "Every step evolves", arXiv 2510.18855). At level "sequence" q is the
     geometric mean over the sample's trained positions.
     """
 
@@ -89,13 +92,13 @@ Correction = TruncatedImportanceSampling | IcePop
 
 
 def sequence_mean(values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """The mean over a row's trained positions, [B, 1]; 0 for a row without any."""
+    """The mean over a row's trained positions, [B, 1]; 0 for a row that has no trained position."""
     total_B1 = torch.where(is_trained_BL, values_BL, 0.0).sum(1, keepdim=True)
     return total_B1 / is_trained_BL.sum(1, keepdim=True).clamp(min=1)
 
 
 def at_level(level: Level, values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """The values as they are, or at level "sequence" their mean over the row at every position of it."""
+    """The values themselves at level "token". At level "sequence" every position of a row has the mean over the row's trained positions."""
     if level == "token":
         return values_BL
     return sequence_mean(values_BL, is_trained_BL).expand_as(values_BL)

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async method: write the rank on each exception, and replace one that cannot be sent by a RuntimeError with its traceback."""
+    """Wrap an async method: set `rank` on each exception, and replace an exception that cannot be sent by a RuntimeError with its traceback."""
 
     @functools.wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -22,16 +22,16 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            # An error that another rank sent to all ranks has the number of that rank already.
+            # An error that the ranks exchanged (engine/collectives.py) already has the number of the rank where it was raised.
             if not hasattr(error, "rank"):
-                sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client says where it was raised
+                sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client names this rank to the caller
             raise sent  # noqa: B904  # `from` would attach the error that cannot be sent
 
     return call
 
 
 def _travels(error: Exception) -> bool:
-    """True if the error can be pickled, and is of the same type when it is read."""
+    """True if the error can be pickled, and has the same type after unpickling."""
     try:
         return type(pickle.loads(cloudpickle.dumps(error))) is type(error)
     except Exception:
