@@ -184,14 +184,17 @@ def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) 
     dist.destroy_process_group()
 
 
+def fork_processes(target: Callable, args: tuple, num_processes: int) -> None:
+    """Run target(rank, *args) in new processes that find everything imported, and wait for their end."""
+    mp.get_context("forkserver").set_forkserver_preload(["rl_actors.engine.train_engine", "references"])
+    mp.start_processes(target, args=args, nprocs=num_processes, start_method="forkserver")
+
+
 def run_processes(tmp_path_factory, num_processes: int, work: Callable, *args) -> list[Any]:
     """Result of work(*args) on each rank, in new processes that have everything imported.
 
     Raises ProcessRaisedException with the traceback of a rank that failed.
     """
-    mp.get_context("forkserver").set_forkserver_preload(["rl_actors.engine.train_engine", "references"])
     folder = tmp_path_factory.mktemp("run")
-    mp.start_processes(
-        child, args=(num_processes, str(folder), work, args), nprocs=num_processes, start_method="forkserver"
-    )
+    fork_processes(child, (num_processes, str(folder), work, args), num_processes)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(num_processes)]

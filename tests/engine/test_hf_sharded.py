@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from layout_work import fork_processes
 from references import random_samples, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE, SHAPES
@@ -57,7 +57,7 @@ def test_two_processes_load_train_push_and_export_as_one(make_engine, tmp_path, 
     path = save_random(tmp_path / "base", model)
     expected = numbers(make_engine(path, lora=lora), tmp_path)
     (tmp_path / "export").rename(tmp_path / "expected")
-    mp.spawn(child, args=(str(tmp_path), path, lora, layout), nprocs=2)
+    fork_processes(child, (str(tmp_path), path, lora, layout), 2)
     file = "adapter_model.safetensors" if lora.syncs_adapter else "model.safetensors"
     exported, reference = (load_file(tmp_path / name / file) for name in ("export", "expected"))
     assert exported.keys() == reference.keys()

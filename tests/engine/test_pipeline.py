@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from layout_work import fork_processes
 from references import ppo_samples, random_samples, save_random
 from safetensors.torch import load_file
 from test_hf import BASE, MOE
@@ -238,7 +238,7 @@ def run_group(tmp_path_factory):
             world_size = 4 if group == "four" else 2
             shallow = make_engine("", model=replace(MODEL, num_hidden_layers=3))
             shallow.save_checkpoint(str(folder / "three blocks")).result()
-            mp.spawn(child, args=(world_size, str(folder), bases), nprocs=world_size)
+            fork_processes(child, (world_size, str(folder), bases), world_size)
         return folders[group]
 
     return run

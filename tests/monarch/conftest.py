@@ -6,7 +6,7 @@ import pytest
 import support
 
 from rl_actors import GeneratorClient, TorchStoreTransport, TrainerClient
-from rl_actors.processes.spawn import spawn_processes
+from rl_actors.processes.spawn import ProcessMesh, spawn_processes
 
 
 @pytest.fixture(scope="session")
@@ -22,6 +22,21 @@ def trainer_mesh(transport):
     processes = asyncio.run(spawn_processes("trainer", 1))
     yield processes.mesh.spawn("trainer", support.TestTrainer, support.trainer_config(), transport)
     asyncio.run(processes.stop())
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """ranks(n) -> a mesh of n processes. Tests share it, and each spawns a trainer of its own there. Starting processes is slow."""
+    started: dict[int, ProcessMesh] = {}
+
+    def of(count: int):
+        if count not in started:
+            started[count] = asyncio.run(spawn_processes(f"ranks_of_{count}", count))
+        return started[count].mesh
+
+    yield of
+    for processes in started.values():
+        asyncio.run(processes.stop())
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 The reference is transformers' Qwen3, one sample at a time, with PPO's formula written out; float32 on both sides.
 """
 
-import asyncio
 from itertools import pairwise
 
 import pytest
@@ -16,7 +15,6 @@ from torch import Tensor
 from waiting import GUARD
 
 from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
-from rl_actors.processes.spawn import spawn_processes
 
 LAYOUTS = {"1": (1, 1), "FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_parallel_shard, tensor_parallel)
 LOW, HIGH, LONGEST = 0.8, 1.28, 64
@@ -58,19 +56,17 @@ def reference_model(tied_qwen3):
         for name, layout in LAYOUTS.items()
     ],
 )
-def sharded(request, tied_qwen3):
+def sharded(request, tied_qwen3, ranks):
     """(client, mesh) of one long-lived trainer under a layout."""
     shard, tensor = request.param
     limits = {"max_sequence_length": LONGEST, "tokens_per_row": LONGEST}
     config = TrainerConfig(model=ModelConfig.from_hf(tied_qwen3), hf_path=tied_qwen3, **limits)
     config.parallelism.data_parallel_shard_degree = shard
     config.parallelism.tensor_parallel_degree = tensor
-    processes = asyncio.run(spawn_processes("properties", shard * tensor))
-    mesh = processes.mesh.spawn("properties", support.TestTrainer, config, MemoryTransport())
+    mesh = ranks(shard * tensor).spawn("properties", support.TestTrainer, config, MemoryTransport())
     client = TrainerClient(mesh, name="properties")
     yield client, mesh
     client.close().result()
-    asyncio.run(processes.stop())
 
 
 @settings(max_examples=25, derandomize=True, deadline=None)

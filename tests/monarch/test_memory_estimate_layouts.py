@@ -1,6 +1,5 @@
 """The memory arithmetic of sharded layouts against the shards of real ranks, with dimensions that do not divide evenly."""
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,6 @@ from waiting import GUARD
 from rl_actors import PPO, MemoryTransport, ModelConfig, OptimParams, TrainerClient, TrainerConfig
 from rl_actors.layouts import row_multiple
 from rl_actors.memory_estimate import memory
-from rl_actors.processes.spawn import spawn_processes
 
 MODEL = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -37,23 +35,19 @@ SIX_EXPERTS = replace(EXPERTS, num_experts=6)
         pytest.param(DENSE, {"data_parallel_shard": 2, "tensor_parallel": 2}, id="FSDP2 x TP2", marks=pytest.mark.slow),
     ],
 )
-def test_parameters_gradients_and_optimizer_of_the_fullest_rank_are_exact(model, degrees):
+def test_parameters_gradients_and_optimizer_of_the_fullest_rank_are_exact(ranks, model, degrees):
     config = TrainerConfig(model=model, max_sequence_length=64)
     for name, degree in degrees.items():
         setattr(config.parallelism, f"{name}_degree", degree)
     config.tokens_per_row = row_multiple(config)
-    processes = asyncio.run(spawn_processes("footprint", config.num_processes()))
-    mesh = processes.mesh.spawn("footprint", support.TestTrainer, config, MemoryTransport())
-    try:
-        trainer = TrainerClient(mesh, name="footprint")
-        samples = ppo_samples([40, 7, 30])
-        trainer.forward_backward(samples, loss=PPO()).result()
-        trainer.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=9)).result()
-        trainer.forward_backward(samples, loss=PPO()).result()
-        held = [values for _, values in mesh.held_bytes.call().get(timeout=GUARD).items()]
-        trainer.close().result()
-    finally:
-        asyncio.run(processes.stop())
+    mesh = ranks(config.num_processes()).spawn("memory", support.TestTrainer, config, MemoryTransport())
+    trainer = TrainerClient(mesh, name="memory")
+    samples = ppo_samples([40, 7, 30])
+    trainer.forward_backward(samples, loss=PPO()).result()
+    trainer.optim_step(OptimParams(learning_rate=1e-3, grad_divisor=9)).result()
+    trainer.forward_backward(samples, loss=PPO()).result()
+    held = [values for _, values in mesh.held_bytes.call().get(timeout=GUARD).items()]
+    trainer.close().result()
     expected = memory(config)
     assert tuple(map(max, zip(*held, strict=True))) == (
         expected.parameters,

@@ -1,13 +1,10 @@
 """save_checkpoint through a client: it returns when the state is copied, and the caller learns how the writing went."""
 
-import asyncio
-
 import pytest
 import support
 from waiting import GUARD
 
 from rl_actors import OptimParams, TrainerClient
-from rl_actors.processes.spawn import spawn_processes
 
 STEP = OptimParams(learning_rate=0.01)
 
@@ -76,21 +73,18 @@ def test_a_failed_write_is_raised_once_with_path_and_rank(trainer, hold, tmp_pat
     trainer.save_checkpoint(str(tmp_path / "other")).result().wait().result()
 
 
-def test_a_rank_of_two_that_cannot_write_is_named_and_both_go_on(tmp_path):
-    processes = asyncio.run(spawn_processes("trainer", 2))
-    mesh = processes.mesh.spawn("trainer", support.TestTrainer, support.trainer_config(shard=2), None)
-    try:
-        trainer = TrainerClient(mesh)
-        version = support.step(trainer)
-        mesh.fail_next_write.call(1, "no space left on device").get()
-        failed = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
-        with pytest.raises(RuntimeError, match=r"checkpoint failed on 1 ranks; on rank 1: OSError\('no space"):
-            failed.wait().result()
-        assert not (tmp_path / "checkpoint").exists()
-        saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
-        assert support.step(trainer) == version + 1  # its collectives and those of the writing do not meet
-        saved.wait().result()
-        assert trainer.load_checkpoint(saved.path).result() == version
-        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
-    finally:
-        asyncio.run(processes.stop())
+def test_a_rank_of_two_that_cannot_write_is_named_and_both_go_on(ranks, tmp_path):
+    mesh = ranks(2).spawn("saving", support.TestTrainer, support.trainer_config(shard=2), None)
+    trainer = TrainerClient(mesh)
+    version = support.step(trainer)
+    mesh.fail_next_write.call(1, "no space left on device").get()
+    failed = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    with pytest.raises(RuntimeError, match=r"checkpoint failed on 1 ranks; on rank 1: OSError\('no space"):
+        failed.wait().result()
+    assert not (tmp_path / "checkpoint").exists()
+    saved = trainer.save_checkpoint(str(tmp_path / "checkpoint")).result()
+    assert support.step(trainer) == version + 1  # its collectives and those of the writing do not meet
+    saved.wait().result()
+    assert trainer.load_checkpoint(saved.path).result() == version
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    trainer.close().result()
