@@ -188,6 +188,15 @@ def in_one_chunk(engine, expected: dict) -> None:
     assert engine.optim_step(STEP).grad_norm == pytest.approx(expected["steps"][0].grad_norm, rel=1e-2)
 
 
+def any_number_of_microbatches(engine, interleaved) -> None:
+    """Calls of one to five microbatches run under both schedules. torch refuses five that are interleaved over two ranks."""
+    for count in range(1, 6):
+        samples = random_samples([64] * count, seed=count)  # each fills a microbatch
+        expected, actual = engine.forward(samples), interleaved.forward(samples)
+        assert sorted(actual.indices) == sorted(expected.indices)
+        torch.testing.assert_close(actual.logprobs, expected.logprobs)
+
+
 def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> None:
     os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
     store = dist.FileStore(f"{directory}/store", world_size)
@@ -204,6 +213,11 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
         if name == "1F1B":
             interrupted(engine, Path(directory))
             assert max(num_received(engine)) <= 2
+            single_rows = replace(config, rows_per_microbatch=1)
+            parallelism = replace(config.parallelism, **INTERLEAVED)
+            any_number_of_microbatches(
+                TrainEngine(single_rows), TrainEngine(replace(single_rows, parallelism=parallelism))
+            )
         results = {} if case.fields else {"refused": refusing(engine)}
         results["trained"] = record(engine, folder)
         if name == "bfloat16":
