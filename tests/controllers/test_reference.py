@@ -21,7 +21,7 @@ from controllers.metrics import Timer
 from controllers.reference import Reference
 from controllers.rollouts import Group, RolloutBatch, RolloutConfig, to_samples
 from controllers.run_folder import RunFolder
-from rl_actors import KL, Completion, ModelConfig
+from rl_actors import KL, Completion
 from rl_actors.validation import validate_samples
 
 ESTIMATES = {
@@ -249,10 +249,10 @@ def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")
 
 
-def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys, untied_qwen3):
+def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys):
     made = tiny()
-    trainer = replace(made.trainer, model=ModelConfig.from_hf(untied_qwen3), hf_path=untied_qwen3)
-    config = replace(made, trainer=trainer, sft_steps=0)
+    made.trainer.model.save(str(tmp_path / "model"))
+    config = replace(made, trainer=replace(made.trainer, hf_path=str(tmp_path / "model")), sft_steps=0)
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=0)
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")
     folder = past_run(tmp_path / "warm", step=9, has_reference=False, config=config, sft_steps=5)
