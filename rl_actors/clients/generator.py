@@ -162,7 +162,9 @@ class GeneratorClient(Client):
         return await send(*arguments)
 
     async def _one(self, endpoint: str, *args: object) -> Any:
-        answers: list[Any] = await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args)
+        answers: list[Any] = await self._ask(
+            getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, breaks=False
+        )
         return answers[0]
 
 
