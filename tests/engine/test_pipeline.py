@@ -296,7 +296,8 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
     # A checkpoint of one process goes on as a pipeline, and a checkpoint of the pipeline goes on in one process.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
-    engine = make_engine(str(folder / f"{name} base"), **case.fields)
+    # In chunks as before: in bfloat16 the head's gradient depends on them, and a step can then round a weight the other way.
+    engine = make_engine(str(folder / f"{name} base"), logprob_chunk_tokens=50, **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
     # The pipeline exported the same weights that it saved.
     engine.load_checkpoint(str(folder / name / "checkpoint"))
