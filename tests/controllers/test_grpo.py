@@ -142,6 +142,7 @@ def test_a_checkpoint_is_scored_as_the_run_scored_it(finished_run):
     assert f"validation/accuracy {scored:.4f}" in output
 
 
+@pytest.mark.slow
 def test_a_batch_without_a_signal_is_a_reported_step_without_an_optimizer_step(tmp_path):
     task = ["--environment.task", "tests.fakes:constant_reward", "--environment.options", '{"reward": 1.0}']
     process = start("--output-dir", tmp_path / "run", "--steps", 2, *SHORT, "--rollouts.max-refills", 1, *task)
@@ -179,9 +180,8 @@ def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_th
     assert (folder / "logs/reference-0.log").exists()
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # the quick test of Ctrl-C is in test_signals.py
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_run_and_all_its_processes(tmp_path, number, status):
     marker = f"{tmp_path}-{number}"
     process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)

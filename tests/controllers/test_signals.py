@@ -127,6 +127,7 @@ def test_ctrl_c_ends_a_run_after_a_whole_step_with_a_checkpoint_and_one_panel_on
     wait_until(lambda: not processes_of(marker), "the end of its processes")
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_a_run_at_once_and_without_a_checkpoint(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     terminal = Terminal("--output-dir", folder.path, *LONG, "--sft-steps", 1000, *SLOW_STEPS, marker=marker)

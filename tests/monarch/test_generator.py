@@ -296,6 +296,7 @@ def test_a_generator_whose_call_was_too_late_is_ready_for_the_next(generator_mes
     with pytest.raises(TimeoutError, match="generate did not answer within 0.001 s"):
         client.generate([[5, 6, 7]], SamplingParams(max_tokens=MAX_MODEL_LEN, n=8)).result()
     client.call_timeout = GUARD
+    support.wait_until(lambda: not generator_mesh.num_tokens_under_way.call_one().get(timeout=GUARD))
     assert "ready" in repr(client)
     assert client.generate([[5]], SamplingParams(max_tokens=1)).result()
 
