@@ -117,6 +117,7 @@ def resumed_run(finished_run) -> tuple[list[dict], list[dict], str]:
     return before, read_jsonl(folder / "metrics.jsonl"), output
 
 
+@pytest.mark.slow
 def test_resuming_goes_on_where_the_newest_checkpoint_is(resumed_run):
     before, after, _ = resumed_run
     assert [record["step"] for record in after] == list(range(1, 10))
@@ -124,6 +125,7 @@ def test_resuming_goes_on_where_the_newest_checkpoint_is(resumed_run):
     assert after[7]["policy_version"] == before[-1]["policy_version"] + 1
 
 
+@pytest.mark.slow
 def test_verbose_shows_the_logs_of_the_actors_with_name_and_rank(finished_run, resumed_run):
     shown, mesh = resumed_run[2], "Building device mesh with parallelism"  # torchtitan says so in every trainer
     assert [line for line in shown.splitlines() if line.startswith("[trainer 0] ") and mesh in line], shown
@@ -193,6 +195,7 @@ def test_a_signal_ends_the_run_and_all_its_processes(tmp_path, number, status):
     assert json.loads((tmp_path / "run/outcome.json").read_text())["status"] == "interrupted"
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_ends_the_run_and_is_named(tmp_path):
     marker = str(tmp_path)
     process = start("--output-dir", tmp_path / "run", "--steps", 1000, marker=marker)

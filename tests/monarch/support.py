@@ -4,6 +4,7 @@ T tokens of one sequence, V vocabulary.
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -96,6 +97,15 @@ def descendants(pid: int) -> set[int]:
 
 def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
+
+
+def left_in_shared_memory(before: set[str]) -> set[str]:
+    """Segments that came since `before` and that no living process maps. Other tests run at the same time and use segments, too."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # the process has ended meanwhile, or belongs to another user
+            mapped |= {Path(line.split()[5]).name for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+    return shared_memory() - before - mapped
 
 
 # --- references ---------------------------------------------------------------------------------------------------

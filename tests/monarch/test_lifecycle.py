@@ -64,7 +64,7 @@ class Program:
 
     def assert_nothing_is_left(self, ports: set[int]) -> None:
         support.wait_until(lambda: not self.processes() and not any(map(is_open, ports)))
-        assert support.shared_memory() <= self.segments
+        assert not support.left_in_shared_memory(self.segments)
 
     def end(self) -> None:
         for process in self.processes():
