@@ -193,9 +193,8 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
 def _require_writable(output_dir: Path) -> None:
     """Raise ValueError when the folder cannot be made, or when nothing can be written to it."""
     existing = output_dir
-    while (
-        not os.path.exists(existing) and existing != existing.parent
-    ):  # Path.exists raises under a folder that may not be read
+    # Not Path.exists, which raises under a folder that may not be read.
+    while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
         raise ValueError(f"--output-dir {output_dir}: {existing} is not a folder")
