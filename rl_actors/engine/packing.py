@@ -62,10 +62,11 @@ def plan(
 
     Raises ValueError when a sample is longer than a row.
     """
-    _require_room(lengths, tokens_per_row, row_multiple)
+    capacity = in_multiples(tokens_per_row, row_multiple)
+    _require_room(lengths, capacity, tokens_per_row, row_multiple)
     dealer = _Dealer(
         lengths=lengths,
-        capacity=in_multiples(tokens_per_row, row_multiple),
+        capacity=capacity,
         row_multiple=row_multiple,
         rows_per_microbatch=rows_per_microbatch,
         num_ranks=num_ranks,
@@ -79,9 +80,8 @@ def plan(
     return dealer.deal([(index,) for index in range(len(lengths))])
 
 
-def _require_room(lengths: Sequence[int], tokens_per_row: int, row_multiple: int) -> None:
+def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, row_multiple: int) -> None:
     """Raises ValueError naming the first sample that is longer than a row."""
-    capacity = in_multiples(tokens_per_row, row_multiple)
     for index, length in enumerate(lengths):
         if length > capacity:
             limit = f"tokens_per_row={tokens_per_row}"
