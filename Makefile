@@ -20,8 +20,9 @@ check: setup ## lint, formatting, types, direction of imports
 	.venv/bin/mypy
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
 
+# Two processes of tests with one thread each: more threads than cores make every kernel wait.
 test: setup ## the quick tests: minutes
-	$(PYTHON_IN_VENV) -m pytest -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadscope -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## every test that needs no GPU
 	$(PYTHON_IN_VENV) -m pytest -m "not gpu" $(ARGS)

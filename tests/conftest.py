@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from references import save_qwen3
+from xdist.scheduler import LoadScopeScheduling
 
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
@@ -14,6 +15,18 @@ from rl_actors.processes import threads
 threads.choose_kernels()  # the references compute here
 # A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class ByFile(LoadScopeScheduling):
+    """Gives whole files to a worker of pytest-xdist, and the folder monarch/ as one, because its tests share actors."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        return "tests/monarch" if file.startswith("tests/monarch/") else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -73,7 +73,7 @@ def resumed(recorded: Path, path: Path, name: str, **degrees: int) -> list[dict[
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, monkeypatch):
     calls: list[Any] = []
     monkeypatch.setattr(RecordingGenerator, "recording", calls, raising=False)
