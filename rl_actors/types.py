@@ -15,8 +15,8 @@ from torch import Tensor
 from rl_actors.metrics import Partials
 
 IGNORE_TARGET = -100
-"""Target id of a position that is padding. The position's logprob is 0, and every loss, mean and maximum leaves it out. For this the
-trainer sets all columns to 0 at the position, loss_weights too."""
+"""Target id of a padded position. Its logprob is 0, and every loss, mean and maximum leaves it out, because the trainer sets all its
+columns to 0, also loss_weights."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -32,8 +32,7 @@ def column_dtype(name: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`. Entry i of every column belongs to
-    `targets[i]`.
+    """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`. Entry i of every column belongs to `targets[i]`.
 
     >>> Sample.from_tokens([5, 6], [7, 8], advantages=0.5).targets
     tensor([6, 7, 8])
@@ -56,10 +55,10 @@ class Sample:
         """Shift a prompt and its completion into one Sample. This is the only shift in the project.
 
         A column is one number for all completion tokens, or a sequence of C numbers; for TOP_K_COLUMNS it is [C, K].
-        Prompt positions get 0. `loss_weights` is 1 on the completion unless given.
+        Columns are 0 at positions whose target belongs to the prompt. `loss_weights` is 1 on the completion unless it is given.
         from_tokens([5, 6], [7, 8], advantages=2.0) -> tokens [5, 6, 7], targets [6, 7, 8], advantages [0, 2, 2], loss_weights [0, 1, 1]
 
-        Raises ValueError when the prompt or the completion is empty, or when a column's length is not C.
+        Raises ValueError if the prompt or the completion is empty, or if the length of a column is not C.
         """
         if len(prompt) == 0 or len(completion) == 0:
             raise ValueError(
@@ -84,7 +83,7 @@ class Sample:
         return self.tokens.numel()
 
     def __reduce__(self):
-        # numpy arrays pickle an order of magnitude faster than tensors, and a call carries thousands of them.
+        # A call carries thousands of tensors, and numpy arrays pickle ten times as fast.
         columns = {name: column.detach().numpy() for name, column in self.columns.items()}
         return _sample_from_numpy, (self.tokens.numpy(), self.targets.numpy(), columns, self.temperature)
 
@@ -101,9 +100,9 @@ def _sample_from_numpy(
 
 
 class SampleList(list[Sample]):
-    """List of samples that is pickled as one array per column.
+    """List of samples that is pickled as one array per column, if all samples have the same columns.
 
-    A thousand small arrays take longer to pickle than a small model takes to train on them.
+    Pickling a thousand small arrays takes longer than a step of a small model.
     """
 
     def __reduce__(self):
@@ -146,15 +145,17 @@ def _samples_from_arrays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimParams:
-    """Hyperparameters of one optimizer step. `learning_rate` and `weight_decay` are base values that a parameter group may multiply."""
+    """Hyperparameters of one optimizer step. A group of parameters may have multipliers of `learning_rate` and `weight_decay`."""
 
     learning_rate: float
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    grad_clip_norm: float | None = 1.0  # largest norm after the division by grad_divisor; None: no clipping
-    # Divides the gradient of the summed loss. num_loss_tokens(samples) makes it a mean over tokens.
+    grad_clip_norm: float | None = (
+        1.0  # largest norm of the gradient, after the division by grad_divisor; None: no clipping
+    )
+    # Divides the gradient of the summed loss. With num_loss_tokens(samples) the step uses the gradient of the mean over tokens.
     grad_divisor: float = 1.0
 
 
@@ -163,8 +164,8 @@ class OptimResult:
     """Result of one optimizer step."""
 
     policy_version: int  # after the step
-    grad_norm: float  # after grad_divisor, before clipping
-    skipped: bool = False  # True: the gradient was not finite, so it was cleared and no parameter was changed
+    grad_norm: float  # after the division by grad_divisor, before clipping
+    skipped: bool = False  # True: the gradient was not finite; it was cleared, and no parameter was changed
     # Names of parameters whose gradient is not finite, at most MAX_NAMES_REPORTED.
     nonfinite_parameters: tuple[str, ...] = ()
 
@@ -179,11 +180,11 @@ class ForwardBackwardOutput:
     logprobs: list[Tensor]  # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature
     metrics: dict[str, float]
     policy_version: int
-    # Each [T] float32: entropy of the whole distribution. None unless the call asked for it or the loss reads it.
+    # Each [T] float32: entropy of the whole distribution. None if neither the call asked for it nor the loss reads it.
     entropy: list[Tensor] | None = None
-    # Each [T, K] float32: logprobs of the ids in the column target_ids. None when samples lack that column.
+    # Each [T, K] float32: logprobs of the ids in the column target_ids. None if the samples lack that column.
     target_logprobs: list[Tensor] | None = None
-    # The same metrics in a form that merges over calls; see rl_actors.metrics.
+    # The metrics in a form that merges over calls; see rl_actors.metrics.
     partials: Partials = field(default_factory=dict, repr=False)
 
 
@@ -201,7 +202,7 @@ class RankOutput:
     logprobs: Tensor  # [sum of lengths] float32
     # "entropy" [sum of lengths] and "target_logprobs" [sum of lengths, K], each only if it was computed.
     extras: dict[str, Tensor]
-    metrics: Partials  # merged over ranks by the client; see rl_actors.metrics
+    metrics: Partials  # the client merges them over ranks; see rl_actors.metrics
     policy_version: int
 
 
@@ -225,9 +226,9 @@ class Completion:
 
     tokens: list[int]  # C ids
     # C log probabilities under the distribution that was sampled from, after temperature, top_p and top_k. A greedy completion has
-    # those at temperature 1.
+    # the log probabilities at temperature 1.
     logprobs: list[float]
-    policy_versions: list[int]  # C: the version of the weights that produced each token
+    policy_versions: list[int]  # C: version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
 
 
@@ -236,8 +237,8 @@ class TrainerInfo:
     """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and memory."""
 
     policy_version: int
-    steps_skipped: int  # optim_steps, since the trainer was built, that were skipped for a gradient that is not finite
-    state: str  # "idle", "open", "broken" or "mixed" (some weights may have changed); see engine/call_order.py
+    steps_skipped: int  # number of optim_steps since the trainer was built whose gradient was not finite
+    state: str  # "idle", "open", "broken" or "inconsistent" (some weights may have changed); see engine/call_order.py
     num_parameters: int
     vocab_size: int
     max_sequence_length: int
@@ -251,8 +252,8 @@ class TrainerInfo:
     world_size: int
     pid: int
     optimizer: str | None  # name of the optimizer; None: the trainer only infers
-    optimizer_fields: tuple[str, ...]  # those of beta1, beta2, eps and weight_decay that the optimizer has
-    memory_bytes: int  # resident memory of the process, or allocated memory of the GPU
+    optimizer_fields: tuple[str, ...]  # the names among beta1, beta2, eps and weight_decay that the optimizer has
+    memory_bytes: int  # allocated memory of the GPU; on a CPU, resident memory of the process
     peak_memory_bytes: int  # largest memory_bytes since the process started
     logs: str  # file with the output and the logs of the rank's process
 
@@ -268,7 +269,7 @@ class GeneratorInfo:
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:
-    """Number of positions that have a target and a non-zero loss weight: the usual `grad_divisor`."""
+    """Number of positions that have a target and a loss weight other than 0. It is the usual `grad_divisor`."""
     count = 0
     for sample in samples:
         count += int(((sample.columns["loss_weights"] != 0) & (sample.targets != IGNORE_TARGET)).sum())

@@ -19,7 +19,7 @@ from rl_actors.losses import (
     Reinforce,
     TruncatedImportanceSampling,
     columns_of,
-    made_for,
+    computed_for,
     resolve,
 )
 from rl_actors.losses.custom import logprob_gradients
@@ -339,7 +339,7 @@ def test_entropy_is_subtracted_from_every_policy_loss_with_its_gradient(name):
     logprobs_BL, columns = data()
     entropy = torch.rand(SHAPE, generator=torch.Generator().manual_seed(5)).requires_grad_()
     loss = LOSSES[name](entropy_coefficient=0.2)
-    assert made_for(loss) == {"entropy"} and made_for(LOSSES[name]()) == set()
+    assert computed_for(loss) == {"entropy"} and computed_for(LOSSES[name]()) == set()
     read = {n: columns[n] for n in columns_of(loss)[0]}
     value, metrics = loss(logprobs_BL, entropy=entropy, **read)
     value.backward()

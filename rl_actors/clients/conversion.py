@@ -1,4 +1,4 @@
-"""Conversions for TrainerClient: the lists of samples to CPU tensors, and the outputs of all ranks to one output. It sends nothing."""
+"""Conversions for TrainerClient: a caller's lists to CPU tensors, and the outputs of all ranks to one output. Sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,11 @@ T = TypeVar("T")
 
 
 def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBackwardOutput:
-    """The ranks' outputs as one, in the order of the samples, with their metrics merged."""
+    """The ranks' outputs as one, in the order of the samples, with their metrics merged.
+
+    Raises ValueError naming the sample and the ranks if a sample is reported twice.
+    """
+    _require_each_once(outputs)
     values: dict[str, list[Tensor]] = {}
     for output in outputs:
         for name, pieces in {"logprobs": output.logprobs, **output.extras}.items():
@@ -33,11 +37,23 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
     )
 
 
-def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
-    """Copies of the samples with CPU tensors of int64 and float32 in the place of lists and other tensors.
+def _require_each_once(outputs: Sequence[RankOutput]) -> None:
+    """Raises ValueError naming the first sample that two ranks, or one rank twice, report. Its values would replace each other."""
+    reporter: dict[int, int] = {}
+    for output in outputs:
+        for index in output.indices:
+            if index in reporter:
+                raise ValueError(
+                    f"sample {index} is reported twice: by rank {reporter[index]} and by rank {output.rank}"
+                )
+            reporter[index] = output.rank
 
-    A value that is not a list of samples is returned as it is, and a column that cannot become a tensor stays as it is. Validation
-    refuses both later, with a message that names them.
+
+def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples in a new list, with CPU tensors of int64 and float32 instead of lists and other tensors.
+
+    A value that is not a list of samples, or a column that cannot become a tensor, is returned as it is. Validation refuses it later
+    and names it.
     """
     if not isinstance(samples, Sequence):
         return samples  # type: ignore[unreachable]  # validation refuses it
@@ -45,7 +61,7 @@ def as_tensors(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def to_tensors(sample: Sample) -> Sample:
-    """The sample with CPU tensors, or the sample itself if it has only such tensors; see `as_tensors`."""
+    """The sample with CPU tensors; see `as_tensors`. A sample that has only such tensors is returned itself."""
     if not isinstance(sample, Sample) or not isinstance(sample.columns, Mapping):
         return sample
     if _holds_tensors(sample):

@@ -1,8 +1,8 @@
 """The legal order of calls on a trainer: a state machine of four states. Holds no tensors."""
 
-IDLE, OPEN, BROKEN, WEIGHTS_BROKEN = "idle", "open", "broken", "mixed"
+IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
 
-# State -> calls that are legal in it. Calls that only read (forward, push, export) leave the state as it is; info is always legal.
+# State -> calls that are legal in it. Calls that only read (forward, push, export) do not change the state. `info` is always legal.
 LEGAL = {
     IDLE: {
         "forward",
@@ -25,26 +25,27 @@ LEGAL = {
         "export_lora",
     },
     BROKEN: {"discard_gradients"},
-    WEIGHTS_BROKEN: {"load_checkpoint"},
+    INCONSISTENT: {"load_checkpoint"},
 }
 _HINT = {
     IDLE: "no gradients are accumulated: call forward_backward first",
     OPEN: "gradients are accumulated: call optim_step or discard_gradients first",
     BROKEN: "the last call failed before it was done: call discard_gradients first",
-    WEIGHTS_BROKEN: "the last call failed and may have changed some of the weights: call load_checkpoint first, or spawn the trainer again",
+    INCONSISTENT: "the last call failed and may have changed some of the weights: call load_checkpoint first, or spawn the trainer again",
 }
 
 
 class StepState:
-    """The state of the current step. The first forward_backward opens a step, optim_step or discard_gradients closes it, and a failure
-    in between breaks it.
+    """State of the current step.
+
+    The first forward_backward opens a step, and optim_step or discard_gradients closes it. A failure in between breaks it.
     """
 
     def __init__(self) -> None:
         self.state = IDLE
 
     def require(self, call: str) -> None:
-        """Raises RuntimeError, naming the state, when `call` is not legal in it."""
+        """Raises RuntimeError naming the state if `call` is not legal in it."""
         if call not in LEGAL[self.state]:
             raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
 
@@ -56,4 +57,4 @@ class StepState:
 
     def mark_broken(self, *, weights: bool) -> None:
         """weights: True if the failed call may have changed some of the weights. Dropping the gradients then does not repair the trainer."""
-        self.state = WEIGHTS_BROKEN if weights else BROKEN
+        self.state = INCONSISTENT if weights else BROKEN

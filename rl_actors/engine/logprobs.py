@@ -15,7 +15,7 @@ from torchtitan.components.loss import ChunkedLossWrapper
 
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top_k_logprobs
-from rl_actors.losses import Loss, made_for
+from rl_actors.losses import Loss, computed_for
 from rl_actors.metrics import Partials, merge
 
 Values = dict[str, Tensor]
@@ -34,7 +34,7 @@ class SteadyLoss:
 
     def __init__(self, loss: Loss) -> None:
         self.loss = loss
-        self.reads = made_for(loss)
+        self.reads = computed_for(loss)
         self.whole_sequence: bool = getattr(loss, "whole_sequence", False)
         self.failure: Exception | None = None
 

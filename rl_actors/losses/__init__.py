@@ -16,8 +16,8 @@ from rl_actors.metrics import Partials
 Loss = Callable[..., tuple[Tensor, Partials]]
 """loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
 
-A loss with a true attribute `whole_sequence` gets one sample a row, padded with zeros. Any other loss may get any piece of any rows.
-Logprobs and columns are 0 at every position without a target: behind the samples of a row, and where a sample's target is padding.
+A loss whose attribute `whole_sequence` is true gets one sample per row, padded with zeros. Any other loss may get any piece of any row.
+Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where the target of a sample is padding.
 """
 
 LOSSES: dict[str, type] = {
@@ -30,17 +30,17 @@ LOSSES: dict[str, type] = {
     "reinforce": Reinforce,
 }
 
-MADE = frozenset({"entropy", "target_logprobs"})
-"""Arguments of a loss that the engine computes: the entropy [B, L] of the whole distribution, and the logprobs [B, L, K] of the
-column target_ids, where samples have it."""
+COMPUTED_BY_ENGINE = frozenset({"entropy", "target_logprobs"})
+"""Arguments of a loss that are not columns, because the engine computes them: the entropy [B, L] of the whole distribution, and the
+logprobs [B, L, K] of the ids in the column target_ids, if the samples have that column."""
 
 __all__ = [
     "CISPO",
+    "COMPUTED_BY_ENGINE",
     "DRO",
     "GSPO",
     "KL",
     "LOSSES",
-    "MADE",
     "PPO",
     "CrossEntropy",
     "IcePop",
@@ -51,15 +51,17 @@ __all__ = [
     "Reinforce",
     "TruncatedImportanceSampling",
     "columns_of",
-    "made_for",
+    "computed_for",
     "name_of",
     "resolve",
 ]
 
 
 def resolve(loss: "str | Loss") -> Loss:
-    """The loss of a name in LOSSES with default options, of a "module:name" of your own (a function, an instance, or a class that
-    needs no arguments), or the given loss itself. Raises ValueError for anything else.
+    """The loss that a caller means.
+
+    A name in LOSSES gives that loss with default options. A "module:name" gives a loss of your own: a function, an instance, or a
+    class that needs no arguments. Any other callable is the loss itself. Raises ValueError for anything else.
     """
     if isinstance(loss, str) and ":" in loss:
         loss = _imported(loss)
@@ -80,12 +82,13 @@ def columns_of(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:
     columns_of(ImportanceSampling()) -> ({"advantages", "loss_weights", "old_logprobs"}, {"generator_logprobs"})
     """
     required, optional = _reads(loss)
-    return required - MADE, optional - MADE
+    return required - COMPUTED_BY_ENGINE, optional - COMPUTED_BY_ENGINE
 
 
-def made_for(loss: Loss) -> frozenset[str]:
-    """The arguments of the loss that the engine computes: a subset of MADE."""
-    return frozenset().union(*_reads(loss)) & MADE
+def computed_for(loss: Loss) -> frozenset[str]:
+    """The arguments of the loss that the engine computes: a subset of COMPUTED_BY_ENGINE."""
+    required, optional = _reads(loss)
+    return (required | optional) & COMPUTED_BY_ENGINE
 
 
 def name_of(loss: Loss | None) -> str:

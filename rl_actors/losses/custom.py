@@ -1,5 +1,6 @@
-"""A loss that the caller computes. Autograd gives its gradient with respect to the logprobs, and LogprobGradient carries the gradient
-to the trainer.
+"""A loss that the caller computes in its own process.
+
+Autograd gives the gradient of the loss with respect to the logprobs. LogprobGradient carries this gradient to the trainer.
 
 T positions of one sample; B rows, L row length.
 """
@@ -19,7 +20,7 @@ CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGradient:
-    """sum_i g_i logprob_i, where g is the column logprob_grads: the gradient with respect to logprob_i is g_i."""
+    """sum_i g_i logprob_i, where g is the column logprob_grads. The gradient of this sum with respect to logprob_i is g_i."""
 
     def __call__(self, logprobs_BL: Tensor, *, logprob_grads: Tensor) -> tuple[Tensor, Partials]:
         loss = (logprobs_BL * logprob_grads).sum()
@@ -29,10 +30,10 @@ class LogprobGradient:
 def logprob_gradients(
     loss: CustomLoss, samples: Sequence[Sample], logprobs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss -> (d loss / d logprobs of each sample [T], the metrics with loss:sum).
+    """Run the caller's loss -> (d loss / d logprobs, [T] for each sample; the metrics of the loss, and loss:sum).
 
-    The loss gets samples whose columns are 0 at padded targets, as every loss in the trainer does.
-    Raises TypeError when the loss does not return (scalar, dict), ValueError when the scalar does not depend on the logprobs.
+    The loss gets samples whose columns are 0 at padded targets, like every loss in the trainer.
+    Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the logprobs.
     """
     leaves = [x.detach().clone().requires_grad_() for x in logprobs]
     with torch.enable_grad():
@@ -53,7 +54,7 @@ def logprob_gradients(
 
 
 def _without_padded_columns(sample: Sample) -> Sample:
-    """The sample with columns that are 0 where its target is IGNORE_TARGET: the sample itself when it has no such target."""
+    """Set the columns to 0 where the target is IGNORE_TARGET. Returns the given sample if it has no such target."""
     is_padded_T = torch.as_tensor(sample.targets) == IGNORE_TARGET
     if not is_padded_T.any():
         return sample

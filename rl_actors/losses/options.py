@@ -1,7 +1,7 @@
 """Options of every policy loss: KL to a reference, and corrections for a generator whose probabilities differ from the trainer's.
 
-None of them is a loss by itself. PolicyLoss in policy.py has the whole formula: w_i is the loss weight of position i, and a position whose
-w_i is not 0 is trained.
+An option is not a loss. PolicyLoss in policy.py has the whole formula. w_i is the loss weight of position i. A position is trained if its
+w_i is not 0.
 
 B rows, L row length; at level "sequence" a row is one sample.
 """
@@ -18,11 +18,11 @@ Level = Literal["token", "sequence"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KL:
-    """Adds coefficient * sum_i w_i kl_i, an estimate of KL(trainer, reference) with d_i = logprob_i - ref_logprob_i:
+    """Adds coefficient * sum_i w_i kl_i to the loss. kl_i estimates KL(trainer, reference) from d_i = logprob_i - ref_logprob_i.
 
     k1: d_i;  k2: d_i^2 / 2;  k3: exp(-d_i) - 1 + d_i  (Schulman, "Approximating KL divergence", 2020).
     On samples that the trainer's own policy drew, the expected gradient of k2 is the gradient of the KL, and the expected gradient of k1 is 0
-    (Tang and Munos, arXiv 2506.09477). coefficient=0 only reports kl_reference:mean.
+    (Tang and Munos, arXiv 2506.09477). With coefficient=0 the KL is only reported, as kl_reference:mean.
     """
 
     coefficient: float
@@ -46,8 +46,10 @@ class KL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedImportanceSampling:
-    """Multiplies w_i, in the objective only, by min(q_i, cap), q_i = p_trainer / p_generator (Yao et al., "Your efficient RL framework
-    secretly brings you off-policy RL training", 2025). At level "sequence" q is the geometric mean over the sample's trained positions.
+    """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. KL and entropy keep their weights.
+
+    (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.) At level "sequence" every position has
+    the geometric mean of q over the trained positions of its sample.
     """
 
     cap: float = 2.0
@@ -66,9 +68,10 @@ class TruncatedImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Multiplies w_i, in the objective only, by 0 where q_i = p_trainer / p_generator is outside [low, high]. With reweights=True it also
-    multiplies w_i by q_i inside the bounds, as in the paper (Ling team, "Every step evolves", arXiv 2510.18855). At level "sequence" q is the
-    geometric mean over the sample's trained positions.
+    """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. KL and entropy keep their weights.
+
+    With reweights=True it also multiplies the objective by q_i inside the bounds, as in the paper (Ling team, "Every step evolves",
+    arXiv 2510.18855). At level "sequence" every position has the geometric mean of q over the trained positions of its sample.
     """
 
     low: float = 0.5
@@ -98,7 +101,7 @@ def sequence_mean(values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
 
 
 def at_level(level: Level, values_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-    """The values themselves at level "token". At level "sequence" every position of a row has the mean over the row's trained positions."""
+    """Level "token": the values as they are. Level "sequence": at every position the mean over the trained positions of its row."""
     if level == "token":
         return values_BL
     return sequence_mean(values_BL, is_trained_BL).expand_as(values_BL)

@@ -21,11 +21,11 @@ from rl_actors.metrics import Partials
 class PolicyLoss:
     """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
-    with J the subclass's objective, c the correction (1 without one), H the entropy of the whole distribution.
-    With the column generator_logprobs, old_logprobs are the trainer's own, from before the update, and the correction is a
-    function of q = exp(old_logprobs - generator_logprobs). Without that column old_logprobs are the generator's, and
-    q = exp(logprobs - old_logprobs) with no gradient.
-    sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the same:
+    J is the objective of the subclass, c the correction (1 without one), H the entropy of the whole distribution.
+    The correction is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then old_logprobs are the
+    trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs). If they do not have it, old_logprobs are the
+    generator's, and q = exp(logprobs - old_logprobs) without a gradient.
+    sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the same. This is
     GRPO's 1 / |o|.
     """
 
@@ -34,7 +34,9 @@ class PolicyLoss:
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    corrects: ClassVar[bool] = True  # J holds the ratio to old_logprobs, so it corrects for the generator by itself
+    corrects: ClassVar[bool] = (
+        True  # True: J contains the ratio to old_logprobs, so it corrects for the generator by itself
+    )
     needs_old_logprobs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -47,7 +49,7 @@ class PolicyLoss:
         return self.sequence_mean or (self.correction is not None and self.correction.level == "sequence")
 
     def columns(self) -> tuple[frozenset[str], frozenset[str]]:
-        """The (required, optional) arguments of the call, with those that the options read. The engine computes `entropy`."""
+        """The (required, optional) arguments of the call, including those that the options read. The engine computes `entropy`."""
         required, optional = {"loss_weights", "advantages"}, {"generator_logprobs", "old_logprobs"}
         if self.needs_old_logprobs or self.correction is not None:
             required.add("old_logprobs")
@@ -56,14 +58,14 @@ class PolicyLoss:
         if self.entropy_coefficient:
             required.add("entropy")
         if self.correction is not None and self.correction.reweights and self.corrects:
-            # Without this column q would be the ratio to old_logprobs, which J holds already: it would be multiplied twice.
+            # Without this column q would be the ratio to old_logprobs. J contains that ratio already, so it would count twice.
             required.add("generator_logprobs")
         return frozenset(required), frozenset(optional - required)
 
     def objective(
         self, logprobs_BL: Tensor, old_logprobs: Tensor, advantages: Tensor, is_trained_BL: Tensor
     ) -> tuple[Tensor, Partials]:
-        """(J [B, L], which is maximised; metrics of this loss)."""
+        """(J [B, L], to be maximised; metrics of the subclass)."""
         raise NotImplementedError
 
     def __call__(
@@ -81,7 +83,7 @@ class PolicyLoss:
         current_BL = logprobs_BL.detach()
 
         def where_trained(column: Tensor) -> Tensor:
-            # Ratios at the other positions are then 1. One that overflowed would give 0 * inf = NaN.
+            # At the other positions the ratio is then 1. A ratio that overflowed there would make the sum 0 * inf = NaN.
             return torch.where(is_trained_BL, column, current_BL)
 
         advantages = torch.where(is_trained_BL, advantages, 0.0)
@@ -115,12 +117,12 @@ class PolicyLoss:
 def policy_metrics(
     logprobs_BL: Tensor, generator_logprobs: Tensor, advantages: Tensor, loss_weights: Tensor
 ) -> Partials:
-    """Metrics of every policy loss, over trained positions: how far the generator's logprobs are from the trainer's, the advantages,
+    """Metrics of every policy loss, over trained positions: the distance of the generator's logprobs from the trainer's, the advantages,
     and an estimate of the entropy.
 
-    The KL of the generator from the trainer is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman,
-    "Approximating KL divergence", 2020). The effective sample size, as a fraction, is 1 / E[r^2] (Kong 1992 with E[r] = 1).
-    It is 1 when the two probabilities agree. It can be merged over calls, and noise may lift it above 1.
+    kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL divergence", 2020).
+    effective_sample_fraction is 1 / E[r^2], the effective sample size as a fraction (Kong 1992 with E[r] = 1). It is 1 if the two
+    probabilities agree. It merges over calls, because it is a quotient of two sums. Noise can raise it above 1.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -145,7 +147,7 @@ def policy_metrics(
 class Reinforce(PolicyLoss):
     """J_i = A_i logprob_i (Williams, "Simple statistical gradient-following algorithms", 1992).
 
-    Only metrics and a correction read old_logprobs.
+    The objective does not read old_logprobs. Only the metrics and a correction do.
     """
 
     corrects: ClassVar[bool] = False
@@ -171,7 +173,7 @@ class ImportanceSampling(PolicyLoss):
 class PPO(PolicyLoss):
     """J_i = min(r_i A_i, clip(r_i, ratio_low, ratio_high) A_i) (Schulman et al., arXiv 1707.06347, eq. 7; Tinker's `ppo`).
 
-    Different bounds are DAPO's clip-higher (arXiv 2503.14476): PPO(ratio_low=0.8, ratio_high=1.28).
+    DAPO's clip-higher (arXiv 2503.14476) is a larger upper bound: PPO(ratio_low=0.8, ratio_high=1.28).
     dual_clip=c > 1 bounds J_i from below by c A_i where A_i < 0 (Ye et al., arXiv 1912.09729, eq. 5).
     """
 
@@ -192,7 +194,7 @@ class PPO(PolicyLoss):
         return self.clipped_objective(ratio_BL, advantages, is_trained_BL)
 
     def clipped_objective(self, ratio_BL: Tensor, advantages: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Partials]:
-        """PPO's objective for ratios of each position, as in PPO, or of each sample, as in GSPO."""
+        """PPO's objective for one ratio per position, as in PPO, or one ratio per sample, as in GSPO."""
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
         objective_BL = torch.minimum(ratio_BL * advantages, clipped_BL * advantages)
         was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
@@ -206,11 +208,11 @@ class PPO(PolicyLoss):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GSPO(PPO):
-    """PPO with one ratio a sample: s = exp(mean of logprob_i - old_logprob_i over the sample's trained i) (Zheng et al.,
+    """PPO with one ratio per sample: s = exp(mean of logprob_i - old_logprob_i over the sample's trained i) (Zheng et al.,
     arXiv 2507.18071).
 
-    Equation 5 of the paper is a mean over samples: GSPO(sequence_mean=True) with grad_divisor = the number of samples.
-    The bounds are the paper's. They are this narrow because s is a geometric mean.
+    Equation 5 of the paper is a mean over samples. GSPO(sequence_mean=True) with grad_divisor = the number of samples computes it.
+    The default bounds are the paper's. They are narrow because s is a geometric mean.
     """
 
     ratio_low: float = 1 - 3e-4
@@ -229,8 +231,9 @@ class GSPO(PPO):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CISPO(PolicyLoss):
-    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i, with no gradient through the clipped ratio, so that every position keeps
-    a gradient (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
+    """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
+
+    The clipped ratio is a constant factor without a gradient, so that a position outside the bounds still has one, by its logprob.
     """
 
     ratio_low: float = 0.0
@@ -252,7 +255,7 @@ class CISPO(PolicyLoss):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRO(PolicyLoss):
     """J_i = A_i logprob_i - beta / 2 (logprob_i - old_logprob_i)^2 (Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599;
-    Tinker's `dro`). The default beta is the one of Tinker's example.
+    Tinker's `dro`). The default beta is that of Tinker's example.
     """
 
     beta: float = 0.05

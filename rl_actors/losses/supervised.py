@@ -12,10 +12,11 @@ from rl_actors.metrics import Partials
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CrossEntropy:
-    """sum_i -w_i log p_i, with any float weights w, negative too (Tinker's `cross_entropy`).
+    """sum_i -w_i log p_i (Tinker's `cross_entropy`). The weights w may be any numbers, also negative ones.
 
-    With the columns target_ids and target_weights [T, K] it is sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), the cross entropy
-    to a distribution over K tokens, as in distillation. `targets` then only say which positions are padding.
+    With the columns target_ids and target_weights [T, K] the loss is sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), where v are
+    the target_weights. This is the cross entropy to a distribution over K tokens, as in distillation. `targets` then only say which
+    positions are padding.
     """
 
     def __call__(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from references import ppo_samples, random_samples
 
-from rl_actors.engine.call_order import BROKEN, IDLE, LEGAL, OPEN, WEIGHTS_BROKEN, StepState
+from rl_actors.engine.call_order import BROKEN, IDLE, INCONSISTENT, LEGAL, OPEN, StepState
 from rl_actors.losses import GSPO, PPO
 from rl_actors.types import OptimParams
 
@@ -30,12 +30,12 @@ def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]):
 
 def in_state(state: str) -> StepState:
     step = StepState()
-    enter = {BROKEN: lambda: step.mark_broken(weights=False), WEIGHTS_BROKEN: lambda: step.mark_broken(weights=True)}
+    enter = {BROKEN: lambda: step.mark_broken(weights=False), INCONSISTENT: lambda: step.mark_broken(weights=True)}
     (enter | {IDLE: step.close, OPEN: step.open})[state]()
     return step
 
 
-@pytest.mark.parametrize("state", [IDLE, OPEN, BROKEN, WEIGHTS_BROKEN])
+@pytest.mark.parametrize("state", [IDLE, OPEN, BROKEN, INCONSISTENT])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_is_legal_or_refused_with_call_state_and_remedy(call, state):
     step = in_state(state)
@@ -55,7 +55,7 @@ def test_each_state_refuses_these_calls():
         IDLE: ["optim_step"],
         OPEN: ["load_checkpoint", "profile", "save_checkpoint"],
         BROKEN: [call for call in CALLS if call != "discard_gradients"],
-        WEIGHTS_BROKEN: [call for call in CALLS if call != "load_checkpoint"],
+        INCONSISTENT: [call for call in CALLS if call != "load_checkpoint"],
     }
 
 

@@ -124,8 +124,8 @@ def test_after_a_damaged_checkpoint_only_loading_a_whole_one_is_possible(make_en
         file.unlink()
     with pytest.raises(RuntimeError, match="loading .* failed on 1 ranks; on rank 0: FileNotFoundError"):
         engine.load_checkpoint(str(path))
-    assert engine.info().state == "mixed"
-    with pytest.raises(RuntimeError, match="discard_gradients is not possible while the trainer is mixed"):
+    assert engine.info().state == "inconsistent"
+    with pytest.raises(RuntimeError, match="discard_gradients is not possible while the trainer is inconsistent"):
         engine.discard_gradients()
     engine.load_checkpoint(str(whole))
     assert engine.info().state == "idle"
