@@ -34,12 +34,22 @@ class Entry(TypedDict):
     metadata: dict[str, object]
 
 
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str  # "system", "user" or "assistant"
+    content: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     prompt: str
     answer: str
     key: str  # training uses no problem that has the key of a held-out one
     metadata: dict[str, object] = field(default_factory=dict)
+    # The conversation that the completion continues. If it is not empty, the model's chat template makes the prompt from it, and `prompt`
+    # is only shown.
+    messages: list[Message] = field(default_factory=list)
 
 
 @runtime_checkable
