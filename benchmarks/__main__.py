@@ -1,7 +1,7 @@
-"""List the rows of the table and the programs, or run one: `python -m benchmarks [NAME [ARGUMENT ...]]`.
+"""Command line of the benchmarks: `python -m benchmarks` prints a list, `python -m benchmarks NAME [ARGUMENT ...]` runs a row or a program.
 
-A row is an entry of benchmarks.harness.register. A program is a file of this folder or of harness/ that defines `main()`; its entry in the
-list is the first line of its docstring. Nothing here imports torch.
+A row is one entry of the table in benchmarks/harness/register.py. A program is a file of benchmarks/ or benchmarks/harness/ that defines
+`main()`; the list describes it by the first line of its docstring. torch is not imported here, because its import takes seconds.
 """
 
 import ast
@@ -18,7 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def programs() -> dict[str, tuple[str, str]]:
-    """Benchmarks and tools: {"overhead": ("benchmarks.overhead", "Overhead of …")}. The files are read and not imported, which needs no torch."""
+    """Benchmarks and tools: {name: (module, first line of its docstring)}, such as {"overhead": ("benchmarks.overhead", "Cost of …")}.
+
+    The files are parsed and not imported, because importing them would import torch.
+    """
     found = {}
     for package in PACKAGES:
         for path in sorted((ROOT / package.replace(".", "/")).glob("*.py")):
@@ -31,9 +34,13 @@ def programs() -> dict[str, tuple[str, str]]:
 
 
 def rows() -> list[str]:
-    """A line for each row: what it needs, whether this kind of machine has a result, and the newest ratio beside its target."""
-    columns = f"{{:<{max(map(len, TABLE))}}}" + " {:<7} {:<8} {:<24} {:<46} {:<24} {}"
-    found = [columns.format("row", "needs", "here", "ratio", "target", "meets it", "newest result")]
+    """Lines of the printed list: a head, and a line for each row.
+
+    A line says which devices the row needs, whether this kind of machine has measured it, and how its newest result compares to its target.
+    """
+    width = max(len(name) for name in TABLE)
+    template = f"{{:<{width}}} {{:<7}} {{:<8}} {{:<24}} {{:<46}} {{:<24}} {{}}"
+    lines = [template.format("row", "needs", "here", "ratio", "target", "meets it", "newest result")]
     for name, row in TABLE.items():
         line = newest(row, missing.gpu_here())
         if not row.runs_here():
@@ -45,17 +52,17 @@ def rows() -> list[str]:
         if line is None:
             cells = ("", target(row), "", "not run")
         else:
-            first = ratio(line) or row.measured(line).partition(";")[0]
-            cells = (first, target(row), verdict(row, line), f"{line['device']}, {line['date']}")
-        found.append(columns.format(name, row.needs, here, *cells))
-    return found
+            figure = ratio(line) or row.measured(line).partition(";")[0]
+            cells = (figure, target(row), verdict(row, line), f"{line['device']}, {line['date']}")
+        lines.append(template.format(name, row.needs, here, *cells))
+    return lines
 
 
 def main() -> None:
     known = programs()
     name, *arguments = sys.argv[1:] or [""]
     if not name:
-        print("make bench ROW=NAME runs a row; ROW=missing runs every row without a result (ARGS=--help says more)\n")
+        print("make bench ROW=NAME runs a row; ROW=missing runs every row without a result (ARGS=--help for options)\n")
         print("\n".join(rows()))
         print("\nPrograms with arguments of their own: python -m benchmarks NAME --help\n")
         for program, (_, first_line) in known.items():

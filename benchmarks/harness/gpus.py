@@ -1,4 +1,7 @@
-"""Readings of nvidia-smi while something runs, for the GPUs that this program sees. Starts no CUDA context."""
+"""Readings of nvidia-smi while something runs, for the GPUs that this program may use.
+
+A reading needs no CUDA context of this process. Such a context would take memory on the GPU that is measured.
+"""
 
 import subprocess
 import threading
@@ -10,11 +13,15 @@ from benchmarks.harness import results
 
 
 class Watch:
-    """One field of nvidia-smi, such as "utilization.gpu" (percent) or "memory.used" (MiB), of every GPU, ten times a second."""
+    """Readings of one field of nvidia-smi on every GPU, ten times a second.
+
+    The field is for example "utilization.gpu" (percent) or "memory.used" (MiB).
+    """
 
     def __init__(self, field: str) -> None:
         self.readings: list[tuple[float, int, float]] = []  # (time.perf_counter, GPU, value)
         query = ["nvidia-smi", f"--query-gpu=index,{field}", "--format=csv,noheader,nounits", "-lms", "100"]
+        # nvidia-smi's index of a GPU -> its number in this program
         self.numbers = {index: number for number, index in enumerate(results.visible(len(results.gpus())))}
         self.process: subprocess.Popen | None = None
         with suppress(OSError):  # a machine without GPUs has no nvidia-smi
@@ -30,7 +37,7 @@ class Watch:
                     self.readings.append((time.perf_counter(), self.numbers[index.strip()], float(value)))
 
     def between(self, start: float = -inf, end: float = inf) -> dict[int, list[float]]:
-        """The values of each GPU between two times of time.perf_counter."""
+        """Values of each GPU, {GPU: [value, …]}, that were read between two moments of time.perf_counter."""
         values: dict[int, list[float]] = {}
         for moment, gpu, value in list(self.readings):
             if start <= moment <= end:

@@ -1,11 +1,12 @@
-"""Run the rows of the table that this machine can run and that have no result yet, one after another, each in a process of its own.
+"""Runs of the missing rows: `make bench ROW=missing` runs every row that this machine can run and that has no result from its kind of device.
 
-`make bench ROW=missing`. A result is kept as soon as its row is done. If the command is interrupted, give it again: finished rows are not run again.
-A row that fails does not stop the others: it is named at the end, and the exit status is 1. Only results from the same kind of device count.
+Rows run one after another, and each command has a process of its own. A result is written as soon as its row is done, so the same command
+continues after an interrupt without repeating finished rows. If a row fails, the others still run; then the failed rows are named and the exit status is 1.
 """
 
 import argparse
 import ctypes
+import itertools
 import os
 import signal
 import subprocess
@@ -24,18 +25,22 @@ from benchmarks.harness.table import H200, newest, sentence
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
-GRACE = 75.0  # seconds between an interrupt and the kill; a controller that a row runs has 60 to close
-PR_SET_PDEATHSIG = 1
+# Seconds between an interrupt and the kill. A row gives its controller 60 s to close, which is less.
+GRACE = 75.0
+PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
 
 def gpu_here() -> str:
-    """The kind of GPU whose results count here. A machine without a GPU shows the results of an H200."""
+    """Name of this machine's GPU. A machine without a GPU shows the results of an H200."""
     names = results.gpus()
     return names[0] if names else H200
 
 
 def missing(names: Iterable[str], since: str = "") -> list[str]:
-    """The rows that this machine can run and that have no result. A quotient is never missing: it follows from its rows."""
+    """Names of the rows that this machine can run and that have no result since that date.
+
+    A quotient has no command of its own and is never missing: its two rows give it.
+    """
     found = []
     for name in names:
         row = TABLE[name]
@@ -47,7 +52,7 @@ def missing(names: Iterable[str], since: str = "") -> list[str]:
 def measure(
     names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf
 ) -> list[str]:
-    """Run these rows and return the ones that failed. No row begins after `until`, in seconds of time.monotonic."""
+    """Run these rows and return the names of those that failed. No row begins after `until`, a moment of time.monotonic."""
     waiting = _rows_by_command(names)
     failed: list[str] = []
     for command in list(waiting):
@@ -55,12 +60,13 @@ def measure(
             break
         failed += _measure_together(waiting.pop(command), extra, timeout)
     if waiting:
-        print(f"not begun: {', '.join(name for rows in waiting.values() for name in rows)}", flush=True)
+        not_begun = itertools.chain.from_iterable(waiting.values())
+        print(f"not begun: {', '.join(not_begun)}", flush=True)
     return failed
 
 
 def _rows_by_command(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
-    """Rows with the same command are measured by one process. A quotient is replaced by its two rows."""
+    """Rows grouped by their command, because one process measures all rows of a command. A quotient is replaced by its two rows."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         for part in TABLE[name].quotient_of or (name,):
@@ -71,9 +77,9 @@ def _rows_by_command(names: Sequence[str]) -> dict[tuple[str, ...], list[str]]:
 
 
 def _measure_together(rows: Sequence[str], extra: Sequence[str], timeout: float) -> list[str]:
-    """Measure rows of one command in a process group of its own, and return the rows without a result.
+    """Measure the rows of one command in a new process group, and return the names of the rows without a result.
 
-    No process of the group outlives this call, nor this process if it is killed.
+    No process of the group outlives this call. If this process is killed during the call, the kernel kills its child.
     """
     arguments = [TABLE[name].argument for name in rows if TABLE[name].argument]
     command = [*PYTHON, *TABLE[rows[0]].command, *dict.fromkeys(arguments), *extra]
@@ -93,7 +99,10 @@ def _measure_together(rows: Sequence[str], extra: Sequence[str], timeout: float)
 
 
 def _end(child: subprocess.Popen) -> int:
-    """Interrupt a process that still runs, and kill what is left of its group after GRACE or at a second interrupt."""
+    """End a process group and return the exit status of its leader.
+
+    A leader that still runs is interrupted. Processes that remain after GRACE seconds, or at a second interrupt, are killed.
+    """
     try:
         if child.poll() is None:
             os.killpg(child.pid, signal.SIGINT)
@@ -113,15 +122,15 @@ def _die_with_parent() -> None:
 
 def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIMEOUT, until: float = inf) -> int:
     """Measure these rows, print a line for each, and return the exit status. Exits if this machine cannot run one of them."""
-    elsewhere = [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]
-    if elsewhere:
+    refused = [f"{name} needs {TABLE[name].needs}" for name in names if not TABLE[name].runs_here()]
+    if refused:
         here = f"{len(results.gpus())} x {gpu_here()}" if results.gpus() else "no GPU"
-        sys.exit(f"{'; '.join(elsewhere)}; here is {here}")
+        sys.exit(f"{'; '.join(refused)}; here is {here}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         failed = measure(names, extra, timeout=timeout, until=until)
     except KeyboardInterrupt:
-        print("interrupted; the results so far are kept, and the same command continues from there", flush=True)
+        print("interrupted; finished rows have their results, and the same command continues from there", flush=True)
         return 130
     for name in names:
         print(sentence(name, gpu_here()))
@@ -131,7 +140,7 @@ def run(names: Sequence[str], extra: Sequence[str] = (), *, timeout: float = TIM
 
 
 def _date(text: str) -> str:
-    """The same moment in UTC, in the format of a line's date. A time without a zone is UTC."""
+    """A moment, converted to UTC and to the format of a result's date. A time without a zone is taken as UTC."""
     moment = datetime.fromisoformat(text)
     return moment.replace(tzinfo=moment.tzinfo or UTC).astimezone(UTC).isoformat(timespec="seconds")
 
@@ -139,9 +148,9 @@ def _date(text: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", metavar="ROW", help="run only these rows, in this order")
-    parser.add_argument("--since", type=_date, help="2026-11-23T08:00 (UTC): results before this moment do not count")
+    parser.add_argument("--since", type=_date, help="a moment in UTC, such as 2026-11-23T08:00; ignore older results")
     parser.add_argument("--minutes", type=float, default=inf, help="begin no row after this many minutes")
-    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="seconds that one process may take")
+    parser.add_argument("--timeout", type=float, default=TIMEOUT, help="stop a process after this many seconds")
     arguments = parser.parse_args()
     unknown = [name for name in arguments.rows if name not in TABLE]
     if unknown:
@@ -149,7 +158,7 @@ def main() -> None:
     names = missing(arguments.rows or TABLE, arguments.since or "")
     if not names:
         print("nothing is missing: every row that runs here has a result from this kind of device")
-        print("--since DATE ignores older results")
+        print("--since DATE measures rows again whose result is older")
         return
     print(f"missing here: {', '.join(names)}", flush=True)
     until = time.monotonic() + 60 * arguments.minutes

@@ -1,7 +1,7 @@
-"""Write a Hugging Face directory of a Qwen3 shape with random weights in bfloat16: python -m benchmarks random_weights 4b DIR.
+"""A Hugging Face directory with random bfloat16 weights of a Qwen3 shape: `python -m benchmarks random_weights 4b DIR` writes it.
 
-For measurements and rehearsals. The directory has a config.json and safetensors of the right names and shapes, so that a run takes the
-same path as with trained weights.
+It serves for measurements and rehearsals. It has a config.json and safetensors with the right names and shapes, so a run loads it as it
+would load trained weights.
 """
 
 import argparse
@@ -20,7 +20,10 @@ STD = 0.02
 
 
 def scratch(model: ModelConfig, times: int = 4) -> str | None:
-    """The parent of a temporary folder: shared memory if `times` the size of these weights is free there, else None, the system's default."""
+    """Parent folder for a temporary folder with weights of this model, as tempfile's argument `dir`.
+
+    It is /dev/shm, whose files are in memory, if `times` the size of the weights is free there. Otherwise it is None, the system's default.
+    """
     memory = Path("/dev/shm")
     num_values = sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())
     needed = times * num_values * torch.bfloat16.itemsize
@@ -28,7 +31,10 @@ def scratch(model: ModelConfig, times: int = 4) -> str | None:
 
 
 def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 1.0) -> None:
-    """Norms are ones, all other weights are normal with deviation STD. scale multiplies the last norm and so the logits."""
+    """Write the directory. Norms are 1; all other weights are drawn from a normal distribution with standard deviation STD.
+
+    scale: the value of the last norm. It multiplies the logits.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     generator = torch.Generator(device).manual_seed(seed)
     model.save(directory)
@@ -45,14 +51,14 @@ def write(model: ModelConfig, directory: Path, *, seed: int = 0, scale: float = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("directory", type=Path, help="it must not exist")
+    parser.add_argument("directory", type=Path, help="the directory to write; it must not exist yet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="of the logits: 15 leaves one to two nats a token at 0_6b"
+        "--scale", type=float, default=1.0, help="factor of the logits; 15 gives one to two nats a token at 0_6b"
     )
     arguments = parser.parse_args()
     if arguments.directory.exists():
-        raise SystemExit(f"{arguments.directory} exists; this program replaces nothing")
+        raise SystemExit(f"{arguments.directory} exists; this program overwrites nothing")
     start = time.perf_counter()
     write(MODELS[arguments.model], arguments.directory, seed=arguments.seed, scale=arguments.scale)
     size = sum(file.stat().st_size for file in arguments.directory.iterdir())

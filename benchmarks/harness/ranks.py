@@ -1,7 +1,7 @@
-"""Processes that serve as the ranks of one job after another, so that they import and compile only once. Measures nothing.
+"""Processes that serve as the ranks of one job after another, so that each process imports torch only once. Measures nothing.
 
-A process keeps one GPU; if there are more processes than GPUs, they share them. If a job fails or takes too long, its processes are killed
-and new ones take their places.
+A process uses the same GPU for all its jobs. If there are more processes than GPUs, several share one. If a job fails or takes too long,
+its processes are killed and new ones take their places.
 """
 
 import contextlib
@@ -22,10 +22,10 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A call work(*arguments) on each of num_ranks processes, whose environment makes them the ranks of one program."""
+    """A call work(*arguments) on each of num_ranks processes. RANK, WORLD_SIZE and so on in their environment make them one program."""
 
     name: str
-    work: Callable[..., Any]  # a function of a module, because it is pickled by name
+    work: Callable[..., Any]  # must be defined at the top of a module, because it is pickled by name
     arguments: tuple = ()
     num_ranks: int = 1
 
@@ -39,17 +39,17 @@ class _Process:
 @dataclass(slots=True, kw_only=True)
 class _Running:
     job: Job
-    places: list[int]
-    deadline: float
+    places: list[int]  # indices into Ranks.processes, in the order of the ranks
+    deadline: float  # of time.monotonic
     answers: dict[int, tuple[bool, Any]] = field(default_factory=dict)  # place -> (success, answer or traceback)
 
     def is_done(self) -> bool:
-        """True if all ranks answered, one of them failed, or the time is up."""
+        """True if all ranks have answered, one of them has failed, or the time is up."""
         all_answered = len(self.answers) == len(self.places)
         return all_answered or bool(self.failures()) or time.monotonic() > self.deadline
 
     def failures(self) -> list[str]:
-        """The tracebacks of the ranks that failed."""
+        """Tracebacks of the ranks that failed."""
         return [answer for success, answer in self.answers.values() if not success]
 
 
@@ -71,9 +71,9 @@ class Ranks:
             self._end(place)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Any], str]]:
-        """(job, the answer of each rank, "") for every finished job, or (job, [], the reason) for one that failed.
+        """Run the jobs, several at the same time while there are processes for them, and yield one triple for each as it ends.
 
-        Jobs run side by side while there are processes for them.
+        The triple of a finished job is (job, the answer of each rank, ""). That of a failed job is (job, [], the reason).
         """
         waiting, running = list(jobs), []
         free = set(range(len(self.processes)))
@@ -95,7 +95,7 @@ class Ranks:
                     yield done.job, [done.answers[place][1] for place in done.places], ""
 
     def _send_fitting(self, waiting: list[Job], free: set[int]) -> list[_Running]:
-        """Start the waiting jobs for which there are free processes. Removes them from `waiting` and their places from `free`."""
+        """Start the waiting jobs for which there are enough free processes. Removes them from `waiting` and their places from `free`."""
         started = []
         for job in list(waiting):
             places = self._places(job, free)
@@ -106,9 +106,10 @@ class Ranks:
         return started
 
     def _places(self, job: Job, free: set[int]) -> list[int]:
-        """The places of a job's ranks, or none if too few are free.
+        """Free places for a job's ranks; an empty list if there are too few.
 
-        A process has the same rank in all jobs of one size, because torch remembers the shards of a mesh, but not their rank.
+        The first place is a multiple of num_ranks, so a process has the same rank in all jobs of one size. torch caches the shards of a
+        mesh without their rank, so a process that had another rank before would compute with the shards of that rank.
         """
         for start in range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks):
             block = list(range(start, start + job.num_ranks))
@@ -133,7 +134,7 @@ class Ranks:
         return _Running(job=job, places=list(places), deadline=time.monotonic() + self.seconds)
 
     def _some_done(self, running: Sequence[_Running]) -> list[_Running]:
-        """Wait until a job is done, and return all that are."""
+        """Wait until at least one job is done, and return all that are done."""
         while True:
             done = [each for each in running if each.is_done()]
             if done:
@@ -141,8 +142,8 @@ class Ranks:
             self._receive(running)
 
     def _receive(self, running: Sequence[_Running]) -> None:
-        """Wait a second for answers and note them. A process that ended counts as a failed rank."""
-        expected: dict[Any, tuple[_Running, int]] = {}  # by the pipe that the answer comes through
+        """Wait for answers, at most a second, and store them in their jobs. A process that has ended counts as a failed rank."""
+        expected: dict[Any, tuple[_Running, int]] = {}  # pipe -> (job, place) of the answer that comes through it
         for each in running:
             for place in each.places:
                 if place not in each.answers:
@@ -162,15 +163,16 @@ class Ranks:
         return _Process(process=process, pipe=here)
 
     def _end(self, place: int) -> None:
-        held = self.processes[place]
-        held.pipe.close()
-        held.process.kill()
-        held.process.join()
+        ending = self.processes[place]
+        ending.pipe.close()
+        ending.process.kill()
+        ending.process.join()
 
 
 def _serve(pipe: Connection) -> None:
+    """The program of a process: run every (work, arguments, environment) that arrives, and send back (success, answer or traceback)."""
     with contextlib.suppress(EOFError, KeyboardInterrupt):
-        import rl_actors.engine.train_engine  # noqa: F401  imported before the first job arrives
+        import rl_actors.engine.train_engine  # noqa: F401  takes seconds, so it is done before the first job arrives
 
         while True:
             work, arguments, environment = pipe.recv()
@@ -182,7 +184,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(answer)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            torch.compiler.reset()  # torch keeps at most eight compiled forms of a function
+            torch.compiler.reset()  # torch keeps at most eight compiled versions of a function; the next job needs room for its own
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

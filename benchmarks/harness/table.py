@@ -1,4 +1,4 @@
-"""Tables of the newest results: every row with its target in docs/speed.md, and the headline rows in the README. Measures nothing."""
+"""Tables of the newest results. docs/speed.md shows every row with its target, README.md the headline rows. Measures nothing."""
 
 import argparse
 from dataclasses import replace
@@ -21,13 +21,14 @@ HEADLINE_HEAD = ("row", "what", "measured", "ratio", "device, date")
 
 
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
-    """The row's newest line from this kind of device (`gpu`, or a CPU for a row without GPUs); None if there is none.
+    """The row's newest result; None if there is none. Lines with an error do not count.
 
-    The line's "file" holds the newest line of every name in the same file. A quotient has the lines of its two rows instead. A line with
-    an error is no result. since: a moment in UTC, in the format of a line's date; older lines are ignored.
+    gpu: the kind of GPU whose results count for a row with GPUs; for other rows those of a CPU count. since: a moment in UTC, in the
+    format of a line's date; older lines do not count. The field "file" of the answer has the newest line of every name in the same file.
+    For a quotient the answer has the lines of its two rows, in "over" and "under".
     """
     if row.quotient_of:
-        # A quotient takes our side of its rows, whatever that side was compared with.
+        # A quotient needs only our side of its rows. So it does not matter what our side was compared with.
         over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None
@@ -46,13 +47,14 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
 
 
 def misses(row: TableRow, line: Line) -> list[str]:
-    """Fields on the wrong side of their limit. NaN is on the wrong side of every limit."""
-    low = [name for name, limit in row.at_least.items() if not line[name] >= limit]
-    return low + [name for name, limit in row.at_most.items() if not line[name] <= limit]
+    """Fields that are beyond their limit. NaN is beyond every limit, which is why the comparisons are negated."""
+    too_low = [name for name, limit in row.at_least.items() if not line[name] >= limit]
+    too_high = [name for name, limit in row.at_most.items() if not line[name] <= limit]
+    return too_low + too_high
 
 
 def target(row: TableRow) -> str:
-    """ "≥ 0.98, tokens/s ≥ 40,000": the limits of a row. The name of the ratio is left out."""
+    """The limits of a row for readers: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is one of the ratio."""
     limits = [(name, "≥", limit) for name, limit in row.at_least.items()]
     limits += [(name, "≤", limit) for name, limit in row.at_most.items()]
     texts = []
@@ -67,6 +69,7 @@ def target(row: TableRow) -> str:
 
 
 def verdict(row: TableRow, line: Line) -> str:
+    """ "yes", or "misses …" with the fields that miss their limits; "" for a row without limits."""
     if not row.at_least and not row.at_most:
         return ""
     missed = misses(row, line)
@@ -74,7 +77,7 @@ def verdict(row: TableRow, line: Line) -> str:
 
 
 def markdown(gpu: str = H200) -> str:
-    """The table of all rows, also of the ones that were not run."""
+    """The table of all rows, in Markdown. Rows that were not run are in it as well."""
     rows: list[tuple[str, ...]] = []
     for name, row in TABLE.items():
         line = newest(row, gpu)
@@ -87,7 +90,7 @@ def markdown(gpu: str = H200) -> str:
 
 
 def headline(gpu: str = H200) -> str:
-    """The table of the headline rows that were run."""
+    """The table of the headline rows, in Markdown. Rows that were not run are left out."""
     rows: list[tuple[str, ...]] = []
     for name in HEADLINE:
         line = newest(TABLE[name], gpu)
@@ -107,21 +110,23 @@ def _markdown(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 
 
 def sentence(name: str, gpu: str) -> str:
-    """One line about a row's newest result."""
+    """One line about a row's newest result: "4b-packed: ratio 1.001; target ≥ 0.98: yes"."""
     row = TABLE[name]
     line = newest(row, gpu)
     if line is None:
         return f"{name}: not run"
+    figure = f"ratio {ratio(line)}" if ratio(line) else row.measured(line)
     judged = f"; target {target(row)}: {verdict(row, line)}" if target(row) else ""
-    return f"{name}: {f'ratio {ratio(line)}' if ratio(line) else row.measured(line)}{judged}"
+    return f"{name}: {figure}{judged}"
 
 
 def ratio(line: Line) -> str:
+    """The ratio of a result with three digits: "1.001"; "" for a result without one."""
     return f"{line['ratio']:.3f}" if "ratio" in line else ""
 
 
 def between(text: str, marks: tuple[str, str]) -> str | None:
-    """The part of a page between two marks; None if a mark is missing."""
+    """The part of a page between two marks; None if the page lacks a mark."""
     _, _, rest = text.partition(marks[0])
     part, end, _ = rest.partition(marks[1])
     return part if end else None
@@ -140,9 +145,9 @@ def write(page: Path, marks: tuple[str, str], table: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", default=H200, help="the kind of GPU whose results count")
-    parser.add_argument("--headline", action="store_true", help="only the rows that the README shows")
+    parser.add_argument("--headline", action="store_true", help="print only the rows that the README shows")
     parser.add_argument(
-        "--write", action="store_true", help=f"put the results of an {H200} into docs/speed.md and the README"
+        "--write", action="store_true", help=f"write the results of an {H200} into docs/speed.md and the README"
     )
     arguments = parser.parse_args()
     if arguments.write:

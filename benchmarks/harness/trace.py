@@ -1,4 +1,4 @@
-"""Summary of a torch.profiler trace: how long the GPU was busy, and which kernels took the time. Takes no trace itself."""
+"""Summary of a torch.profiler trace: how long the GPU was busy, and which kernels took the time. Records no trace itself."""
 
 import json
 import sys
@@ -9,7 +9,7 @@ from typing import Any
 NUM_KERNELS = 25
 NUM_GAPS = 8
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
-# Part of a kernel's name -> its kind. The first match counts.
+# Part of a kernel's name -> kind of the kernel. The first part that is found in a name decides.
 KINDS = {
     "flex": "attention",
     "flash": "attention",
@@ -20,7 +20,8 @@ KINDS = {
     "nvjet": "matrix products",
     "adam": "optimizer",
     "nccl": "communication",
-    "triton_red": "fused, with reductions",  # before the rest, since a fused kernel's name lists all its operations
+    # Fused kernels come before the kinds below, because a fused kernel's name lists all its operations.
+    "triton_red": "fused, with reductions",
     "triton_per": "fused, with reductions",
     "triton": "fused",
     "memcpy": "copies",
@@ -34,7 +35,7 @@ KINDS = {
 
 
 def summary(path: str | Path, steps: int = 1) -> str:
-    """Text about a trace of `steps` steps: its span, the GPU's busy share, time by kind, the longest gaps, and the slowest kernels."""
+    """Text about a trace of `steps` steps: its length, the GPU's busy share, time by kind of kernel, the longest gaps and the slowest kernels."""
     events = json.loads(Path(path).read_text())["traceEvents"]
     kernels = [event for event in events if event.get("cat") in GPU_CATEGORIES and "dur" in event]
     if not kernels:
@@ -61,7 +62,10 @@ def summary(path: str | Path, steps: int = 1) -> str:
 
 
 def _spans(kernels: list[dict[str, Any]]) -> tuple[float, float, list[tuple[float, str]]]:
-    """(microseconds from the first kernel to the end of the last, microseconds with a kernel, the gaps and the kernel after each)."""
+    """(whole, busy, gaps) in microseconds: from the first kernel's start to the last end, the part of it in which a kernel ran, and the rest.
+
+    gaps: (length, name of the kernel after it) of every time without a kernel.
+    """
     spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in kernels)
     first = end = spans[0][0]
     busy, gaps = 0.0, []
