@@ -19,10 +19,9 @@ from benchmarks.harness.rows import ROWS, TRACED_STEPS, Row
 from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors.model_flops import flops_per_token, peak_flops
 
 CHANGEABLE = ("attention", "checkpointing")  # fields of a row that the command line may change
-PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""Floating-point operations a second of a GPU in dense bfloat16, by a part of its name; in float8 it is twice as fast."""
 
 
 def model_of(row: Row) -> ModelConfig:
@@ -125,29 +124,13 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
     }
 
 
-def flops_per_token(model: ModelConfig, document: int) -> float:
-    """Floating-point operations of forward and backward pass that the model itself asks for; recomputation does not count.
-
-    6 for every parameter of a matrix product, and 12 for every attended position of every block and head dimension. A position attends
-    to itself and to earlier positions of its document, which on average is half a document.
-    """
-    hidden = model.hidden_size
-    heads = model.num_attention_heads * model.head_dim
-    groups = model.num_key_value_heads * model.head_dim
-    attention_parameters = hidden * (heads + 2 * groups) + heads * hidden
-    parameters_of_block = attention_parameters + 3 * hidden * model.intermediate_size
-    parameters = model.num_hidden_layers * parameters_of_block + model.vocab_size * hidden
-    return 6 * parameters + 12 * model.num_hidden_layers * heads * document / 2
-
-
 def mfu(row: Row, tokens_per_second: float) -> float | None:
-    """Share of the GPUs' peak in the dtype of the products. It cannot exceed 1. None on a CPU and on a GPU that PEAKS lacks."""
+    """Share of the GPUs' peak in the dtype of the products. It cannot exceed 1. None on a CPU and on a GPU whose peak is unknown."""
     if not row.num_gpus:
         return None
-    peaks = [peak for name, peak in PEAKS.items() if name in results.gpus()[0]]
-    if not peaks:
+    peak = peak_flops(results.gpus()[0], float8=row.float8)
+    if peak is None:
         return None
-    peak = peaks[0] * (2 if row.float8 else 1)
     return flops_per_token(model_of(row), row.document) * tokens_per_second / row.num_gpus / peak
 
 

@@ -55,9 +55,8 @@ class LineDisplay:
         self.print(f"{label} ...")
 
     def step(self, record: Record) -> None:
-        seconds, trained = record.get("time/step"), record.get("tokens/trained")
-        self.record = {**record, "tokens/s": trained / seconds if trained and seconds else None}
-        if seconds:
+        self.record = record
+        if seconds := record.get("time/step"):
             self._recent.append(seconds)
         self.row()
 

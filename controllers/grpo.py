@@ -118,10 +118,11 @@ async def train(run: Run[GRPOConfig]) -> None:
                 updates = await train_step(run, samples, learning_rate)
             await sync(run)
             values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": learning_rate}
+            values |= run.trained(samples, num_epochs=config.epochs_per_step)
         grpo_step, is_last = step - sft_steps, step == last_step
         if is_last or grpo_step % config.validate_every == 0:
             values["validation/accuracy"] = await run.accuracy()
-        run.log.step(step, values | run.timer.reset(), phase="grpo", skipped=not batch.samples)
+        await run.record(step, values, phase="grpo", skipped=not batch.samples)
         run.log.rollouts(step, batch.shown())
         # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
         # writes its record again. In the other order the record would be missing.
@@ -171,7 +172,7 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
             state["sft_steps"] = step
             await sync(run)
             values["validation/accuracy"] = await run.accuracy()
-        run.log.step(step, values | run.timer.reset(), phase="sft")
+        await run.record(step, values, phase="sft")
         await run.end_step(state, phase_step=step, is_last=is_last)
         if is_last:
             break
@@ -194,6 +195,8 @@ def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> d
         "kl/policy_generator": first["kl_policy_generator:mean"],
         "ratio/mean": whole["ratio:mean"],
         "clip_fraction": whole["clip_fraction:mean"],
+        "clip_fraction/low": whole["clip_fraction_low:mean"],
+        "clip_fraction/high": whole["clip_fraction_high:mean"],
         "entropy": first["entropy_estimate:mean"],
         "policy_version": results[-1].policy_version,
         "loss": whole["loss:sum"] / (num_epochs * num_loss_tokens(batch.samples)),
@@ -201,7 +204,6 @@ def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> d
         "updates": len(results),
         "updates_skipped": sum(result.skipped for result in results),
         "policy_lag": updates[-1].outputs[0].policy_version - batch.oldest_version,
-        "tokens/trained": num_epochs * sum(map(len, batch.samples)),
     }
 
 

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from controllers.display import LineDisplay, LiveDisplay
 from controllers.run_folder import Record, RunFolder, to_json, to_plain
+from rl_actors import TrainerInfo
+from rl_actors.model_flops import peak_flops
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 KEYS = (
     *("policy_version", "reward/mean", "reward/std", "loss", "grad_norm", "learning_rate"),
     *("logprob_diff/mean", "logprob_diff/max", "kl/policy_generator", "groups/filtered"),
-    *("tokens/trained", "tokens/generated", "time/generate", "time/train", "time/sync", "time/step"),
+    *("completion/length_mean", "completion/length_max", "completion/truncated"),
+    *("tokens/trained", "tokens/generated", "tokens/s", "tflops/trained", "memory/trainer_peak"),
+    *("time/generate", "time/train", "time/sync", "time/step"),
 )
 """Every record has these keys. The value is null if the step has none. A record has `validation/accuracy` only if it was measured."""
 
@@ -51,10 +55,25 @@ class Timer:
         return times
 
 
+def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
+    """Speed of a step and memory of the trainer. `values` has the times of the step and what it trained on; `infos` has all ranks.
+
+    MFU is the share of the GPUs' peak that the model's own products and attention take while the trainer works. It cannot exceed 1.
+    It is left out where the peak is unknown, as on a CPU, and in a step without training.
+    """
+    found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
+    if values.get("tokens/trained") and values["time/step"]:
+        found["tokens/s"] = values["tokens/trained"] / values["time/step"]
+    peak = peak_flops(infos[0].device_name, float8=float8)
+    if peak is not None and values.get("tflops/trained") and values.get("time/train"):
+        found["mfu"] = values["tflops/trained"] * 1e12 / (values["time/train"] * peak * len(infos))
+    return found
+
+
 class MetricsLogger(AbstractContextManager):
     """Writer of each step's numbers. Leaving `with` closes all files and writes the outcome of the run to outcome.json.
 
-    with MetricsLogger(RunFolder("runs/tiny"), total_steps=200) as log:
+    with MetricsLogger(RunFolder(path), total_steps=200) as log:
         with log.setup("starting trainer"): ...
         log.step(1, {"loss": 0.7, **timer.reset()}, phase="grpo")
     """

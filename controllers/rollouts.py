@@ -84,13 +84,18 @@ class RolloutBatch:
 
     def metrics(self) -> dict[str, float]:
         rewards = [reward for group in self.groups for reward in group.task_rewards]
-        num_tokens = sum(len(c.tokens) for group in self.groups for c in group.completions)
+        completions = [completion for group in self.groups for completion in group.completions]
+        lengths = [len(completion.tokens) for completion in completions]
+        num_tokens = sum(lengths)
         values: dict[str, float] = {
             "reward/mean": fmean(rewards),
             "reward/std": pstdev(rewards),
             "groups/filtered": sum(not group.has_signal() for group in self.groups),
             "groups/refills": self.num_refills,
             "tokens/generated": num_tokens,
+            "completion/length_mean": fmean(lengths),
+            "completion/length_max": max(lengths),
+            "completion/truncated": fmean(completion.finish_reason == "length" for completion in completions),
         }
         divergences = [divergence for group in self.groups for divergence in group.divergences]
         if divergences:

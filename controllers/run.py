@@ -13,10 +13,11 @@ import rl_actors
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.interruption import Interruption
-from controllers.metrics import MetricsLogger, Timer
+from controllers.metrics import MetricsLogger, Timer, usage
 from controllers.rollouts import greedy_accuracy
-from controllers.run_folder import RunFolder
+from controllers.run_folder import Record, RunFolder
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.validation import validate_optim_params
@@ -148,6 +149,19 @@ class Run(Generic[Config]):
             return await greedy_accuracy(
                 self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
             )
+
+    def trained(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
+        """What it takes to train on the samples, as metrics of the step."""
+        lengths = [len(sample) for sample in samples]
+        flops = training_flops(self.config.trainer, lengths)
+        return {"tokens/trained": num_epochs * sum(lengths), "tflops/trained": num_epochs * flops / 1e12}
+
+    async def record(self, step: int, values: Record, *, phase: str, skipped: bool = False) -> None:
+        """Write the line of a step: its values, its times, its speed and the memory of the trainer."""
+        infos = await self.trainer.info()
+        values = values | self.timer.reset()
+        values |= usage(values, infos, float8=self.config.trainer.float8)
+        self.log.step(step, values, phase=phase, skipped=skipped)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
         """End a step with its state. Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.

@@ -86,7 +86,7 @@ class SFTPhase:
             "grad_norm": result.grad_norm,
             "updates_skipped": int(result.skipped),
             "learning_rate": learning_rate,
-            "tokens/trained": sum(map(len, samples)),
+            **run.trained(samples),
         }
 
     def _next_samples(self) -> list[Sample]:
@@ -120,7 +120,7 @@ async def train(run: Run[SFTConfig]) -> None:
                 version = await run.trainer.push_model_state_dict()
                 await run.generator.pull_model_state_dict(version)
             metrics["validation/accuracy"] = await run.accuracy()
-        run.log.step(step, metrics | run.timer.reset(), phase="sft")
+        await run.record(step, metrics, phase="sft")
         # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
         # writes its record again. In the other order the record would be missing.
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 
 from controllers.environments import Problem
-from rl_actors import Completion, ForwardBackwardOutput, OptimParams, OptimResult, Sample, SamplingParams, metrics
+from rl_actors import (
+    Completion,
+    ForwardBackwardOutput,
+    OptimParams,
+    OptimResult,
+    Sample,
+    SamplingParams,
+    TrainerInfo,
+    metrics,
+)
 from rl_actors.metrics import to_numbers
 
 
@@ -42,6 +51,33 @@ def parity_reward(*, seed: int, num_held_out: int) -> ParityReward:
 
 def constant_reward(*, seed: int, num_held_out: int, reward: float) -> ConstantReward:
     return ConstantReward(reward, min(num_held_out, 50))
+
+
+def trainer_info(**values: object) -> TrainerInfo:
+    """One rank on a CPU, with a peak of 1 GiB; `values` replace its fields."""
+    fields = {
+        "policy_version": 0,
+        "steps_skipped": 0,
+        "state": "idle",
+        "num_parameters": 1,
+        "vocab_size": 16,
+        "max_sequence_length": 64,
+        "tokens_per_row": 64,
+        "max_call_bytes": 1 << 20,
+        "layout": {},
+        "device": "cpu",
+        "device_name": "CPU",
+        "dtype": "float32",
+        "rank": 0,
+        "world_size": 1,
+        "pid": 0,
+        "optimizer": "AdamW",
+        "optimizer_fields": (),
+        "memory_bytes": 1 << 29,
+        "peak_memory_bytes": 1 << 30,
+        "logs": "",
+    }
+    return TrainerInfo(**(fields | values))
 
 
 class ReplayingGenerator:
@@ -114,6 +150,9 @@ class NearTrainer(ActorOfNothing):
 
     async def push_model_state_dict(self) -> int:
         return len(self.steps)
+
+    async def info(self) -> list[TrainerInfo]:
+        return [trainer_info(policy_version=len(self.steps))]
 
 
 @dataclass(frozen=True, kw_only=True)

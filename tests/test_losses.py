@@ -98,6 +98,24 @@ def test_ppo_reports_the_fraction_of_trained_positions_whose_gradient_is_clipped
     assert metrics["clip_fraction:mean"] == pytest.approx(float(clipped_BL.sum() / is_trained_BL.sum()))
 
 
+@pytest.mark.parametrize("loss", [PPO(), PPO(dual_clip=1.5), CISPO(ratio_low=0.7, ratio_high=1.3)])
+def test_the_clip_fraction_is_reported_by_side(loss):
+    logprobs_BL, columns = data()
+    ratio_BL = (logprobs_BL - columns["old_logprobs"]).exp()
+    is_trained_BL, advantages_BL = columns["loss_weights"] != 0, columns["advantages"]
+    low_BL, high_BL = ratio_BL < loss.ratio_low, ratio_BL > loss.ratio_high
+    if isinstance(loss, PPO):
+        low_BL, high_BL = low_BL & (advantages_BL < 0), high_BL & (advantages_BL > 0)
+        if loss.dual_clip is not None:
+            high_BL = high_BL | ((advantages_BL < 0) & (ratio_BL > loss.dual_clip))
+    _, _, metrics = run(loss, logprobs_BL, columns)
+    for name, clipped_BL in (("low", low_BL), ("high", high_BL)):
+        share = float((clipped_BL & is_trained_BL).sum() / is_trained_BL.sum())
+        assert 0 < share == pytest.approx(metrics[f"clip_fraction_{name}:mean"])
+    whole = metrics["clip_fraction_low:mean"] + metrics["clip_fraction_high:mean"]
+    assert metrics["clip_fraction:mean"] == pytest.approx(whole)
+
+
 @pytest.mark.parametrize("loss", [PPO(), ImportanceSampling(), CISPO(), DRO(), GSPO()])
 def test_policy_metrics_are_over_trained_positions(loss):
     logprobs_BL, columns = data()

@@ -203,7 +203,7 @@ class PPO(PolicyLoss):
             below_BL = (advantages < 0) & (objective_BL < floor_BL)
             objective_BL = torch.where(below_BL, floor_BL, objective_BL)
             was_clipped_BL = was_clipped_BL | below_BL
-        return objective_BL, {"clip_fraction:mean": _mean(was_clipped_BL.float(), is_trained_BL)}
+        return objective_BL, clip_metrics(was_clipped_BL, ratio_BL, is_trained_BL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,8 +248,8 @@ class CISPO(PolicyLoss):
     ) -> tuple[Tensor, Partials]:
         ratio_BL = (logprobs_BL.detach() - old_logprobs).exp()
         clipped_BL = ratio_BL.clamp(self.ratio_low, self.ratio_high)
-        clip_fraction = _mean((clipped_BL != ratio_BL).float(), is_trained_BL)
-        return clipped_BL * advantages * logprobs_BL, {"clip_fraction:mean": clip_fraction}
+        metrics = clip_metrics(clipped_BL != ratio_BL, ratio_BL, is_trained_BL)
+        return clipped_BL * advantages * logprobs_BL, metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,6 +272,16 @@ class DRO(PolicyLoss):
     ) -> tuple[Tensor, Partials]:
         penalty_BL = (logprobs_BL - old_logprobs).square() * self.beta / 2
         return logprobs_BL * advantages - penalty_BL, {}
+
+
+def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor) -> Partials:
+    """Shares of the trained positions whose ratio was clipped: all, those with a ratio below 1, and the others, which are above it."""
+    is_low_BL = ratio_BL < 1
+    return {
+        "clip_fraction:mean": _mean(was_clipped_BL.float(), is_trained_BL),
+        "clip_fraction_low:mean": _mean((was_clipped_BL & is_low_BL).float(), is_trained_BL),
+        "clip_fraction_high:mean": _mean((was_clipped_BL & ~is_low_BL).float(), is_trained_BL),
+    }
 
 
 def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:

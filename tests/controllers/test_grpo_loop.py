@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from fakes import Generation, NearTrainer, ParityReward, RandomGenerator, Step
@@ -130,3 +131,28 @@ def test_accuracy_is_that_of_greedy_completions_of_the_held_out_problems(finishe
         rewards = [finished.environment.reward(problem, text) for problem, text in zip(held_out, texts, strict=True)]
         accuracies.append(sum(rewards) / NUM_HELD_OUT)
     assert [r["validation/accuracy"] for r in finished.records if "validation/accuracy" in r] == accuracies
+
+
+def test_every_name_of_a_record_is_explained_in_the_docs(finished):
+    explained = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    names = {name for record in finished.records for name in record}
+    assert {"completion/truncated", "clip_fraction/low", "policy_lag"} <= names
+    assert sorted(name for name in names if f"`{name}`" not in explained) == []
+
+
+def test_lengths_are_those_of_all_completions_of_a_step(finished):
+    records = [record for record in finished.records if record["phase"] == "grpo"]
+    completions = [group for generation in finished.training for group in generation.answer]
+    assert sum(record["tokens/generated"] for record in records) == sum(
+        len(completion.tokens) for group in completions for completion in group
+    )
+    for record in records:
+        assert 1 <= record["completion/length_mean"] <= record["completion/length_max"] <= finished.config.max_tokens
+        assert record["completion/truncated"] == 0.0  # this generator always stops by itself
+
+
+def test_a_step_has_its_speed_and_the_memory_of_the_trainer(finished):
+    for record in finished.records:
+        assert record["memory/trainer_peak"] == 1.0
+        assert record["tokens/s"] == pytest.approx(record["tokens/trained"] / record["time/step"])
+        assert record["tflops/trained"] > 0 and "mfu" not in record  # a CPU has no known peak

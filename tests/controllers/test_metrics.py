@@ -80,7 +80,7 @@ def test_without_a_terminal_a_step_is_one_aligned_line_under_a_header(tmp_path):
     with logger(RunFolder(tmp_path), out, total_steps=3) as log:
         with log.setup("starting generator"):
             pass
-        log.step(1, {"loss": 2.0, "time/step": 0.5, "tokens/trained": 1000}, phase="sft")
+        log.step(1, {"loss": 2.0, "time/step": 0.5, "tokens/s": 2000.0}, phase="sft")
         log.step(2, {"reward/mean": 0.5, "validation/accuracy": 0.25, "policy_lag": 1, "time/step": 1}, phase="grpo")
         log.step(3, {"reward/mean": float("nan")}, phase="grpo", skipped=True)
     started, ready, header, sft, header_again, grpo, skipped = out.getvalue().splitlines()

@@ -94,6 +94,9 @@ class EngineTrainer:
     async def push_model_state_dict(self):
         return self.engine.policy_version
 
+    async def info(self):
+        return [self.engine.info()]
+
 
 class RecordedGenerator:
     """Completions that depend on the seed only, as those of a file do."""
@@ -211,9 +214,10 @@ def run(make_engine, monkeypatch):
 
 
 def lines(folder: RunFolder) -> list[dict]:
-    """metrics.jsonl without what a clock says."""
+    """metrics.jsonl without what depends on the clock and the process."""
+    measured = ("time/", "tokens/s", "memory/")
     return [
-        {key: value for key, value in record.items() if not key.startswith("time/")}
+        {key: value for key, value in record.items() if not key.startswith(measured)}
         for record in read_jsonl(folder.metrics)
     ]
 

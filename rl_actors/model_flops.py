@@ -1,0 +1,57 @@
+"""Floating-point operations (FLOPs) that a model asks for, and the most that a GPU does in a second. Measures nothing.
+
+T positions of one document.
+"""
+
+from collections.abc import Iterable
+
+from rl_actors.config import TrainerConfig
+from rl_actors.model_config import ModelConfig
+
+PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
+"""FLOPs a second of a GPU in dense bfloat16, by a part of its name; in float8 it is twice as fast."""
+
+
+def product_parameters(model: ModelConfig) -> int:
+    """Parameters of the matrix products that one token goes through: of a mixture, the router and the experts that it is routed to."""
+    hidden = model.hidden_size
+    heads = model.num_attention_heads * model.head_dim
+    groups = model.num_key_value_heads * model.head_dim
+    parameters = model.vocab_size * hidden
+    for layer in range(model.num_hidden_layers):
+        parameters += hidden * (heads + 2 * groups) + heads * hidden
+        if model.has_experts(layer):
+            parameters += hidden * model.num_experts
+            parameters += model.num_experts_per_tok * 3 * hidden * model.moe_intermediate_size
+        else:
+            parameters += 3 * hidden * model.intermediate_size
+    return parameters
+
+
+def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
+    """FLOPs of forward and backward pass for a token of a document of this length; recomputation does not count.
+
+    6 for every parameter of a matrix product, and 12 for every attended position of every block and head dimension. A position attends
+    to itself and to earlier positions of its document, which on average is half a document. The gradients of frozen weights are not
+    computed: with trains_weights=False, as under adapters, a parameter counts 4.
+    """
+    heads = model.num_attention_heads * model.head_dim
+    per_parameter = 6 if trains_weights else 4
+    return per_parameter * product_parameters(model) + 12 * model.num_hidden_layers * heads * document / 2
+
+
+def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
+    """FLOPs of one training pass over samples of these lengths, each a document of its own."""
+    trains_weights = config.lora.rank == 0
+    flops = 0.0
+    for length in lengths:
+        flops += length * flops_per_token(config.model, length, trains_weights=trains_weights)
+    return flops
+
+
+def peak_flops(device_name: str, *, float8: bool = False) -> float | None:
+    """Most FLOPs a second of a GPU of this name. None for a CPU and for a GPU that PEAKS lacks."""
+    for name, peak in PEAKS.items():
+        if name in device_name:
+            return peak * 2 if float8 else peak
+    return None
