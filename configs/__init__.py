@@ -5,6 +5,7 @@ from configs.small import small
 from configs.tiny import tiny, tiny_sft
 
 _QWEN3 = (
+    qwen3.qwen3,
     qwen3.qwen3_0_6b,
     qwen3.qwen3_0_6b_one_gpu,
     qwen3.qwen3_1_7b,

@@ -2,10 +2,12 @@
 
 The weights are random and the task is that of the tiny run, so a run needs no download. With `--trainer.hf-path DIR` the weights are read
 from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
-`--trainer.hf-path DIR --alphabet ""` and an environment of your own.
+`--trainer.hf-path DIR --alphabet ""` and an environment of your own; `qwen3` takes any size.
 """
 
 from dataclasses import replace
+
+import torch
 
 from configs.tiny import addition, sft_phase
 from controllers.grpo import GRPOConfig
@@ -25,6 +27,27 @@ MODELS = {
         tie_word_embeddings=False,
     ),
 }
+
+
+def qwen3() -> GRPOConfig:
+    """A model of your own: `--trainer.hf-path` takes a directory or an id, whose config.json gives the size.
+
+    One GPU, which trainer and generator share, or else the CPU.
+    """
+    if torch.cuda.is_available():
+        generator = _generator(gpu=0, share=0.35)
+        own = trainer("0_6b", tokens_per_row=8192)
+    else:
+        generator = GeneratorConfig(max_model_len=2048, enforce_eager=True)
+        own = TrainerConfig(max_sequence_length=2048, tokens_per_row=2048)
+    return GRPOConfig(
+        trainer=own,
+        generator=generator,
+        steps=100,
+        max_tokens=512,
+        rollouts=RolloutConfig(groups_per_step=32, group_size=8),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=2e-6, warmup_steps=5),
+    )
 
 
 def qwen3_0_6b() -> GRPOConfig:
@@ -86,16 +109,25 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
 
 
 def _apart(model: str, *, tokens_per_row: int) -> GRPOConfig:
-    return _run(model, tokens_per_row, GeneratorConfig(gpu=1, gpu_memory_utilization=0.85))
+    return _run(model, tokens_per_row, _generator(gpu=1, share=0.85))
 
 
 def _shared(model: str, *, tokens_per_row: int, share: float) -> GRPOConfig:
-    return _run(model, tokens_per_row, GeneratorConfig(gpu=0, gpu_memory_utilization=share))
+    return _run(model, tokens_per_row, _generator(gpu=0, share=share))
+
+
+def _generator(*, gpu: int, share: float) -> GeneratorConfig:
+    return GeneratorConfig(
+        gpu=gpu,
+        gpu_memory_utilization=share,
+        dtype="bfloat16",
+        max_model_len=4096,
+        max_num_seqs=1024,
+        setup_timeout=600.0,
+    )
 
 
 def _run(model: str, tokens_per_row: int, generator: GeneratorConfig) -> GRPOConfig:
-    generator.dtype, generator.max_model_len, generator.max_num_seqs = "bfloat16", 4096, 1024
-    generator.setup_timeout = 600.0
     return GRPOConfig(
         **addition(digits=2),
         trainer=trainer(model, tokens_per_row=tokens_per_row),

@@ -1,6 +1,7 @@
 """Command line of a run: it turns flags into a checked config and the run's folder. Starts nothing and writes nothing.
 
-It works on any dataclass with `steps: int`, `seed: int` and a `validate()` that raises ValueError.
+It works on any dataclass with `steps: int`, `seed: int`, a `with_local_models()` that returns the config with directories for ids of
+models, and a `validate()`. Both methods raise ValueError.
 """
 
 import contextlib
@@ -102,7 +103,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
         "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
     )
     flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
-    config = flags.config
+    config = flags.config.with_local_models()
     if chosen.resume:
         if flags.output_dir and flags.output_dir.resolve() != chosen.resume.resolve():
             raise ValueError(f"--output-dir {flags.output_dir}: --resume {chosen.resume} continues in its own folder")

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from controllers.metrics import MetricsLogger, Timer, usage
 from controllers.rollouts import greedy_accuracy
 from controllers.run_folder import Record, RunFolder
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors.hub import find_model
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
@@ -84,6 +85,12 @@ class RunConfig:
         # Copies, so that the generator's config shares no object with the trainer's.
         self.generator = replace(self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base)
 
+    def with_local_models(self) -> Self:
+        """This config with directories in the place of the ids of models on the Hugging Face Hub. Raises ValueError as find_model does."""
+        trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
+        generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
+        return replace(self, trainer=trainer, generator=generator)
+
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
         for name in ("steps", "max_tokens", "samples_per_forward_backward", "validate_every", "keep_checkpoints"):
@@ -93,7 +100,10 @@ class RunConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 0")
         if not self.alphabet and not self.trainer.hf_path:
-            raise ValueError("alphabet is empty and trainer.hf_path too; one of them must give a tokenizer")
+            raise ValueError(
+                "alphabet is empty and trainer.hf_path too; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
+                "the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
+            )
         longest = {"generator.max_model_len": self.generator.max_model_len}
         longest["trainer.max_sequence_length"] = self.trainer.max_sequence_length
         for name, limit in longest.items():

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.hub import find_model
 from rl_actors.losses import (
     CISPO,
     DRO,
@@ -80,6 +81,7 @@ __all__ = [
     "TrainerConfig",
     "TrainerInfo",
     "TruncatedImportanceSampling",
+    "find_model",
     "num_loss_tokens",
 ]
 

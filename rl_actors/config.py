@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import tyro
 from torchtitan.config import CompileConfig, ParallelismConfig
 
-from rl_actors import layouts, validation
+from rl_actors import hub, layouts, validation
 from rl_actors.model_config import ModelConfig
 
 MAX_VLLM_RANK = 512
@@ -133,7 +133,8 @@ class TrainerConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     """Dimensions of the model. If they are left at their defaults and hf_path is given, they are read from there."""
     hf_path: str = ""
-    """Hugging Face directory to load weights from. Empty: random weights from `seed`."""
+    """Hugging Face directory to load weights from; on the command line also the id of a model on the Hub. Empty: random weights from
+    `seed`."""
     tokenizer_path: str = ""
     """Directory of tokenizer files, which are copied into checkpoints and exports. Empty: hf_path."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
@@ -180,7 +181,7 @@ class TrainerConfig:
     """Seconds until every other call must answer."""
 
     def __post_init__(self) -> None:
-        if self.hf_path and self.model == ModelConfig():
+        if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
             self.model = ModelConfig.from_hf(self.hf_path)
 
     def num_processes(self) -> int:
@@ -201,6 +202,7 @@ class TrainerConfig:
         model = self.model
         model.validate()
         if self.hf_path:
+            hub.require_directory("hf_path", self.hf_path)
             model.require_same(self.hf_path)
         if self.optimizer is not None:
             self.optimizer.validate()
@@ -290,6 +292,7 @@ class GeneratorConfig:
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if no engine can be started from this config."""
         self.model.validate()
+        hub.require_directory("generator.hf_path", self.hf_path)
         names = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "num_threads", "setup_timeout", "call_timeout")
         for name in names:
             value = getattr(self, name)

@@ -130,7 +130,7 @@ def test_programs_are_the_benchmarks_and_the_tools_of_the_harness():
 
 
 def test_every_config_of_a_gpu_has_a_short_run_on_as_many_gpus_as_it_takes():
-    configs = {name: make() for name, make in CONFIGS["controllers.grpo"].items() if name.startswith("qwen3")}
+    configs = {name: make() for name, make in CONFIGS["controllers.grpo"].items() if name.startswith("qwen3_")}
     taken = {
         name: max(config.trainer.parallelism.data_parallel_shard_degree, config.generator.gpu + 1)
         for name, config in configs.items()

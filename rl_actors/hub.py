@@ -1,0 +1,98 @@
+"""Models by their names on the Hugging Face Hub: from "Qwen/Qwen3-0.6B" to a directory on this machine. Reads no model.
+
+Called once, in the program that starts the actors. The actors get the directory.
+"""
+
+import json
+import re
+from pathlib import Path
+
+MODEL_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""The form of an id: organisation/model."""
+
+FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
+"""Files of a repository that a run reads: weights, configs, and all forms of a tokenizer."""
+
+OTHER_FILES = ("*/*", "consolidated*")
+"""Files that are left out: the same weights in another form."""
+
+
+def find_model(name_or_path: str) -> str:
+    """The directory of a model: of a directory itself, or of a Hub id.
+
+    The Hub's cache is looked into first; what it lacks is downloaded, unless HF_HUB_OFFLINE is set. An empty text stays empty.
+    find_model("Qwen/Qwen3-0.6B") -> "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…"
+    Raises ValueError with the id, the reason and the command that downloads it, if the model is neither in the cache nor reachable.
+    """
+    if not is_model_id(name_or_path):
+        return name_or_path
+    # Imported here: it takes 0.3 s, and most programs give a directory.
+    import httpx
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    wanted, unwanted = list(FILES), list(OTHER_FILES)
+    reason = f"it is neither a directory nor in the cache {constants.HF_HUB_CACHE}"
+    try:
+        directory = snapshot_download(
+            name_or_path, allow_patterns=wanted, ignore_patterns=unwanted, local_files_only=True
+        )
+        lacking = missing_files(directory)
+        if not lacking:
+            return directory
+        reason = f"the cache has it without {', '.join(lacking)} ({directory})"
+    except LocalEntryNotFoundError:
+        pass
+    if constants.is_offline_mode():
+        raise _not_found(name_or_path, f"{reason}, and HF_HUB_OFFLINE is set")
+    try:
+        directory = snapshot_download(name_or_path, allow_patterns=wanted, ignore_patterns=unwanted)
+    except (HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        first_line = str(error).strip().split("\n")[0]
+        raise _not_found(name_or_path, f"{reason}, and the download failed: {first_line}") from error
+    lacking = missing_files(directory)
+    if lacking:
+        raise ValueError(f"{name_or_path} on the Hub has no {', '.join(lacking)}, so no model can be loaded from it")
+    return directory
+
+
+def is_model_id(name_or_path: str) -> bool:
+    """True for a text of the form organisation/model that is not an existing directory."""
+    return MODEL_ID.fullmatch(name_or_path) is not None and not Path(name_or_path).is_dir()
+
+
+def require_directory(field: str, path: str) -> None:
+    """Raises ValueError naming the field and the remedy if `path` is the id of a model and not a directory."""
+    if is_model_id(path):
+        raise ValueError(
+            f"{field}={path!r} is not a directory; if it is the id of a model on the Hugging Face Hub, "
+            f"pass the directory that rl_actors.find_model({path!r}) returns"
+        )
+
+
+def model_name(path: str) -> str:
+    """The Hub id of a directory in the Hub's cache, or the name of any other directory.
+
+    model_name(".../models--Qwen--Qwen3-0.6B/snapshots/c1899de2") -> "Qwen/Qwen3-0.6B"
+    """
+    for part in Path(path).parts:
+        if part.startswith("models--"):
+            return part.removeprefix("models--").replace("--", "/", 1)
+    return Path(path).name
+
+
+def missing_files(directory: str) -> list[str]:
+    """Files without which no model can be loaded from a directory: config.json, and weights that an index names."""
+    folder = Path(directory)
+    wanted = ["config.json"]
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        wanted += sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    lacking = [name for name in wanted if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        lacking.append("*.safetensors")
+    return lacking
+
+
+def _not_found(name: str, reason: str) -> ValueError:
+    return ValueError(f"the model {name} is not on this machine: {reason}; to download it: hf download {name}")

@@ -1,0 +1,83 @@
+"""Models by their ids on the Hugging Face Hub: a prepared cache without a network, and what a user reads without one."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+from own_models import put_in_hub_cache
+
+from configs.qwen3 import qwen3
+from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig, find_model
+from rl_actors.hub import model_name
+
+ID = "Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache, with the network off."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+@pytest.fixture
+def cached(cache, tied_qwen3):
+    """The directory of ID in the cache, with a model of its own."""
+    snapshot = put_in_hub_cache(cache, ID)
+    shutil.copytree(tied_qwen3, snapshot, dirs_exist_ok=True)
+    return snapshot
+
+
+def test_an_id_is_the_directory_of_its_cache_and_a_directory_is_itself(cached, tied_qwen3):
+    assert find_model(ID) == str(cached)
+    assert find_model(tied_qwen3) == tied_qwen3
+    assert find_model("") == ""
+    assert model_name(str(cached)) == ID and model_name("/models/mine") == "mine"
+
+
+def test_a_config_without_a_size_reads_it_from_the_cache(cached, tied_qwen3):
+    config = qwen3()
+    unresolved = replace(config, trainer=replace(config.trainer, hf_path=ID))
+    found = unresolved.with_local_models()
+    assert found.trainer.hf_path == str(cached)
+    assert found.trainer.model == found.generator.model == ModelConfig.from_hf(tied_qwen3) != ModelConfig()
+
+
+def test_a_directory_with_the_form_of_an_id_is_a_directory(cache, tied_qwen3, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tied_qwen3, "models/mine")
+    assert find_model("models/mine") == "models/mine"
+    assert TrainerConfig(hf_path="models/mine").model == ModelConfig.from_hf(tied_qwen3)
+
+
+def test_an_id_without_a_cache_is_refused_with_the_command_that_downloads_it(cache):
+    with pytest.raises(ValueError) as caught:
+        find_model(ID)
+    assert str(caught.value) == (
+        f"the model {ID} is not on this machine: it is neither a directory nor in the cache {cache}, and HF_HUB_OFFLINE is set; "
+        f"to download it: hf download {ID}"
+    )
+
+
+def test_a_download_that_fails_is_refused_with_the_reason(cache, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:1")  # nobody listens there
+    with pytest.raises(ValueError, match=f"the download failed: .*; to download it: hf download {ID}"):
+        find_model(ID)
+
+
+def test_a_cache_without_the_weights_is_refused_with_what_it_lacks(cached):
+    (cached / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"the cache has it without \*.safetensors .*to download it: hf download"):
+        find_model(ID)
+
+
+def test_an_id_that_was_not_looked_up_is_named_by_the_configs():
+    for made in (TrainerConfig(hf_path=ID), GeneratorConfig(hf_path=ID)):
+        with pytest.raises(ValueError, match=r"hf_path='Qwen/Qwen3-0.6B' is not a directory; .* rl_actors.find_model"):
+            made.validate()
