@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import threading
+import time
 from dataclasses import dataclass, replace
 from logging.handlers import BufferingHandler
 from pathlib import Path
@@ -96,16 +97,26 @@ def descendants(pid: int) -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Names of the segments. Folders are somebody's temporary files."""
+    return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """Segments that came since `before` and that no living process maps. Other tests run at the same time and use segments, too."""
+    """Segments that came since `before` and that no living process maps. Other programs run at the same time and use segments, too."""
+    left = shared_memory() - before
+    # A segment of another program is not mapped for a moment after it was made. That program maps or removes it before the second look.
+    for _ in range(2):
+        time.sleep(0.5)
+        left &= shared_memory() - mapped_by_processes()
+    return left
+
+
+def mapped_by_processes() -> set[str]:
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile, or belongs to another user
             mapped |= {Path(line.split()[5]).name for line in maps.read_text().splitlines() if " /dev/shm/" in line}
-    return shared_memory() - before - mapped
+    return mapped
 
 
 # --- references ---------------------------------------------------------------------------------------------------
