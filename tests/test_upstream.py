@@ -279,7 +279,8 @@ def _() -> None:
 
     assert parameters(PipelineStage.get_fwd_recv_ops) == ["self", "fwd_chunk_id"]
     assert parameters(PipelineStage.get_bwd_recv_ops) == ["self", "bwd_chunk_id"]
-    assert parameters(PipelineStage.backward_one_chunk)[:2] == ["self", "bwd_chunk_id"]
+    assert parameters(PipelineStage.backward_one_chunk)[:3] == ["self", "bwd_chunk_id", "loss"]
+    assert "loss.detach" not in source(PipelineStage.backward_one_chunk), "torch frees the loss's graph: ours can go"
     like = torch.empty(1, 1, device="meta").requires_grad_()
     shapes = dict.fromkeys(("input_args", "output_args"), like) | dict.fromkeys(
         ("input_grads", "output_grads"), like.detach()

@@ -101,8 +101,14 @@ class Stage(PipelineStage):
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
-        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Tensor | None = None, *args: object, **kwargs: object
+    ) -> None:
+        super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
+        if loss is not None:
+            # The schedule keeps the losses of all microbatches until the call ends. The graph of a loss holds the gradient of the
+            # microbatch's hidden states.
+            loss.detach_()
         self.fwd_cache.pop(bwd_chunk_id, None)
         _release(self.args_recv_info[bwd_chunk_id])
         _release(self.grad_recv_info.get(bwd_chunk_id, ()))

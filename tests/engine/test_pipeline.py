@@ -18,6 +18,7 @@ from torchtitan.config import CompileConfig
 
 from rl_actors.config import LoRAConfig, TrainerConfig
 from rl_actors.engine.collectives import by_rank
+from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import GSPO, PPO
 from rl_actors.transports.base import find, publish
 from rl_actors.transports.files import FilesTransport
@@ -176,6 +177,26 @@ def num_received(engine) -> list[int]:
     return counts
 
 
+def num_graphs(engine) -> list[int]:
+    """Numbers of kept losses that still have their graph, on this rank, after the backward pass of each microbatch of a long call."""
+    counts: list[int] = []
+    kept: list[torch.Tensor] = []
+    backward_one_chunk = Stage.backward_one_chunk
+
+    def counting(stage, number, loss=None, **kwargs):
+        backward_one_chunk(stage, number, loss, **kwargs)
+        if loss is not None:
+            kept.append(loss)
+        counts.append(sum(loss.grad_fn is not None for loss in kept))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "backward_one_chunk", counting)
+        engine.forward_backward(MANY * 4, PPO())
+    engine.discard_gradients()
+    assert len(counts) > 6 and len(kept) == (len(counts) if engine.runner.reports_metrics else 0)
+    return counts
+
+
 def pushed(engine, directory: Path) -> None:
     names = {"stream": "stream", "version": engine.policy_version, "rank": dist.get_rank(), "gather": by_rank}
     asyncio.run(publish(FilesTransport(directory / "weights"), engine.hf_state_dict(), **names))
@@ -213,6 +234,7 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
         if name == "1F1B":
             interrupted(engine, Path(directory))
             assert max(num_received(engine)) <= 2
+            assert max(num_graphs(engine)) == 0
             single_rows = replace(config, rows_per_microbatch=1)
             parallelism = replace(config.parallelism, **INTERLEAVED)
             any_number_of_microbatches(
