@@ -81,10 +81,9 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     # Total width of all query heads, and of all key-value heads.
     h, k = model.num_attention_heads * w, model.num_key_value_heads * w
     is_base_trained = not lora.rank
-    weights = [
-        Weight(shape=(d,), count=2, is_trained=is_base_trained),
-        Weight(shape=(w,), count=2, is_trained=is_base_trained),
-    ]
+    weights = [Weight(shape=(d,), count=2, is_trained=is_base_trained)]
+    if model.has_qk_norm:
+        weights.append(Weight(shape=(w,), count=2, is_trained=is_base_trained))
     # Query, key and value are one matrix. With adapters they are three, because an adapter belongs to one projection.
     inputs = [(h + 2 * k, d)] if is_base_trained else [(h, d), (k, d), (k, d)]
     attention = [Weight(shape=shape, tensor_dim=0, is_trained=is_base_trained) for shape in inputs]
@@ -229,9 +228,10 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
     """Elements that a block saves per position. Context parallelism gathers the keys and values of whole rows for attention."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
-    # A block saves the four tensors of width D that norms and projections read. It also saves q and k before their norms, q, k and v
-    # in attention, and the output of attention twice.
-    attention = 4 * d + (q + kv) + (q + 2 * kv * context) + 2 * q
+    # A block saves the four tensors of width D that norms and projections read. It also saves q and k before their norms, if there are
+    # any, q, k and v in attention, and the output of attention twice.
+    before_norms = q + kv if model.has_qk_norm else 0
+    attention = 4 * d + before_norms + (q + 2 * kv * context) + 2 * q
     if not model.has_experts(layer):
         return attention + 4 * model.intermediate_size / tensor
     # Each expert that a token is routed to reads a copy of the token's hidden state and writes a hidden state.

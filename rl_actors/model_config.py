@@ -1,11 +1,29 @@
-"""Dimensions of a Qwen3, and their form in Hugging Face's config.json."""
+"""Dimensions of a model, and their form in Hugging Face's config.json. ARCHITECTURES lists the models that there are."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-HF_MODEL_TYPES = ("qwen3", "qwen3_moe")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """A kind of decoder: how it differs from the others, and its names at Hugging Face."""
+
+    hf_class: str
+    has_qk_norm: bool  # the heads of queries and keys are normalised
+    required: tuple[tuple[str, object], ...] = ()  # entries of config.json that must be there, with this value
+
+
+ARCHITECTURES = {
+    "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
+    "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
+    "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
+    # Absent, it would be 4096: transformers' default.
+    "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
+}
+"""model_type in config.json -> architecture."""
+
 MOE_FIELDS = frozenset(
     {
         "num_experts",
@@ -19,20 +37,24 @@ MOE_FIELDS = frozenset(
 """Fields that only config.json of a mixture of experts has."""
 
 SUPPORTED_VALUES = {
-    "rms_norm_eps": 1e-6,
     "attention_bias": False,
+    "mlp_bias": False,
     "hidden_act": "silu",
-    "rope_scaling": None,
-    "rope_type": "default",
     "use_sliding_window": False,
 }
 """Entries of config.json that have one supported value. They may be absent."""
 
 
+LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+"""Entries of the rotary embedding with rope_type llama3: longer wavelengths than the original's longest are stretched by `factor`."""
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
-    """A Qwen3, dense or mixture of experts, in the terms of its Hugging Face config.json."""
+    """A Qwen3, dense or mixture of experts, a Llama or a Mistral, in the terms of its Hugging Face config.json."""
 
+    architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
+    """Kind of decoder: model_type in config.json, where a Qwen3 with experts is qwen3_moe."""
     vocab_size: int = 151_936
     """Rows of the embedding."""
     hidden_size: int = 1024
@@ -51,6 +73,11 @@ class ModelConfig:
     """Longest sequence that the rotary embedding covers."""
     rope_theta: float = 1_000_000.0
     """Base of the rotary embedding."""
+    rope_scaling: dict[str, float] = field(default_factory=dict)
+    """Llama 3's scaling of the rotary embedding: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
+    Empty: none."""
+    rms_norm_eps: float = 1e-6
+    """Added to the mean square in every norm."""
     tie_word_embeddings: bool = True
     """True: the output projection is the embedding matrix."""
     num_experts: int = 0
@@ -89,18 +116,20 @@ class ModelConfig:
             raise ValueError(f"{file} is not valid JSON: {error}") from error
         if not isinstance(values, dict):
             raise ValueError(f"{file} is not a JSON object")
-        if values.get("model_type") not in HF_MODEL_TYPES:
-            raise ValueError(f"{file} has model_type {values.get('model_type')!r}; supported is {HF_MODEL_TYPES}")
-        # transformers 5 moved the rotary embedding into rope_parameters.
-        rope = values.get("rope_parameters") or {}
-        values.setdefault("rope_theta", rope.get("rope_theta", 10_000.0))
-        values["rope_type"] = rope.get("rope_type", "default")
-        values.setdefault("tie_word_embeddings", False)
+        model_type = values.get("model_type")
+        if model_type not in ARCHITECTURES:
+            raise ValueError(f"{file} has model_type {model_type!r}; supported are {', '.join(ARCHITECTURES)}")
         for name, supported in SUPPORTED_VALUES.items():
             if values.get(name, supported) != supported:
                 raise ValueError(f"{file} has {name}={values[name]!r}; supported is {supported!r}")
+        for name, supported in ARCHITECTURES[model_type].required:
+            if name not in values or values[name] != supported:
+                found = repr(values[name]) if name in values else "transformers' default"
+                raise ValueError(f"{file} has {name}={found}; supported is {supported!r}")
+        values = _with_defaults(values) | _rope(file, values)
+        values["architecture"] = model_type.removesuffix("_moe")
         names = set(cls.__dataclass_fields__)
-        if values["model_type"] == "qwen3_moe":
+        if model_type == "qwen3_moe":
             values = _with_defaults_of_experts(values)
         else:
             names -= MOE_FIELDS
@@ -111,27 +140,36 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, object]:
         """The content of config.json for transformers and vLLM."""
-        architecture, model_type = "Qwen3ForCausalLM", "qwen3"
-        if self.num_experts:
-            architecture, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
+        model_type = self.model_type
         content: dict[str, object] = {
-            "architectures": [architecture],
+            "architectures": [ARCHITECTURES[model_type].hf_class],
             "model_type": model_type,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "hidden_act": "silu",
-            "rms_norm_eps": 1e-6,
             "initializer_range": 0.02,
             "torch_dtype": "float32",
             "use_sliding_window": False,
             "bos_token_id": None,
             "eos_token_id": None,
+            **dict(ARCHITECTURES[model_type].required),
         }
-        for name in self.__dataclass_fields__:
+        for name in self.__dataclass_fields__.keys() - {"architecture", "rope_scaling"}:
             if self.num_experts or name not in MOE_FIELDS:
                 value = getattr(self, name)
                 content[name] = list(value) if isinstance(value, tuple) else value
+        if self.rope_scaling:
+            content["rope_scaling"] = {"rope_type": "llama3", **self.rope_scaling}
         return content
+
+    @property
+    def model_type(self) -> str:
+        """The name of the architecture in config.json."""
+        return f"{self.architecture}_moe" if self.num_experts else self.architecture
+
+    @property
+    def has_qk_norm(self) -> bool:
+        return ARCHITECTURES[self.model_type].has_qk_norm
 
     def save(self, directory: str | Path) -> None:
         """Write config.json. A generator needs nothing else besides weights."""
@@ -150,6 +188,14 @@ class ModelConfig:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if is_number and name != "num_experts" and value <= 0:
                 raise ValueError(f"model.{name}={value}; it must be positive")
+        if self.model_type not in ARCHITECTURES:
+            raise ValueError(
+                f"model.num_experts={self.num_experts} with model.architecture={self.architecture!r}; only qwen3 has experts"
+            )
+        if self.rope_scaling and set(self.rope_scaling) != set(LLAMA3_SCALING):
+            raise ValueError(
+                f"model.rope_scaling has {', '.join(self.rope_scaling)}; it must have {', '.join(LLAMA3_SCALING)}"
+            )
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if heads % kv_heads:
             raise ValueError(
@@ -164,6 +210,32 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_experts={experts}; it must be 0 or at least model.num_experts_per_tok={routed}"
             )
+
+
+def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
+    """rope_theta and rope_scaling from the content of a config.json."""
+    # transformers 5 moved the rotary embedding into rope_parameters; before, rope_type was also written as type.
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type == "default":
+        return {"rope_theta": theta, "rope_scaling": {}}
+    if rope_type != "llama3":
+        raise ValueError(f"{file} has rope_type={rope_type!r}; supported are 'default' and 'llama3'")
+    missing = [name for name in LLAMA3_SCALING if name not in rope]
+    if missing:
+        raise ValueError(f"{file} has rope_type='llama3' without {', '.join(missing)}")
+    return {"rope_theta": theta, "rope_scaling": {name: float(rope[name]) for name in LLAMA3_SCALING}}
+
+
+def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
+    """The content of a config.json, completed by the defaults that transformers' architectures share."""
+    completed = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6, **values}
+    heads, width = completed.get("num_attention_heads"), completed.get("hidden_size")
+    if values["model_type"] in ("llama", "mistral") and heads and width:
+        completed["num_key_value_heads"] = completed.get("num_key_value_heads") or heads
+        completed["head_dim"] = completed.get("head_dim") or width // heads
+    return completed
 
 
 def _with_defaults_of_experts(values: dict[str, Any]) -> dict[str, Any]:

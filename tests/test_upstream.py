@@ -586,11 +586,31 @@ def _() -> None:
         (layer.moe.routed_experts, "inner_experts"),
         (layer.attention, "inner_attention"),
         (layer.attention, "rope"),
+        (layer.attention, "qk_norm"),
+        (layer, "attention_norm"),
+        (layer, "ffn_norm"),
         (layer.attention.rope, "max_seq_len"),
     ):
         assert name in config.__dataclass_fields__
     with pytest.raises(AttributeError):
         layer.moe.router.renamed = True  # slots: a field that was renamed is refused
+
+
+@row("torchtitan.models.common.ComplexRoPE._precompute_cache")
+def _() -> None:
+    import torch
+    from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+
+    values = {"dim": 8, "max_seq_len": 5}
+    rotations = ComplexRoPE._precompute_cache(SimpleNamespace(config=ComplexRoPE.Config(**values)))
+    cosines_and_sines = CosSinRoPE.Config(**values).build().cache
+    assert torch.allclose(rotations.real, cosines_and_sines[:, :4], atol=1e-6)
+    assert torch.allclose(rotations.imag, cosines_and_sines[:, 8:12], atol=1e-6)
+    try:
+        CosSinRoPE.Config(**values, scaling="llama").build()
+    except NotImplementedError:
+        return
+    raise AssertionError("CosSinRoPE has Llama's scaling; delete Llama3RoPE")
 
 
 @row("torchtitan.models.qwen3.Qwen3StateDictAdapter.model_config, rows of wqkv")

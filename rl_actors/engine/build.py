@@ -1,5 +1,7 @@
 """Build the parts of an engine from its config: torchtitan's Qwen3, its unpatched parallelize, its optimizer container.
 
+A Llama is built from the same parts, without norms of the heads.
+
 Nothing here trains.
 """
 
@@ -18,7 +20,7 @@ from torchtitan.components.quantization.float8 import Float8LinearConverter
 from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear, TransformerBlock
+from torchtitan.models.common import Embedding, Linear, RMSNorm, TransformerBlock
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
@@ -40,6 +42,7 @@ from rl_actors.engine.machine import Machine, this_machine
 from rl_actors.engine.moe import Experts, RouterCounters, wait_for_input
 from rl_actors.engine.optimizer import Hyperparameters, NoOptimizers
 from rl_actors.engine.pipeline_stages import LocalModel, split_into_stages
+from rl_actors.engine.rope import rope_config
 from rl_actors.metrics import HostCopy
 
 
@@ -62,12 +65,11 @@ class BuiltModel:
 
 
 def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True) -> Qwen3Model.Config:
-    """torchtitan's config of a Qwen3 with these dimensions, from the builders that its own flavors use."""
-    rope = CosSinRoPE.Config(dim=model.head_dim, max_seq_len=model.max_position_embeddings, theta=model.rope_theta)
+    """torchtitan's config of a model with these dimensions, from the builders that its own flavors use."""
     return Qwen3Model.Config(
         vocab_size=model.vocab_size,
         dim=model.hidden_size,
-        norm=_qwen3_norm(model.hidden_size),
+        norm=_norm(model, model.hidden_size),
         enable_weight_tying=model.tie_word_embeddings,
         tok_embeddings=Embedding.Config(
             num_embeddings=model.vocab_size,
@@ -75,13 +77,25 @@ def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qk
             param_init=_EMBEDDING_SKIP_INIT if model.tie_word_embeddings else _EMBEDDING_INIT,
         ),
         lm_head=Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT),
-        layers=_layers(model, rope, load_balance_coeff, fuse_qkv),
+        layers=_layers(model, load_balance_coeff, fuse_qkv),
     )
 
 
-def _layers(
-    model: ModelConfig, rope: CosSinRoPE.Config, load_balance_coeff: float, fuse_qkv: bool
-) -> list[TransformerBlock.Config]:
+def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
+    return replace(_qwen3_norm(size), eps=model.rms_norm_eps)
+
+
+def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
+    """The blocks' configs. A Llama's block is a Qwen3's without norms of the heads."""
+    layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
+    for layer in layers:
+        layer.attention_norm = _norm(model, model.hidden_size)
+        layer.ffn_norm = _norm(model, model.hidden_size)
+        layer.attention.qk_norm = _norm(model, model.head_dim) if model.has_qk_norm else None
+    return layers
+
+
+def _qwen3_layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
     common = {
         "n_layers": model.num_hidden_layers,
         "dim": model.hidden_size,
@@ -90,7 +104,7 @@ def _layers(
         "head_dim": model.head_dim,
         "fuse_qkv": fuse_qkv,
         "attn_backend": "flex",
-        "rope": rope,
+        "rope": rope_config(model),
     }
     dense = _build_qwen3_layers(**common, hidden_dim=model.intermediate_size)
     if not model.num_experts:

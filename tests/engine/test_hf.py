@@ -13,12 +13,22 @@ from rl_actors.config import ModelConfig, TrainerConfig
 from rl_actors.engine import hf
 from rl_actors.types import OptimParams, Sample
 
+LLAMA3_SCALING = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64.0,  # wavelengths of 13 positions on both sides of its parts
+}
+LLAMA = replace(BASE, architecture="llama", rms_norm_eps=1e-5)
 MOE = replace(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
 SHAPES = {
     "4 query heads a key head": replace(BASE, num_key_value_heads=1),
     "2 query heads a key head, tied": replace(BASE, tie_word_embeddings=True),
     "1 query head a key head": replace(BASE, num_key_value_heads=4),
     "odd vocabulary": replace(BASE, vocab_size=67),
+    "Llama": LLAMA,
+    "Llama 3, tied": replace(LLAMA, rope_scaling=LLAMA3_SCALING, rope_theta=500_000.0, tie_word_embeddings=True),
+    "Mistral": replace(LLAMA, architecture="mistral"),
     "experts": MOE,
     "experts in every second block, unscaled, tied": replace(
         MOE, num_hidden_layers=4, decoder_sparse_step=2, norm_topk_prob=False, tie_word_embeddings=True
@@ -188,10 +198,12 @@ def test_a_directory_of_a_tied_model_may_hold_the_head(make_engine, directory, t
 @pytest.mark.parametrize(
     "entry, message",
     [
-        ({"model_type": "llama"}, "model_type 'llama'; supported is"),
+        ({"model_type": "gemma3"}, "model_type 'gemma3'; supported are qwen3, qwen3_moe, llama, mistral"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window=4096; supported is None"),
+        ({"model_type": "mistral"}, "sliding_window=transformers' default; supported is None"),
         ({"use_sliding_window": True}, "use_sliding_window=True; supported is False"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; supported is 'default'"),
-        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05; supported is 1e-06"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'; supported are 'default'"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "rope_type='llama3' without low_freq_factor"),
         ({"hidden_size": None}, "lacks hidden_size"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

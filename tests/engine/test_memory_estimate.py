@@ -18,6 +18,7 @@ EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MODELS = {
     "tied": ModelConfig(**DENSE, **HEADS),
     "untied": ModelConfig(**DENSE, **HEADS, tie_word_embeddings=False),
+    "Llama": ModelConfig(**DENSE, **HEADS, architecture="llama"),
     "experts": ModelConfig(**DENSE, **HEADS, **EXPERTS),
 }
 
