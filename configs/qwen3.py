@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from configs.tiny import addition, sft_phase
+from controllers.chat import ChatConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
@@ -43,6 +44,7 @@ def qwen3() -> GRPOConfig:
     return GRPOConfig(
         trainer=own,
         generator=generator,
+        chat=ChatConfig(enabled=True),
         steps=100,
         max_tokens=512,
         rollouts=RolloutConfig(groups_per_step=32, group_size=8),

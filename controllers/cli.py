@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from controllers.run import RunConfig
 
-FIXED_ON_RESUME = ("seed", "environment", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
+FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
 """Fields that a resumed run cannot change: its weights would not fit, or it would be validated on problems that it was trained on."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]

@@ -46,6 +46,10 @@ class GRPOConfig(RunConfig):
     sft_steps: int = 0
     """Largest number of supervised steps. 0: no supervised steps."""
 
+    @property
+    def is_supervised(self) -> bool:
+        return self.sft_steps > 0
+
     def validate(self) -> None:
         super().validate()
         self.rollouts.validate()

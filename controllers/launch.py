@@ -14,26 +14,23 @@ import traceback
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from monarch.actor import shutdown_context
 from rich.console import Console
 
 from controllers import checkpoints, cli, describe_plan
 from controllers.display import LineDisplay
-from controllers.environments import Environment, RewardError, build_environment
+from controllers.environments import Environment, Problem, RewardError, build_environment
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.report import write_report
 from controllers.run import Run, RunConfig, open_run
 from controllers.run_folder import RunFolder
-from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
+from controllers.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.engine import require_machine
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PROBLEMS_CHECKED = 1000
 """Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""
@@ -97,29 +94,37 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
     return ""
 
 
-def _environment_and_tokenizer(config: RunConfig) -> tuple[Environment, "PreTrainedTokenizerBase"]:
+def _environment_and_tokenizer(config: RunConfig) -> tuple[Environment, Tokenizer]:
     """Raises ValueError for a task that cannot be built and for prompts that the tokenizer or the generator cannot take."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
             build_character_tokenizer(directory, config.alphabet)
-            tokenizer = load_tokenizer(directory)
+            tokenizer = load_tokenizer(directory, config.chat)
     else:
-        tokenizer = load_tokenizer(config.trainer.hf_path)
+        tokenizer = load_tokenizer(config.trainer.hf_path, config.chat)
     if len(tokenizer) > (rows := config.trainer.model.vocab_size):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
-    limit = min(config.generator.max_model_len, config.trainer.max_sequence_length) - config.max_tokens
     for problem in [*environment.held_out(), *map(environment.problem, range(PROBLEMS_CHECKED))]:
-        encode(tokenizer, problem.answer)
-        if (length := len(encode(tokenizer, problem.prompt))) > limit:
-            room = f"only {limit} fit beside max_tokens={config.max_tokens}"
-            raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
+        _require_fits(problem, tokenizer, config)
     return environment, tokenizer
 
 
-def _run(
-    invocation: cli.Invocation, environment: Environment, tokenizer: "PreTrainedTokenizerBase", train: Train
-) -> int:
+def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> None:
+    """Raises ValueError for a problem that the tokenizer, its chat template, the trainer or the generator cannot take."""
+    longest = config.trainer.max_sequence_length
+    limit = min(config.generator.max_model_len, longest) - config.max_tokens
+    tokenizer.encode(problem.answer)
+    if (length := len(tokenizer.encode_prompt(problem))) > limit:
+        room = f"only {limit} fit beside max_tokens={config.max_tokens}"
+        raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
+    if config.is_supervised and (length := len(tokenizer.to_sample(problem))) > longest:
+        raise ValueError(
+            f"the prompt {problem.prompt[:80]!r} and its answer have {length} tokens, but trainer.max_sequence_length={longest}"
+        )
+
+
+def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Tokenizer, train: Train) -> int:
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -158,7 +163,7 @@ async def _train(
     invocation: cli.Invocation,
     folder: RunFolder,
     environment: Environment,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     terminal: TextIO,
     interruption: Interruption,
 ) -> int:
@@ -225,7 +230,7 @@ async def _evaluate(
     invocation: cli.Invocation,
     folder: RunFolder,
     environment: Environment,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     terminal: TextIO,
 ) -> int:
     """Score a checkpoint on the held-out problems. Writes only a log."""

@@ -6,17 +6,14 @@ G groups (problems), N completions of each.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from controllers.advantages import ADVANTAGES
 from controllers.environments import Environment, Problem, score
-from controllers.tokenizer import encode
+from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 SEEDS_PER_CALL = 1 << 20
 
@@ -124,7 +121,7 @@ class Rollouts:
         self,
         config: RolloutConfig,
         environment: Environment,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: Tokenizer,
         generator: GeneratorClient,
         *,
         max_tokens: int,
@@ -153,20 +150,20 @@ class Rollouts:
     async def _generate(self, num_groups: int) -> list[Group]:
         """Complete the next problems and score the completions."""
         problems = [self.environment.problem(self.cursor + i) for i in range(num_groups)]
-        prompts = [encode(self.tokenizer, problem.prompt) for problem in problems]
+        prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
         params = SamplingParams(
             n=self.config.group_size,
             max_tokens=self.max_tokens,
             temperature=self.config.temperature,
             top_p=self.config.top_p,
-            stop_token_ids=(self.tokenizer.eos_token_id,),
+            stop_token_ids=self.tokenizer.stop_token_ids,
             seed=(self.seed * SEEDS_PER_CALL + self.cursor * self.config.group_size) % 2**62,
         )
         self.cursor += num_groups
         answers = await self.generator.generate(prompts, params)
         groups = []
         for problem, prompt, completions in zip(problems, prompts, answers, strict=True):
-            texts = [decode(self.tokenizer, completion.tokens) for completion in completions]
+            texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
             rewards = [score(self.environment, problem, text) for text in texts]
             groups.append(
                 Group(
@@ -203,19 +200,15 @@ def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, t
     )
 
 
-def decode(tokenizer: "PreTrainedTokenizerBase", tokens: Sequence[int]) -> str:
-    return tokenizer.decode(list(tokens), skip_special_tokens=True)
-
-
 async def greedy_accuracy(
     generator: GeneratorClient,
     environment: Environment,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     problems: Sequence[Problem],
     max_tokens: int,
 ) -> float:
     """The mean reward of greedy completions."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=(tokenizer.eos_token_id,))
-    groups = await generator.generate([encode(tokenizer, problem.prompt) for problem in problems], params)
-    texts = [decode(tokenizer, completions[0].tokens) for completions in groups]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=tokenizer.stop_token_ids)
+    groups = await generator.generate([tokenizer.encode_prompt(problem) for problem in problems], params)
+    texts = [tokenizer.decode(completions[0].tokens) for completions in groups]
     return fmean(score(environment, problem, text) for problem, text in zip(problems, texts, strict=True))

@@ -5,26 +5,25 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Generic, Literal, Self, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
 import torch
 
 import rl_actors
+from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import Environment, EnvironmentConfig, Problem
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, usage
 from controllers.rollouts import greedy_accuracy
 from controllers.run_folder import Record, RunFolder
+from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 from rl_actors.hub import find_model
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.validation import validate_optim_params
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CLOSE_TIMEOUT = 5.0
 DEFAULT_PARAMS = OptimParams(learning_rate=0.0)
@@ -60,6 +59,8 @@ class RunConfig:
     alphabet: str = ""
     """Characters of a character-level tokenizer made for the run; empty: the tokenizer of trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    chat: ChatConfig = field(default_factory=ChatConfig)
+    """The model's chat template: whether prompts go through it, and how."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The generator's model and adapters are the trainer's."""
@@ -84,6 +85,11 @@ class RunConfig:
         base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
         # Copies, so that the generator's config shares no object with the trainer's.
         self.generator = replace(self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base)
+
+    @property
+    def is_supervised(self) -> bool:
+        """True if the run trains on the answers of problems."""
+        return False
 
     def with_local_models(self) -> Self:
         """This config with directories in the place of the ids of models on the Hugging Face Hub. Raises ValueError as find_model does."""
@@ -136,7 +142,7 @@ class Run(Generic[Config]):
     folder: RunFolder
     environment: Environment
     held_out: list[Problem]
-    tokenizer: "PreTrainedTokenizerBase"
+    tokenizer: Tokenizer
     trainer: TrainerClient
     generator: GeneratorClient
     checkpoints: Checkpoints
@@ -243,7 +249,7 @@ async def open_run(
     config: Config,
     folder: RunFolder,
     environment: Environment,
-    tokenizer: "PreTrainedTokenizerBase",
+    tokenizer: Tokenizer,
     setup: Callable[[str], AbstractContextManager[None]],
     *,
     verbose: bool,

@@ -6,20 +6,15 @@ python -m controllers.sft --config tiny
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from controllers.checkpoints import State
-from controllers.environments import Problem
 from controllers.launch import main
 from controllers.run import Run, RunConfig, split
 from controllers.schedules import ScheduleConfig
-from controllers.tokenizer import encode
 from rl_actors import CrossEntropy, Sample, num_loss_tokens
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(kw_only=True)
@@ -44,6 +39,10 @@ class SFTPhaseConfig:
 @dataclass(kw_only=True)
 class SFTConfig(RunConfig):
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
+
+    @property
+    def is_supervised(self) -> bool:
+        return True
 
     def validate(self) -> None:
         super().validate()
@@ -92,13 +91,7 @@ class SFTPhase:
     def _next_samples(self) -> list[Sample]:
         first, self.cursor = self.cursor, self.cursor + self.config.batch_size
         problems = [self.run.environment.problem(index) for index in range(first, self.cursor)]
-        return [to_sample(self.run.tokenizer, problem) for problem in problems]
-
-
-def to_sample(tokenizer: "PreTrainedTokenizerBase", problem: Problem) -> Sample:
-    """A sample that trains the answer and the end-of-text token after the prompt."""
-    completion = [*encode(tokenizer, problem.answer), tokenizer.eos_token_id]
-    return Sample.from_tokens(encode(tokenizer, problem.prompt), completion)
+        return [self.run.tokenizer.to_sample(problem) for problem in problems]
 
 
 def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> float:

@@ -1,11 +1,17 @@
-"""A character-level tokenizer in Hugging Face form, for models that are small enough to train from random weights. Trains no merges.
+"""A run's tokenizer: that of a Hugging Face directory, or a character-level one that is made for a model with random weights.
 
-<pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order.
+In the latter <pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order. It has no merges.
 """
 
 import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from controllers.chat import ChatConfig, ChatTemplate
+from controllers.environments import Message, Problem
+from rl_actors import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,21 +47,96 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
     (Path(directory) / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
-    """The Hugging Face tokenizer of a local directory. Raises ValueError when the directory holds none."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizer:
+    """A tokenizer as a run uses it: problems -> tokens, tokens -> text."""
+
+    hf: "PreTrainedTokenizerBase"
+    chat: ChatTemplate
+    # Tokens that end a completion: those of generation_config.json, or else the tokenizer's own.
+    stop_token_ids: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.hf)
+
+    @property
+    def end_token_id(self) -> int:
+        """The token that ends a trained answer: the tokenizer's own, if it is a stop token."""
+        own = self.hf.eos_token_id
+        return own if own in self.stop_token_ids else self.stop_token_ids[0]
+
+    def encode(self, text: str) -> list[int]:
+        """The token ids of a text, without special tokens. Raises ValueError for a character that a character-level tokenizer lacks."""
+        if self.hf.init_kwargs.get("character_level"):
+            known = self.hf.get_vocab()
+            missing = sorted({character for character in text if character not in known})
+            if missing:
+                alphabet = "".join(sorted(known.keys() - {PAD, EOS}, key=known.__getitem__))
+                raise ValueError(f"{missing} of {text!r} are not in the tokenizer's alphabet {alphabet!r}")
+        return self.hf.encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, problem: Problem) -> list[int]:
+        """The tokens that a completion of this problem continues. A problem with messages goes through the chat template."""
+        messages = self._messages(problem)
+        return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
+
+    def to_sample(self, problem: Problem) -> Sample:
+        """A sample that trains the answer and the token that ends it. In a conversation all turns of the assistant are trained.
+
+        `answer` becomes the assistant's last turn of a conversation that does not end with one.
+        """
+        messages = self._messages(problem)
+        if not messages:
+            return Sample.from_tokens(self.encode(problem.prompt), [*self.encode(problem.answer), self.end_token_id])
+        if messages[-1]["role"] != "assistant":
+            messages = [*messages, Message(role="assistant", content=problem.answer)]
+        turns = self.chat.turns(messages)
+        first = turns.is_trained.index(True)
+        weights = [float(trained) for trained in turns.is_trained[first:]]
+        return Sample.from_tokens(turns.tokens[:first], turns.tokens[first:], loss_weights=weights)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a completion, without special tokens."""
+        return self.hf.decode(list(tokens), skip_special_tokens=True)
+
+    def _messages(self, problem: Problem) -> list[Message]:
+        if problem.messages or not self.chat.config.enabled:
+            return problem.messages
+        return [Message(role="user", content=problem.prompt)]
+
+
+def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
+    """The tokenizer of a local Hugging Face directory.
+
+    Raises ValueError when the directory holds none, when nothing says which token ends a text, and when its chat template cannot do what
+    `chat` asks for.
+    """
     from transformers import AutoTokenizer
 
     if not (Path(directory) / "tokenizer_config.json").is_file():
         raise ValueError(f"{directory} holds no tokenizer_config.json, so it is not the directory of a tokenizer")
-    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    stops = _stop_token_ids(Path(directory), hf)
+    template = ChatTemplate(hf=hf, config=chat or ChatConfig(), stop_token_ids=stops)
+    if template.config != ChatConfig():
+        template.require_usable()
+    return Tokenizer(hf=hf, chat=template, stop_token_ids=stops)
 
 
-def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> list[int]:
-    """The token ids of a text, without special tokens. Raises ValueError for a character that a character-level tokenizer lacks."""
-    if tokenizer.init_kwargs.get("character_level"):
-        known = tokenizer.get_vocab()
-        missing = sorted({character for character in text if character not in known})
-        if missing:
-            alphabet = "".join(sorted(known.keys() - {PAD, EOS}, key=known.__getitem__))
-            raise ValueError(f"{missing} of {text!r} are not in the tokenizer's alphabet {alphabet!r}")
-    return tokenizer.encode(text, add_special_tokens=False)
+def _stop_token_ids(directory: Path, hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
+    file = directory / "generation_config.json"
+    found = None
+    if file.is_file():
+        try:
+            found = json.loads(file.read_text()).get("eos_token_id")
+        except (json.JSONDecodeError, AttributeError):
+            raise ValueError(f"{file} is not a JSON object") from None
+    if found is None:
+        found = hf.eos_token_id
+    if found is None:
+        raise ValueError(f"neither generation_config.json nor the tokenizer of {directory} has an eos_token_id")
+    ids = tuple(found) if isinstance(found, list) else (found,)
+    for token in ids:
+        if type(token) is not int or not 0 <= token < len(hf):
+            raise ValueError(f"{file} has eos_token_id={found}, but the tokenizer has the tokens 0 to {len(hf) - 1}")
+    return ids

@@ -20,7 +20,7 @@ from controllers.run import open_run
 from controllers.run_folder import RunFolder, read_jsonl
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTPhaseConfig
-from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors import num_loss_tokens
 
 NUM_SFT_STEPS, NUM_STEPS, NUM_HELD_OUT = 2, 3, 5
@@ -37,7 +37,7 @@ class FinishedRun:
     validation: list[Generation]
 
     def prompts(self, problems: list[Problem]) -> list[list[int]]:
-        return [encode(self.tokenizer, problem.prompt) for problem in problems]
+        return [self.tokenizer.encode_prompt(problem) for problem in problems]
 
 
 def make_config() -> GRPOConfig:

@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 
-from controllers.tokenizer import build_character_tokenizer, encode, load_tokenizer
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors.config import ModelConfig
 
 ALPHABET = "0123456789+-*= \n"
@@ -24,15 +24,20 @@ def tokenizer(directory):
 
 
 def test_ids_follow_the_alphabet_after_the_two_specials(tokenizer):
-    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 1, 18)
-    assert encode(tokenizer, ALPHABET) == list(range(2, 18))
-    assert encode(tokenizer, "12+34=") == [3, 4, 12, 5, 6, 15]
+    assert (tokenizer.hf.pad_token_id, tokenizer.stop_token_ids, tokenizer.end_token_id, len(tokenizer)) == (
+        0,
+        (1,),
+        1,
+        18,
+    )
+    assert tokenizer.encode(ALPHABET) == list(range(2, 18))
+    assert tokenizer.encode("12+34=") == [3, 4, 12, 5, 6, 15]
 
 
 @pytest.mark.parametrize("text", ["12+34=46", " 1  2 ", "1 + 2 =\n3\n", "=", ""])
 def test_decoding_gives_the_text_back_exactly(tokenizer, text):
-    assert tokenizer.decode(encode(tokenizer, text)) == text
-    assert tokenizer.decode([*encode(tokenizer, text), 1, 0, 0], skip_special_tokens=True) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([*tokenizer.encode(text), 1, 0, 0]) == text
 
 
 def test_streamed_decoding_gives_the_text_back_exactly(directory):
@@ -44,17 +49,17 @@ def test_streamed_decoding_gives_the_text_back_exactly(directory):
 
 def test_a_character_outside_the_alphabet_is_an_error_that_names_it(tokenizer):
     with pytest.raises(ValueError, match=r"\['a', 'b'\] of '1b\+a' .* alphabet '0123456789\+"):
-        encode(tokenizer, "1b+a")
+        tokenizer.encode("1b+a")
     with pytest.raises(ValueError, match="<"):
-        encode(tokenizer, "1<eos>")
+        tokenizer.encode("1<eos>")
 
 
 def test_a_saved_copy_is_the_same_tokenizer(tokenizer, tmp_path):
-    tokenizer.save_pretrained(tmp_path)
+    tokenizer.hf.save_pretrained(tmp_path)
     copy = load_tokenizer(tmp_path)
-    assert encode(copy, "1 2") == [3, 16, 4]
+    assert copy.encode("1 2") == [3, 16, 4]
     with pytest.raises(ValueError, match="'x'"):
-        encode(copy, "x")
+        copy.encode("x")
 
 
 def test_bad_alphabets_and_folders_are_refused(tmp_path):

@@ -1,0 +1,137 @@
+"""Conversations as the tokens of a model's own chat template. Knows nothing of problems, actors or losses."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from controllers.environments import Message
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
+"""The mark that transformers' templates may have around what the assistant says."""
+
+
+@dataclass(kw_only=True)
+class ChatConfig:
+    """Use of the model's chat template."""
+
+    enabled: bool = False
+    """Give each prompt to the model as a user's message. A problem with messages of its own goes through the template in any case."""
+    system: str = ""
+    """System message before each conversation that has none."""
+    thinking: bool | None = None
+    """The template's enable_thinking, as Qwen3 has it. None: the template's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turns:
+    """The tokens of a conversation, up to the last that is trained."""
+
+    tokens: list[int]
+    is_trained: list[bool]  # True for the assistant's tokens, with the one that ends a turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatTemplate:
+    """The chat template of a tokenizer, with the choices of a run. Every method raises ValueError for a template that fails."""
+
+    hf: "PreTrainedTokenizerBase"
+    config: ChatConfig
+    stop_token_ids: tuple[int, ...]
+
+    def require_usable(self) -> None:
+        """Raises ValueError if there is no template, or if it has no thinking that could be turned on or off."""
+        text = self._text()
+        if self.config.thinking is not None and "enable_thinking" not in text:
+            raise ValueError(
+                f"chat.thinking={self.config.thinking}, but the chat template of {self.hf.name_or_path} does not read enable_thinking"
+            )
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation, and the beginning of the assistant's next turn. The assistant's last turn is left out if nothing follows it."""
+        conversation = self._with_system(messages)
+        if conversation[-1]["role"] == "assistant":
+            conversation = conversation[:-1]
+        return self._tokens(conversation, starts_turn=True)
+
+    def turns(self, messages: Sequence[Message]) -> Turns:
+        """The conversation for training: the tokens of every turn of the assistant are trained.
+
+        The template's own marks say which tokens these are. In a template without marks a turn begins where the template would let the
+        assistant begin, and ends with a stop token. Raises ValueError if the template writes an earlier turn differently.
+        """
+        conversation = self._with_system(messages)
+        if GENERATION_MARK.search(self._text()):
+            tokens, is_trained = self._marked(conversation)
+        else:
+            tokens = self._tokens(conversation, starts_turn=False)
+            is_trained = self._found(conversation, tokens)
+        if not any(is_trained):
+            raise ValueError(f"the conversation {_shown(conversation)} has no turn of the assistant to train on")
+        length = len(is_trained) - is_trained[::-1].index(True)
+        return Turns(tokens=tokens[:length], is_trained=is_trained[:length])
+
+    def _marked(self, conversation: list[Message]) -> tuple[list[int], list[bool]]:
+        answer = self._apply(conversation, return_assistant_tokens_mask=True)
+        return answer["input_ids"], [bool(mark) for mark in answer["assistant_masks"]]
+
+    def _found(self, conversation: list[Message], tokens: list[int]) -> list[bool]:
+        is_trained = [False] * len(tokens)
+        for index, message in enumerate(conversation):
+            if message["role"] != "assistant":
+                continue
+            before = self._tokens(conversation[:index], starts_turn=True)
+            if tokens[: len(before)] != before:
+                raise ValueError(
+                    f"the chat template of {self.hf.name_or_path} writes what comes before turn {index} of {_shown(conversation)} "
+                    "differently when turns follow, so the assistant's tokens cannot be found in it"
+                )
+            ends = [i for i in range(len(before), len(tokens)) if tokens[i] in self.stop_token_ids]
+            if not ends:
+                raise ValueError(
+                    f"the chat template of {self.hf.name_or_path} ends turn {index} of {_shown(conversation)} with none of the stop "
+                    f"tokens {list(self.stop_token_ids)}"
+                )
+            for i in range(len(before), ends[0] + 1):
+                is_trained[i] = True
+        return is_trained
+
+    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
+        if not self.config.system or any(message["role"] == "system" for message in messages):
+            return list(messages)
+        return [Message(role="system", content=self.config.system), *messages]
+
+    def _tokens(self, conversation: list[Message], *, starts_turn: bool) -> list[int]:
+        return self._apply(conversation, add_generation_prompt=starts_turn)["input_ids"]
+
+    def _apply(self, conversation: list[Message], **options: bool) -> Mapping[str, list[int]]:
+        from jinja2 import TemplateError
+
+        self._text()
+        if self.config.thinking is not None:
+            options["enable_thinking"] = self.config.thinking
+        try:
+            answer = self.hf.apply_chat_template(cast(list, conversation), tokenize=True, return_dict=True, **options)
+        except (TemplateError, TypeError) as error:
+            raise ValueError(
+                f"the chat template of {self.hf.name_or_path} does not take the conversation {_shown(conversation)}: {error}"
+            ) from error
+        return cast(Mapping[str, list[int]], answer)
+
+    def _text(self) -> str:
+        try:
+            return self.hf.get_chat_template()
+        except ValueError:
+            raise ValueError(
+                f"the tokenizer of {self.hf.name_or_path} has no chat template; give it one (chat_template.jinja), or use a task "
+                "without messages and chat.enabled=False"
+            ) from None
+
+
+def _shown(conversation: Sequence[Message]) -> str:
+    """The conversation on one line, cut after 200 characters."""
+    text = " ".join(f"{message['role']}: {message['content']!r}" for message in conversation)
+    return text if len(text) <= 200 else text[:200] + "…"
