@@ -1,6 +1,7 @@
-"""A corpus that a model learns in minutes: chains of tokens in which every token has BRANCHES equally likely successors. Measures nothing.
+"""A corpus that a model learns in minutes: random chains of tokens. Measures nothing.
 
-A model that has learnt it has a loss of log(BRANCHES) = 1.39 nats a token, and its samples are chains as well.
+Every token has BRANCHES possible successors, all equally likely. So a model that knows the corpus has a loss of log(BRANCHES) = 1.39 nats a
+token, and the sequences that it samples are such chains.
 """
 
 import math
@@ -15,11 +16,13 @@ FIRST_ID = 2
 
 
 class Chains:
+    """A source of chains. Two sources with the same arguments give the same chains in the same order."""
+
     def __init__(self, num_tokens: int, seed: int = 0) -> None:
         """The tokens are the ids from FIRST_ID to FIRST_ID + num_tokens - 1."""
         self.draw = torch.Generator().manual_seed(seed)
         self.num_tokens = num_tokens
-        # All successors come from one permutation, so that a token's successors are distinct and all tokens are equally frequent.
+        # All successors are shifts of one permutation. So a token's successors are distinct, and all tokens are equally frequent.
         order = torch.randperm(num_tokens, generator=self.draw)
         self.successors = torch.stack([order.roll(shift) for shift in range(BRANCHES)], dim=1)
 
@@ -33,7 +36,7 @@ class Chains:
         return FIRST_ID + torch.stack(columns, dim=1)
 
     def samples(self, count: int, length: int) -> list[Sample]:
-        """New chains as samples of `length` positions, each of which counts in the loss."""
+        """New chains as samples of `length` positions. All positions count in the loss."""
         ones = torch.ones(length)
         made = []
         for ids in self.ids(count, length + 1):

@@ -1,9 +1,9 @@
-"""Check that results repeat bit for bit: those of two new trainers on the same rollouts, and those of seeded requests to a generator,
-alone and in a batch with others.
+"""Results that should repeat bit for bit: two trainers on the same rollouts, and seeded requests to a generator, alone and among others.
 
-Trainers: two with deterministic kernels and two without. Every metric of each forward_backward and optim_step and every logprob is
-compared, over five steps. Generators: one in vLLM's batch-invariant mode, if the machine has it, and one without. Seeded requests are
-submitted one at a time, then twice among different other requests; their tokens and logprobs are compared. All actors start at once.
+Two trainers have deterministic kernels, and two have the default ones. The trainers of a pair get the same five steps, and every metric,
+logprob and entropy that they report is compared.
+One generator is in vLLM's batch-invariant mode, which needs a GPU, and one is not. A generator gets seeded requests one at a time, and then
+twice together with other requests; the tokens and logprobs of the seeded ones are compared. All actors start at the same time.
 """
 
 import argparse
@@ -40,9 +40,10 @@ from rl_actors.clients.call import Call
 
 Generation = Call[list[list[Completion]]]
 Answer = ForwardBackwardOutput | OptimResult
-# Tokens of a prompt. vLLM caches keys and values only for whole blocks of 16 tokens, so it never finds a short prompt in its cache.
+# Lengths of prompts in tokens. vLLM's prefix cache holds only whole blocks of 16 tokens, so a short prompt is never found in it.
 PROMPTS = {"short": 12, "long": 100}
-SHARPNESS = 15.0  # scale of the logits; it leaves an entropy of one to two nats per token, so rounding changes tokens
+# Factor of the logits on a GPU. It gives an entropy of one to two nats a token, so that rounding errors can change which token is sampled.
+SHARPNESS = 15.0
 
 
 def configs_of(name: str) -> tuple[TrainerConfig, GeneratorConfig]:
@@ -68,8 +69,8 @@ def prompts_by_kind(count: int, vocab_size: int) -> dict[str, list[list[int]]]:
     }
 
 
-def seeded(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Generation]:
-    """Submit every prompt as a call with a seed of its own, without waiting."""
+def submit_seeded(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Generation]:
+    """Submit every prompt as a call with a seed of its own. Does not wait for answers."""
     calls = []
     for i, prompt in enumerate(prompts):
         calls.append(client.generate([prompt], seeded_params(i, num_tokens)))
@@ -80,73 +81,85 @@ def seeded_params(index: int, num_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, ignore_stop=True, seed=1000 + index)
 
 
-def answers(calls: Sequence[Generation]) -> list[Completion]:
+def completions_of(calls: Sequence[Generation]) -> list[Completion]:
     """Wait for calls of one prompt and one completion each, and return the completions."""
     return [call.result()[0][0] for call in calls]
 
 
-def companions(client: GeneratorClient, count: int, vocab_size: int, num_tokens: int, seed: int) -> list[Generation]:
-    """Submit requests without seeds, of many lengths, which begin and end while others run."""
+def submit_others(client: GeneratorClient, count: int, vocab_size: int, num_tokens: int, seed: int) -> list[Generation]:
+    """Submit requests without seeds. Does not wait for answers.
+
+    Prompts and completions have random lengths, so that the batch around the seeded requests changes all the time.
+    """
     draw = torch.Generator().manual_seed(seed)
     calls = []
-    lengths = torch.randint(5, 120, (count,), generator=draw).tolist()
-    nums_tokens = torch.randint(num_tokens // 4, num_tokens + 1, (count,), generator=draw).tolist()
-    for length, tokens in zip(lengths, nums_tokens, strict=True):
+    prompt_lengths = torch.randint(5, 120, (count,), generator=draw).tolist()
+    new_tokens = torch.randint(num_tokens // 4, num_tokens + 1, (count,), generator=draw).tolist()
+    for length, max_tokens in zip(prompt_lengths, new_tokens, strict=True):
         prompt = torch.randint(2, vocab_size, (length,), generator=draw).tolist()
-        calls.append(client.generate([prompt], SamplingParams(max_tokens=tokens, ignore_stop=True)))
+        calls.append(client.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_stop=True)))
     return calls
 
 
-def apart(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str, Any]:
-    """Differences between two answers to the same requests: the number of completions with other tokens, the first position that differs,
-    and the largest difference of logprobs before it.
+def completion_differences(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str, Any]:
+    """Differences between two lists of completions of the same requests.
+
+    other_tokens: completions with other tokens. first_at: the first position, over all completions, at which a token differs.
+    logprobs_bit_equal: completions whose tokens and logprobs are the same. logprob_difference: the largest difference of logprobs at
+    positions before the first other token.
     """
-    firsts, differences, same_bits = [], [0.0], 0
+    firsts, logprob_differences, num_equal = [], [0.0], 0
     for a, b in zip(some, others, strict=True):
-        pairs = list(zip(a.tokens, b.tokens, strict=True))
-        first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
+        first = first_difference(a.tokens, b.tokens)
         if first is not None:
             firsts.append(first)
         elif a.logprobs == b.logprobs:
-            same_bits += 1
-        differences += [abs(x - y) for x, y in zip(a.logprobs[:first], b.logprobs[:first], strict=True)]
+            num_equal += 1
+        logprob_differences += [abs(x - y) for x, y in zip(a.logprobs[:first], b.logprobs[:first], strict=True)]
     return {
         "completions": len(some),
         "other_tokens": len(firsts),
         "first_at": min(firsts, default=None),
-        "logprobs_bit_equal": same_bits,
-        "logprob_difference": max(differences),
+        "logprobs_bit_equal": num_equal,
+        "logprob_difference": max(logprob_differences),
     }
+
+
+def first_difference(some: Sequence[int], others: Sequence[int]) -> int | None:
+    """The first index at which two lists of the same length differ; None if they are equal."""
+    for index, (a, b) in enumerate(zip(some, others, strict=True)):
+        if a != b:
+            return index
+    return None
 
 
 def compare_generator(
     client: GeneratorClient, mode: str, vocab_size: int, num_tokens: int, count: int
 ) -> list[tuple[list[int], Completion]]:
-    """Add a result for each comparison. Returns (prompt, completion) of the requests that were submitted alone."""
+    """Record one result for each comparison. Returns (prompt, completion) of every request that ran alone."""
     recorded: list[tuple[list[int], Completion]] = []
     for kind, prompts in prompts_by_kind(count, vocab_size).items():
         alone = one_by_one(client, prompts, num_tokens)
-        rounds = {}
+        title = f"generator {mode}, {kind} prompts, alone"
         for name, seed in (("among others", 1), ("among others still", 2)):
-            others = companions(client, 5 * count, vocab_size, num_tokens, seed)
-            mine = seeded(client, prompts, num_tokens)
-            others += companions(client, 2 * count, vocab_size, num_tokens, seed + 10)
-            rounds[name] = answers(mine)
-            answers(others)
-        for name, completions in rounds.items():
-            results.add("determinism", f"generator {mode}, {kind} prompts, alone and {name}", apart(alone, completions))
+            others = submit_others(client, 5 * count, vocab_size, num_tokens, seed)
+            calls = submit_seeded(client, prompts, num_tokens)
+            others += submit_others(client, 2 * count, vocab_size, num_tokens, seed + 10)
+            figures = completion_differences(alone, completions_of(calls))
+            results.add("determinism", f"{title} and {name}", figures)
+            completions_of(others)  # so that they have ended before the next round
         again = one_by_one(client, prompts, num_tokens)
-        results.add("determinism", f"generator {mode}, {kind} prompts, alone twice", apart(alone, again))
+        results.add("determinism", f"{title} twice", completion_differences(alone, again))
         recorded += zip(prompts, alone, strict=True)
     return recorded
 
 
 def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
-    """Completions of the requests of `seeded`, each submitted after the previous one was answered."""
+    """Completions of the same requests as submit_seeded makes. Each is submitted after the answer to the previous one."""
     completions = []
     for i, prompt in enumerate(prompts):
         call = client.generate([prompt], seeded_params(i, num_tokens))
-        completions += answers([call])
+        completions += completions_of([call])
     return completions
 
 
@@ -154,6 +167,7 @@ def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens
 
 
 def rollouts(recorded: Sequence[tuple[list[int], Completion]]) -> list[Sample]:
+    """The recorded completions as samples, with advantages of -1 and 1 in turn."""
     samples = []
     for i, (prompt, completion) in enumerate(recorded):
         advantage = 1.0 if i % 2 else -1.0
@@ -164,7 +178,7 @@ def rollouts(recorded: Sequence[tuple[list[int], Completion]]) -> list[Sample]:
 
 
 def submit_steps(client: TrainerClient, samples: Sequence[Sample], num_steps: int) -> list[Call[Answer]]:
-    """Submit the calls of all steps, without waiting."""
+    """Submit the calls of all steps. Does not wait for answers."""
     params = OptimParams(learning_rate=1e-5, grad_divisor=num_loss_tokens(samples))
     calls: list[Any] = []
     half = len(samples) // 2
@@ -176,7 +190,7 @@ def submit_steps(client: TrainerClient, samples: Sequence[Sample], num_steps: in
 
 
 def reported(answer: Answer) -> dict[str, Any]:
-    """Every number of an answer by its name. Floats are given as their bits."""
+    """All values of an answer by name. Floats are given exactly, in hexadecimal or as integers with the same bits."""
     if isinstance(answer, OptimResult):
         return {"grad_norm": answer.grad_norm.hex(), "policy_version": answer.policy_version, "skipped": answer.skipped}
     found: dict[str, Any] = {name: float(value).hex() for name, value in answer.metrics.items()}
@@ -187,27 +201,27 @@ def reported(answer: Answer) -> dict[str, Any]:
 
 
 def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[Call[Answer]]) -> bool:
-    """Add a result with the count of numbers that differ and, by name, the first call where they differ.
+    """Record how many values differ, and for each name the first call in which its value differs. Returns True if none differs.
 
-    Returns True if no number differs.
+    A value is one metric of a call, or all its logprobs, or all its entropies.
     """
     first_at: dict[str, int] = {}
     compared = differing = 0
-    for turn, (a, b) in enumerate(zip(some, others, strict=True)):
+    for index, (a, b) in enumerate(zip(some, others, strict=True)):
         first, second = reported(a.result()), reported(b.result())
         assert first.keys() == second.keys()
         compared += len(first)
-        for metric in first:
-            if first[metric] != second[metric]:
+        for value_name in first:
+            if first[value_name] != second[value_name]:
                 differing += 1
-                first_at.setdefault(metric, turn)
+                first_at.setdefault(value_name, index)
     figures = {"calls": len(some), "numbers": compared, "differing": differing, "first_at_call": first_at}
     results.add("determinism", f"trainer {name}", figures | {"bit_equal": not differing})
     return not differing
 
 
 def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
-    """Start a generator for each mode. The batch-invariant one needs a GPU, and is left out if only trainers are compared."""
+    """Start a generator for each mode. The batch-invariant one needs a GPU, and it is not needed when only trainers are compared."""
     modes = {"as it is": False}
     if torch.cuda.is_available() and only != "trainer":
         modes = {"batch-invariant": True} | modes
@@ -222,14 +236,15 @@ def start_trainers(stack: ExitStack, config: TrainerConfig) -> dict[str, list[Tr
     """Start two trainers of each kind, each in a process of its own."""
     pairs: dict[str, list[TrainerClient]] = {}
     for kind, deterministic in (("deterministic", True), ("as it is", False)):
-        of_kind, name = replace(config, deterministic=deterministic), kind.split()[0]
-        pairs[kind] = [stack.enter_context(TrainerClient.spawn(of_kind, name=f"{name}{i}")) for i in range(2)]
+        kind_config = replace(config, deterministic=deterministic)
+        pairs[kind] = []
+        for i in range(2):
+            client = TrainerClient.spawn(kind_config, name=f"{kind.split()[0]}{i}")
+            pairs[kind].append(stack.enter_context(client))
     return pairs
 
 
-def main() -> None:
-    began = time.perf_counter()
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # few, because four trainers compile at once
+def parse() -> argparse.Namespace:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -240,13 +255,20 @@ def main() -> None:
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument(
-        "--requests", type=int, default=12 if on_gpu else 4, help="seeded requests of each kind of prompt"
+        "--requests", type=int, default=12 if on_gpu else 4, help="seeded requests for each length of prompt"
     )
     parser.add_argument("--tokens", type=int, default=128 if on_gpu else 32, help="new tokens of a request")
     parser.add_argument(
         "--eager", action="store_true", help="no compiled blocks in the trainers, no CUDA graphs in the generators"
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    began = time.perf_counter()
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "4")  # few, because four trainers compile at the same time
+    on_gpu = torch.cuda.is_available()
+    arguments = parse()
     from benchmarks.harness.random_weights import scratch, write
 
     def say(text: str) -> None:
@@ -272,15 +294,17 @@ def main() -> None:
                 say(f"generator {mode}: up")
                 if arguments.only == "trainer":
                     prompts = prompts_by_kind(arguments.requests, model.vocab_size)["long"]
-                    recorded = list(zip(prompts, answers(seeded(client, prompts, arguments.tokens)), strict=True))
+                    calls = submit_seeded(client, prompts, arguments.tokens)
+                    recorded = list(zip(prompts, completions_of(calls), strict=True))
                 else:
                     recorded = compare_generator(client, mode, model.vocab_size, arguments.tokens, arguments.requests)
                 say(f"generator {mode}: done")
         samples = rollouts(recorded)
-        calls = {}
+        # All pairs compute at the same time, so all calls are submitted before the first answer is waited for.
+        submitted = {}
         for kind, pair in pairs.items():
-            calls[kind] = [submit_steps(client, samples, arguments.steps) for client in pair]
-        for kind, (some, others) in calls.items():
+            submitted[kind] = [submit_steps(client, samples, arguments.steps) for client in pair]
+        for kind, (some, others) in submitted.items():
             with recording_failure(f"trainer {kind}", failed):
                 if not compare_trainers(kind, some, others) and kind == "deterministic":
                     failed.append("deterministic trainers differ")
@@ -291,7 +315,7 @@ def main() -> None:
 
 @contextmanager
 def recording_failure(name: str, failed: list[str]) -> Iterator[None]:
-    """Keep an exception as the result of this part, so that the other parts go on."""
+    """Record an exception as the result of this part and add the part to `failed`, so that the other parts still run."""
     try:
         yield
     except Exception as error:

@@ -1,8 +1,8 @@
 """Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
 
-The corpus is that of benchmarks/chains.py. One float8 curve has a scale for each tensor, which is the default of TrainerConfig(float8=True),
-and one has a scale for each row. A CPU emulates both at a tiny shape. The curves run side by side on all GPUs, and a picture of them is kept
-with the results.
+The corpus is that of benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
+TrainerConfig(float8=True), and one has a scale for each row. A CPU emulates float8, and trains a tiny model. The curves are computed at the
+same time, on all GPUs. A picture of them is written beside the results.
 """
 
 import argparse
@@ -26,11 +26,14 @@ CURVES = {
     "float8 rowwise": {"compute_dtype": "bfloat16", "float8": True, "float8_recipe": "rowwise"},
 }
 WARMUP_STEPS = 10
-TAIL = 20  # last steps, of whose differences the mean is kept
+TAIL = 20  # the mean difference of two curves is taken over this many last steps
 
 
 def config_here() -> tuple[TrainerConfig, int, int, int]:
-    """(config, documents of a step, positions of each, tokens of the corpus). Qwen3-0.6B's width in four blocks; tiny on a CPU."""
+    """(config, documents of a step, positions of a document, distinct tokens of the corpus).
+
+    The model has four blocks of Qwen3-0.6B's width; on a CPU it is tiny.
+    """
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=4096, num_hidden_layers=4)
         config = TrainerConfig(model=model, max_sequence_length=512, tokens_per_row=4096, logprob_chunk_tokens=4096)
@@ -49,7 +52,10 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 
 
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
-    """{"losses": mean nats a token before each step, "grad_norms": one a step, "seconds": of the whole curve}."""
+    """Train from the weights in `directory`, and return {"losses": …, "grad_norms": …, "seconds": of the whole curve}.
+
+    A loss is in nats a token, before its step.
+    """
     from rl_actors.engine.train_engine import TrainEngine
 
     config, count, length, num_tokens = config_here()
@@ -57,14 +63,14 @@ def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> di
     engine = TrainEngine(replace(config, hf_path=directory, **CURVES[name]))
     corpus = Chains(num_tokens)
     losses, grad_norms = [], []
-    for turn in range(num_steps):
+    for step in range(1, num_steps + 1):
         output = engine.forward_backward(corpus.samples(count, length), "cross_entropy")
-        rate = learning_rate * min(1.0, (turn + 1) / WARMUP_STEPS)
+        rate = learning_rate * min(1.0, step / WARMUP_STEPS)
         params = OptimParams(learning_rate=rate, grad_divisor=float(count * length))
         grad_norms.append(engine.optim_step(params).grad_norm)
         losses.append(float(output.metrics["loss:sum"]) / (count * length))
-        if turn % 10 == 9 or turn == 0:
-            print(f"{name}, step {turn + 1}: {losses[-1]:.4f} after {time.perf_counter() - start:.1f} s", flush=True)
+        if step % 10 == 0 or step == 1:
+            print(f"{name}, step {step}: {losses[-1]:.4f} after {time.perf_counter() - start:.1f} s", flush=True)
     return {"losses": losses, "grad_norms": grad_norms, "seconds": time.perf_counter() - start}
 
 
@@ -90,7 +96,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
     pyplot.close(figure)
 
 
-def keep_curve(name: str, answer: dict) -> None:
+def record_curve(name: str, answer: dict) -> None:
     losses = answer["losses"]
     figures = {
         "first": losses[0],
@@ -103,8 +109,8 @@ def keep_curve(name: str, answer: dict) -> None:
     results.add("float8", name, figures)
 
 
-def keep_difference(name: str, losses: list[float], expected: list[float]) -> None:
-    """Keep a line about the difference of a curve to bfloat16's."""
+def record_difference(name: str, losses: list[float], expected: list[float]) -> None:
+    """Record how far a curve is from the expected one, which is bfloat16's."""
     differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     largest = max(differences)
     tail = differences[-TAIL:]
@@ -127,22 +133,23 @@ def main() -> None:
     began = time.perf_counter()
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, Ranks(len(CURVES) if on_gpu else 2) as ranks:
-        from benchmarks.harness.random_weights import write  # this import and those of the ranks run at the same time
+        # Imported here, because the ranks import at the same time.
+        from benchmarks.harness.random_weights import write
 
         directory = f"{folder}/model"
         write(config_here()[0].model, Path(directory))
-        given = (directory, arguments.steps, arguments.learning_rate)
-        jobs = [Job(name=name, work=curve, arguments=(name, *given)) for name in reversed(CURVES)]
+        options = (directory, arguments.steps, arguments.learning_rate)
+        jobs = [Job(name=name, work=curve, arguments=(name, *options)) for name in reversed(CURVES)]
         for job, answers, error in ranks.run(jobs):
             print(f"[{time.perf_counter() - began:5.1f} s] {job.name}: {error or 'done'}", flush=True)
             if not error:
                 (answer,) = answers
                 curves[job.name] = answer["losses"]
-                keep_curve(job.name, answer)
+                record_curve(job.name, answer)
     if "bfloat16" not in curves or "float8" not in curves:
         raise SystemExit("a curve is missing")
     for name in curves.keys() - {"bfloat16"}:
-        keep_difference(name, curves[name], curves["bfloat16"])
+        record_difference(name, curves[name], curves["bfloat16"])
     draw(curves, results.FOLDER / "float8.png")
 
 

@@ -1,7 +1,8 @@
-"""Speed of generation through GeneratorClient beside the bare vLLM engine with the same settings, in one run.
+"""Speed of generation through GeneratorClient, compared with the bare vLLM engine with the same settings.
 
-All requests are submitted at once. Each has 128 prompt tokens and 256 new tokens on a GPU, 16 and 64 on a CPU. Both sides return the logprobs
-of the sampled tokens. The sides take turns, so that a slow moment of the machine affects both. On a GPU each side has two fifths of the memory.
+All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides return
+the logprobs of the sampled tokens. The sides take turns, so that a slow moment of the machine affects both. On a GPU each side may use two
+fifths of the memory.
 """
 
 import argparse
@@ -39,7 +40,11 @@ def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
 
 
 def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
-    """Run vLLM's own loop over its engine. Sends the seconds of its start, and then the seconds of every (prompts, params) that it receives."""
+    """Run vLLM's own loop over its engine, in a process of its own, until the pipe is closed.
+
+    It first sends the seconds that the engine took to start. For every (prompts, params) that it receives it then sends the seconds that
+    they took.
+    """
     from rl_actors.vllm.engine import start_vllm, vllm_params
 
     start = time.perf_counter()
@@ -57,7 +62,7 @@ def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
 
 
 def through_client(client: GeneratorClient, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Seconds that all prompts take, in calls of 16 prompts, as GRPO makes with groups of 16."""
+    """Seconds that all prompts take through the client. A call has 16 prompts."""
     start = time.perf_counter()
     calls = [client.generate(prompts[i : i + 16], params) for i in range(0, len(prompts), 16)]
     for call in calls:
@@ -66,11 +71,13 @@ def through_client(client: GeneratorClient, prompts: list[list[int]], params: Sa
 
 
 def through_engine(pipe: Connection, prompts: list[list[int]], params: SamplingParams) -> float:
+    """Seconds that all prompts take in serve_bare."""
     pipe.send((prompts, params))
     return _answer(pipe)
 
 
 def _answer(pipe: Connection) -> float:
+    """The next number that serve_bare sends. Exits if its process has ended."""
     try:
         return pipe.recv()
     except EOFError:
@@ -78,24 +85,24 @@ def _answer(pipe: Connection) -> float:
 
 
 def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Namespace, vocab_size: int) -> None:
-    """Record one result for each number of requests. Rates are of the median time, without the first round, which is the warm-up."""
+    """Record one result for each number of requests. A rate comes from the median time; the first round is warm-up and does not count."""
     prompt_tokens, new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
     prompts = prompts_of(max(arguments.requests), prompt_tokens, vocab_size)
     params = SamplingParams(max_tokens=new_tokens, ignore_stop=True)
-    first = 2
+    first_token = 2
     for count in arguments.requests:
         ours, theirs = [], []
         for _ in range(arguments.repeats + 1):
-            # Every round has a new first token, so that no prompt repeats: vLLM's prefix cache holds the keys and values of earlier prompts.
-            fresh = [[first, *prompt[1:]] for prompt in prompts[:count]]
-            first += 1
+            # A new first token in every round makes all prompts new. vLLM would find repeated ones in its prefix cache and skip their prefill.
+            fresh = [[first_token, *prompt[1:]] for prompt in prompts[:count]]
+            first_token += 1
             theirs.append(through_engine(pipe, fresh, params))
             ours.append(through_client(client, fresh, params))
-        rates = [count * new_tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs)]
+        our_rate, their_rate = (count * new_tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs))
         figures = {
-            "tokens_per_second": rates[0],
-            "engine_tokens_per_second": rates[1],
-            "ratio": rates[0] / rates[1],
+            "tokens_per_second": our_rate,
+            "engine_tokens_per_second": their_rate,
+            "ratio": our_rate / their_rate,
             "prompt_tokens": prompt_tokens,
             "new_tokens": new_tokens,
             "seconds": [round(x, 3) for x in ours[1:]],
@@ -118,7 +125,7 @@ def main() -> None:
     child.start()
     other_end.close()
     try:
-        # The engines start one after the other, because vLLM measures at its start how much memory is left.
+        # The engines start one after the other, because vLLM measures at its start how much memory is free.
         print(f"bare engine: up after {_answer(pipe):.0f} s", flush=True)
         start = time.perf_counter()
         with GeneratorClient.spawn(config) as client:

@@ -1,7 +1,8 @@
-"""Phases of one synchronous GRPO step: generate, reward, samples, forward_backward, optim_step, push, pull, and each GPU's busy share.
+"""Times of the phases of a synchronous GRPO step, and how busy each GPU is in each phase.
 
-With two GPUs the trainer has the first and the generator the second; otherwise both share one. The weights are random, so the reward is
-arbitrary: the parity of a completion's tokens. The busy share of a GPU is that of nvidia-smi, whose window is a sixth of a second.
+The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two GPUs the trainer has the first and the
+generator the second; otherwise both share one. The weights are random and nothing is to be learned, so the reward is arbitrary: the parity
+of a completion's tokens. nvidia-smi tells how busy a GPU is, as a share of the last sixth of a second.
 """
 
 import argparse
@@ -38,10 +39,10 @@ GROUP = 16
 
 
 class Phases:
-    """Times of named phases: `with phases("push"): …`"""
+    """Times of named phases, taken by `with phases("push"): …`"""
 
     def __init__(self) -> None:
-        self.spans: dict[str, list[tuple[float, float]]] = {}
+        self.spans: dict[str, list[tuple[float, float]]] = {}  # name -> (begin, end) of every time that it ran
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -50,26 +51,31 @@ class Phases:
         self.spans.setdefault(name, []).append((start, time.perf_counter()))
 
 
-def shares(of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
-    """{"gpu0_busy": a share, …} from the readings of each GPU in each span, in percent. The mean of a span counts once, however long it is."""
+def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
+    """How busy each GPU is in a phase, as {"gpu0_busy": 0.96, …}.
+
+    readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. A long run of the phase has more readings than a short one, but
+    counts as much: the result is the mean of the means.
+    """
     means: dict[int, list[float]] = {}
-    for span in of_spans:
-        for gpu, percentages in span.items():
+    for readings in readings_of_spans:
+        for gpu, percentages in readings.items():
             means.setdefault(gpu, []).append(statistics.fmean(percentages) / 100)
     return {f"gpu{gpu}_busy": statistics.fmean(means[gpu]) for gpu in sorted(means)}
 
 
 def configs_of(name: str, num_gpus: int) -> tuple[TrainerConfig, GeneratorConfig, int, int]:
-    """(trainer's config, generator's config, prompt tokens, new tokens)."""
+    """(config of the trainer, config of the generator, tokens of a prompt, new tokens of a completion)."""
     if name == "tiny":
         model = replace(tiny().trainer.model, max_position_embeddings=512)
         trainer = TrainerConfig(model=model, max_sequence_length=256, tokens_per_row=512)
         return trainer, GeneratorConfig(model=model, max_model_len=256, max_num_seqs=64), 16, 32
-    apart = num_gpus > 1
-    trainer = trainer_config(name, tokens_per_row=32_768 if apart else 16_384)
+    has_own_gpu = num_gpus > 1
+    trainer = trainer_config(name, tokens_per_row=32_768 if has_own_gpu else 16_384)
     generator = GeneratorConfig(model=MODELS[name], dtype="bfloat16", max_model_len=2048, max_num_seqs=512)
     generator.gpu = min(1, num_gpus - 1)
-    generator.gpu_memory_utilization, generator.setup_timeout = 0.8 if apart else 0.35, 600.0
+    generator.gpu_memory_utilization = 0.8 if has_own_gpu else 0.35
+    generator.setup_timeout = 600.0
     return trainer, generator, 128, 256
 
 
@@ -82,24 +88,26 @@ def timed_step(
     new_tokens: int,
     tokens_per_row: int,
 ) -> tuple[list[Sample], ForwardBackwardOutput]:
-    """One GRPO step. Returns its samples and what forward_backward answered."""
+    """Take one GRPO step. Returns its samples and the output of forward_backward."""
     with phases("step"):
         with phases("generate"):
             params = SamplingParams(n=GROUP, max_tokens=new_tokens, ignore_stop=True)
             groups = generator.generate(prompts, params).result()
         with phases("reward"):
-            rewards = [[float(sum(c.tokens) % 2) for c in group] for group in groups]
+            rewards = []
+            for group in groups:
+                rewards.append([float(sum(completion.tokens) % 2) for completion in group])
         with phases("samples"):
             samples = []
-            for prompt, group, of_group in zip(prompts, groups, rewards, strict=True):
-                mean = statistics.fmean(of_group)
-                for completion, reward in zip(group, of_group, strict=True):
+            for prompt, group, group_rewards in zip(prompts, groups, rewards, strict=True):
+                mean = statistics.fmean(group_rewards)
+                for completion, reward in zip(group, group_rewards, strict=True):
                     samples.append(
                         Sample.from_tokens(
                             prompt, completion.tokens, old_logprobs=completion.logprobs, advantages=reward - mean
                         )
                     )
-        with phases("plan"):  # measured on its own here; every rank plans again within forward_backward
+        with phases("plan"):  # only measured here; every rank makes its own plan in forward_backward
             lengths = [len(sample) for sample in samples]
             plan(lengths, tokens_per_row=tokens_per_row, rows_per_microbatch=1, num_ranks=1)
         with phases("forward_backward"):
@@ -118,8 +126,8 @@ def main() -> None:
     num_gpus = torch.cuda.device_count()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="0_6b" if num_gpus else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--groups", type=int, default=32 if num_gpus else 2, help=f"of {GROUP} completions")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, after one step of warm-up")
+    parser.add_argument("--groups", type=int, default=32 if num_gpus else 2, help=f"groups of {GROUP} completions")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps; one step of warm-up runs before them")
     arguments = parser.parse_args()
     trainer_options, generator_options, prompt_tokens, new_tokens = configs_of(arguments.model, num_gpus)
     busy = Watch("utilization.gpu")
@@ -127,14 +135,14 @@ def main() -> None:
     in_background(transport.open(), "store").result()
     with ExitStack() as clients:
         trainer = clients.enter_context(TrainerClient.spawn(trainer_options, transport=transport))
-        trainer.ready().result()  # before the generator starts, because vLLM measures how much memory is left
+        trainer.ready().result()  # before the generator starts, because vLLM measures how much memory is free
         generator = clients.enter_context(trainer.spawn_generator(generator_options))
         generator.ready().result()
         draw = torch.Generator().manual_seed(0)
         vocab_size = trainer_options.model.vocab_size
         for turn in range(arguments.steps + 1):
             if turn < 2:
-                phases = Phases()  # again after the first step, whose times include compiling
+                phases = Phases()  # turn 1 starts anew, because the times of turn 0 include compiling
             prompts = torch.randint(2, vocab_size, (arguments.groups, prompt_tokens), generator=draw).tolist()
             samples, output = timed_step(
                 trainer,
@@ -147,11 +155,16 @@ def main() -> None:
             print(f"step {turn}: logprob_diff mean {output.metrics['logprob_diff:mean']:.2e}", flush=True)
     in_background(transport.close(), "store").result()
     busy.stop()
-    whole = statistics.median(end - start for start, end in phases.spans["step"])
+    step_seconds = statistics.median(end - start for start, end in phases.spans["step"])
     for name, spans in phases.spans.items():
         seconds = statistics.median(end - start for start, end in spans)
-        figures = {"seconds": seconds, "share": seconds / whole, **shares([busy.between(*span) for span in spans])}
-        figures |= {"tokens": len(samples) * (prompt_tokens + new_tokens), "gpus": num_gpus}
+        figures = {
+            "seconds": seconds,
+            "share": seconds / step_seconds,
+            **busy_shares([busy.between(*span) for span in spans]),
+            "tokens": len(samples) * (prompt_tokens + new_tokens),
+            "gpus": num_gpus,
+        }
         results.add("grpo_step", f"{arguments.model} {name}", figures)
 
 

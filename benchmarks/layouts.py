@@ -1,8 +1,9 @@
-"""Parallel layouts beside one device, from one directory of weights: differences of loss, gradients and logprobs; moved checkpoints.
+"""Differences between parallel layouts and one device: loss, gradients and logprobs from the same weights; and checkpoints moved between layouts.
 
-In float32 a layout differs only by the order of its sums; TOLERANCE is its limit. In bfloat16 a layout also rounds elsewhere, so its limit
-is measured: the difference of one device in bfloat16 to itself in float32, kept as the line `one, bfloat16`, and doubled by limits_of.
-Layouts have FlashAttention 4 in bfloat16. CP2 has flex attention, so its difference to the one device includes that of the kernels.
+In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits.
+In bfloat16 a layout also rounds at other places, so the limits are measured. The yardstick is how much one device in bfloat16 differs from
+itself in float32; it is recorded as `one, bfloat16`, and limits_of doubles it. In bfloat16 one device and the layouts use FlashAttention 4.
+Only CP2 uses flex attention, so its difference to one device includes the difference between the kernels.
 A checkpoint that is saved under one layout and loaded under another must continue with the same loss and gradient norm.
 """
 
@@ -38,10 +39,9 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "PP2": {"pipeline_parallel": 2},
     "FSDP2xTP2": {"data_parallel_shard": 2, "tensor_parallel": 2},
 }
-MOVES = {
-    4: ("FSDP2xTP2", "FSDP2"),
-    2: ("FSDP2", "one"),
-}  # devices -> layouts under which a checkpoint is saved and loaded
+# Number of devices -> layouts under which the checkpoint is saved and loaded.
+MOVES = {4: ("FSDP2xTP2", "FSDP2"), 2: ("FSDP2", "one")}
+# Limits of the float32 differences, by the names that `differences` returns.
 TOLERANCE = {
     "loss": 1e-5,
     "logprobs": 1e-5,
@@ -50,18 +50,19 @@ TOLERANCE = {
     "gradient": 1e-5,
     "worst_parameter": 1e-4,
 }
-StepReport = tuple[
-    RankOutput, float
-]  # of one rank: the output of forward_backward, and the gradient norm of optim_step
-# eps is large, because Adam's first step is otherwise the sign of the gradient, which noise may flip.
+# What one rank reports of a step: the output of forward_backward, and the gradient norm of optim_step.
+StepReport = tuple[RankOutput, float]
+# With a small eps Adam's first step is nearly the sign of the gradient, and rounding can flip that sign. A large eps avoids this.
 STEP = OptimParams(learning_rate=1e-3, eps=1e-2, grad_divisor=1000.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
+    """A model and the samples of a call."""
+
     model: ModelConfig
     row_length: int
-    documents: tuple[int, ...]  # positions of each; they fill a row
+    documents: tuple[int, ...]  # lengths in positions; together they fill a row
     num_rows: int
 
     def samples(self) -> list[Sample]:
@@ -75,7 +76,7 @@ class Shape:
 
 
 def shape_here() -> Shape:
-    """Qwen3-0.6B's width in four blocks; tiny on a CPU. The output projection is not tied, because pipelines refuse tied ones."""
+    """Four blocks of Qwen3-0.6B's width; a tiny model on a CPU. Embedding and head are not tied, because pipelines refuse tied ones."""
     if torch.cuda.is_available():
         model = ModelConfig(vocab_size=32_768, num_hidden_layers=4, tie_word_embeddings=False)
         return Shape(model=model, row_length=1024, documents=(512, 320, 128, 64), num_rows=8)
@@ -92,13 +93,13 @@ def shape_here() -> Shape:
     return Shape(model=model, row_length=256, documents=(128, 80, 32, 16), num_rows=4)
 
 
-# --- jobs of a rank -----------------------------------------------------------------------------------------------
+# --- jobs, as each rank runs them ---------------------------------------------------------------------------------
 
 
 def engine_of(shape: Shape, directory: str, layout: str, dtype: str) -> "TrainEngine":
     from rl_actors.engine.train_engine import TrainEngine
 
-    # The kernel of configs.qwen3, which works in bfloat16 and without context parallelism.
+    # FlashAttention 4 is the kernel of configs.qwen3. It works in bfloat16 only, and not under context parallelism.
     has_flash4 = dtype == "bfloat16" and "context_parallel" not in LAYOUTS[layout]
     config = TrainerConfig(
         model=replace(shape.model),
@@ -114,7 +115,11 @@ def engine_of(shape: Shape, directory: str, layout: str, dtype: str) -> "TrainEn
 
 
 def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, against: str) -> dict[str, Any]:
-    """One forward_backward and optim_step. Writes the whole gradients to the file `keep`, or compares them with the file `against`."""
+    """Run one forward_backward and one optim_step on this rank, and return what they report.
+
+    keep: a file to which the whole gradients are written. against: a file of gradients to compare them with. "" means no file.
+    "gradients" in the answer is as in Numbers, and empty without `against`.
+    """
     start = time.perf_counter()
     engine = engine_of(shape, directory, layout, dtype)
     built = time.perf_counter()
@@ -127,11 +132,11 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
     grad_norm = engine.optim_step(STEP).grad_norm
     if keep:
         save_file({name: gradient.cpu().contiguous() for name, gradient in gradients.items()}, keep)
-    known = load_file(against, device=str(engine.built.device)) if against else {}
+    expected = load_file(against, device=str(engine.built.device)) if against else {}
     norms = {}
-    for name, expected in known.items():
+    for name, gradient in expected.items():
         if name in gradients:  # a rank of a pipeline has only the gradients of its stage
-            norms[name] = (float((gradients[name] - expected).norm()), float(expected.norm()))
+            norms[name] = (float((gradients[name] - gradient).norm()), float(gradient.norm()))
     return {
         "output": output,
         "grad_norm": grad_norm,
@@ -141,7 +146,7 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
 
 
 def save(shape: Shape, directory: str, layout: str, dtype: str, checkpoint: str) -> StepReport:
-    """Two steps and a checkpoint. Returns what the step after it reports."""
+    """Take two steps and save a checkpoint. Returns the report of the step after it."""
     engine = engine_of(shape, directory, layout, dtype)
     for _ in range(2):
         step(engine, shape)
@@ -150,7 +155,7 @@ def save(shape: Shape, directory: str, layout: str, dtype: str, checkpoint: str)
 
 
 def load(shape: Shape, directory: str, layout: str, dtype: str, checkpoint: str) -> StepReport:
-    """Load the checkpoint. Returns what the next step reports."""
+    """Load the checkpoint. Returns the report of the next step."""
     engine = engine_of(shape, directory, layout, dtype)
     engine.load_checkpoint(checkpoint)
     return step(engine, shape)
@@ -166,15 +171,16 @@ def step(engine: "TrainEngine", shape: Shape) -> StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
+    """What a job of `compare` found: the answers of its ranks as one."""
+
     output: ForwardBackwardOutput
     grad_norm: float
-    gradients: Mapping[
-        str, tuple[float, float]
-    ]  # name -> (norm of the difference to the expected gradient, norm of that one)
+    # Parameter -> (norm of the difference between its gradient and the expected one, norm of the expected one).
+    gradients: Mapping[str, tuple[float, float]]
 
 
 def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
-    """The answers of all ranks as those of one."""
+    """The answers of all ranks of a job as one."""
     gradients: dict[str, tuple[float, float]] = {}
     for answer in answers:
         gradients.update(answer["gradients"])
@@ -184,28 +190,33 @@ def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
 
 
 def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
-    """Relative differences. The worst logprob's is relative to 1 + its absolute value."""
+    """Relative differences between a layout and one device.
+
+    The difference of a logprob is relative to 1 + its absolute value. A difference of gradients is the norm of the difference over the norm
+    of the expected gradient, for the whole gradient and for the worst parameter.
+    """
     losses = [numbers.output.metrics["loss:sum"] for numbers in (actual, expected)]
-    logprobs, known = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
-    apart = (logprobs - known).abs()
-    pairs = Tensor(list(actual.gradients.values()))
-    # A parameter whose gradient is next to nothing holds rounding errors of the whole, which do not count as its own.
-    errors = (pairs[:, 0] - 1e-7 * pairs[:, 1].norm()).clamp(min=0) / pairs[:, 1]
+    logprobs, expected_logprobs = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
+    logprob_differences = (logprobs - expected_logprobs).abs()
+    difference_norms, norms = Tensor(list(actual.gradients.values())).unbind(dim=1)
+    # A gradient next to 0 is mostly rounding errors of larger numbers, so differences up to 1e-7 of the whole gradient do not count.
+    errors = (difference_norms - 1e-7 * norms.norm()).clamp(min=0) / norms
     return {
         "loss": abs(losses[0] / losses[1] - 1),
-        "logprobs": float(apart.mean() / known.abs().mean()),
-        "worst_logprob": float((apart / (1 + known.abs())).max()),
+        "logprobs": float(logprob_differences.mean() / expected_logprobs.abs().mean()),
+        "worst_logprob": float((logprob_differences / (1 + expected_logprobs.abs())).max()),
         "grad_norm": abs(actual.grad_norm / expected.grad_norm - 1),
-        "gradient": float(pairs[:, 0].norm() / pairs[:, 1].norm()),
+        "gradient": float(difference_norms.norm() / norms.norm()),
         "worst_parameter": float(errors.nan_to_num().max()),
     }
 
 
 def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]:
-    """The limit of every difference. yardstick: the differences of one device in bfloat16 to itself in float32.
+    """The limit of every difference. yardstick: how much one device in bfloat16 differs from itself in float32.
 
-    Two layouts that are as far from float32 as the yardstick are at most twice as far from each other. The loss has the limit of the
-    logprobs, and the norm that of the gradient: they cannot differ by more, while their own yardsticks may be near 0 by chance.
+    If a layout and one device are each as far from float32 as the yardstick, they are at most twice as far from each other. Loss and
+    gradient norm are single numbers, whose yardsticks may be near 0 by chance. They cannot differ by more than logprobs and gradient, so
+    they have the limits of these.
     """
     if dtype == "float32":
         return TOLERANCE
@@ -220,13 +231,13 @@ class Comparison:
         self.folder, self.shape = folder, shape_here()
         self.directory = f"{folder}/model"
         self.saved_under, self.loaded_under = MOVES[4 if num_devices >= 4 else 2]
-        self.ones: dict[str, Numbers] = {}  # dtype -> the answers of one device
+        self.on_one_device: dict[str, Numbers] = {}  # by dtype
         self.yardstick: dict[str, float] = {}
-        self.before: list[StepReport] = []  # of the step after the saved checkpoint
+        self.reports_of_saved: list[StepReport] = []  # of the step after the checkpoint was saved, from all ranks
         self.failed: list[str] = []
 
     def phases(self, layouts: Sequence[str], dtypes: Sequence[str]) -> list[list[Job]]:
-        """Jobs that run side by side, in phases: a job needs the files of earlier phases."""
+        """All jobs in phases. Jobs of a phase run at the same time; they need files that jobs of earlier phases write."""
         one_float32 = self._compare("one", "float32", keep="float32")
         second = [self._compare("one", "bfloat16", keep="bfloat16", against="float32")]
         if "float32" in dtypes:
@@ -247,24 +258,24 @@ class Comparison:
         return Job(name=name, work=work, arguments=arguments, num_ranks=num_ranks(layout))
 
     def take(self, job: Job, answers: list[Any]) -> None:
-        """Keep the line of a finished job, and its name if a difference is out of bounds."""
+        """Record the result of a finished job, and add its name to `failed` if a difference is beyond its limit."""
         if job.name == "saved":
-            self.before = answers
+            self.reports_of_saved = answers
             return
         if job.name == "loaded":
             name = f"{self.saved_under} to {self.loaded_under}"
-            self.failed += report_move(name, self.shape, self.before, answers)
+            self.failed += record_move(name, self.shape, self.reports_of_saved, answers)
             return
         layout, dtype = job.name.split(", ")
         numbers = merged(self.shape, answers)
         figures = {"ranks": job.num_ranks, "seconds": [round(x, 1) for x in answers[0]["seconds"]]}
         if layout != "one":
-            found = differences(numbers, self.ones[dtype])
-            self.failed += report(job.name, found, dtype, self.yardstick, figures)
+            found = differences(numbers, self.on_one_device[dtype])
+            self.failed += record(job.name, found, dtype, self.yardstick, figures)
             return
-        self.ones[dtype] = numbers
+        self.on_one_device[dtype] = numbers
         if dtype == "bfloat16":
-            self.yardstick = differences(numbers, self.ones["float32"])
+            self.yardstick = differences(numbers, self.on_one_device["float32"])
             results.add("layouts", job.name, self.yardstick | figures)
 
 
@@ -280,7 +291,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     num_devices = torch.cuda.device_count() or 4
-    parser.add_argument("--gpus", type=int, default=min(4, num_devices), help="devices; on a CPU ranks of gloo")
+    parser.add_argument("--gpus", type=int, default=min(4, num_devices), help="devices; on a CPU, processes")
     parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS)[1:], default=list(LAYOUTS)[1:])
     parser.add_argument("--dtypes", nargs="*", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     arguments = parser.parse_args()
@@ -288,10 +299,8 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}; a layout needs at least two devices")
     layouts = [name for name in arguments.layouts if num_ranks(name) <= arguments.gpus]
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
-        from benchmarks.harness.random_weights import (
-            scratch,
-            write,
-        )  # this import and those of the ranks run at the same time
+        # Imported here, because the ranks import at the same time.
+        from benchmarks.harness.random_weights import scratch, write
 
         model = shape_here().model
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=scratch(model, times=16)))
@@ -305,18 +314,18 @@ def main() -> None:
                     comparison.failed.append(job.name)
                 else:
                     comparison.take(job, answers)
-            if not comparison.ones:  # nothing to compare with
+            if not comparison.on_one_device:  # nothing to compare with
                 break
     if comparison.failed:
-        say(f"out of bounds or failed: {', '.join(comparison.failed)}")
+        say(f"beyond a limit, or failed: {', '.join(comparison.failed)}")
         raise SystemExit(1)
-    say("all within")
+    say("all differences are within their limits")
 
 
-def report(
+def record(
     name: str, found: Mapping[str, float], dtype: str, yardstick: Mapping[str, float], figures: Mapping[str, Any]
 ) -> list[str]:
-    """Keep the line of a layout. Returns its name if a difference is out of bounds, else nothing."""
+    """Record the result of a layout. Returns [name] if a difference is beyond its limit, otherwise []."""
     limits = limits_of(dtype, yardstick)
     within = all(found[kind] < limits[kind] for kind in found)
     shares = {f"{kind}_of_limit": found[kind] / limits[kind] for kind in found}
@@ -324,17 +333,20 @@ def report(
     return [] if within else [name]
 
 
-def report_move(name: str, shape: Shape, before: Sequence[StepReport], after: Sequence[StepReport]) -> list[str]:
-    """Keep the line of a moved checkpoint. before, after: the reports of all ranks. Returns its name if it differs, else nothing."""
-    if not before:
+def record_move(name: str, shape: Shape, saved: Sequence[StepReport], loaded: Sequence[StepReport]) -> list[str]:
+    """Record the result of a moved checkpoint. Returns [name] if a difference is beyond its limit, or if saving failed; otherwise [].
+
+    saved, loaded: the reports of all ranks about the step after the checkpoint, from the trainer that saved it and the one that loaded it.
+    """
+    if not saved:
         return [name]
     count = len(shape.documents) * shape.num_rows
     losses, norms = [], []
-    for side in (before, after):
-        losses.append(merge_outputs(count, [output for output, _ in side]).metrics["loss:sum"])
-        norms.append(side[0][1])
+    for reports in (saved, loaded):
+        losses.append(merge_outputs(count, [output for output, _ in reports]).metrics["loss:sum"])
+        norms.append(reports[0][1])
     found = {"loss": abs(losses[1] / losses[0] - 1), "grad_norm": abs(norms[1] / norms[0] - 1)}
-    return report(f"checkpoint {name}", found, "float32", {}, {"losses": losses, "grad_norms": norms})
+    return record(f"checkpoint {name}", found, "float32", {}, {"losses": losses, "grad_norms": norms})
 
 
 if __name__ == "__main__":

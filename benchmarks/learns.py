@@ -1,7 +1,8 @@
-"""A whole run as a user starts it, supervised steps and then GRPO: held-out accuracy and time against their targets.
+"""Held-out accuracy and time of a whole run, started as a user starts it: supervised steps, then GRPO. Both figures have targets.
 
-The config is `small` on a GPU and `tiny` on a CPU. Further flags go to the controller: `--steps 20` makes a short rehearsal. The line of
-results and the curve learns-<config>.png are also written for a run that was stopped; for a run that was killed, --read writes them.
+The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller: `--steps 20` makes a short rehearsal.
+At the end of the run its result is recorded and its curve is copied to learns-<config>.png, even if the run was stopped early. If this
+program was killed, `--read FOLDER` does the same afterwards.
 """
 
 import argparse
@@ -24,20 +25,20 @@ from controllers.run_folder import RunFolder, read_jsonl
 from rl_actors import memory_estimate
 
 ACCURACY, SECONDS = 0.95, 480.0
-"""Targets: held-out accuracy after the last step, and seconds from the start of the command to its end."""
+"""Targets: the held-out accuracy after the last step, and the seconds from the start of the command to its end."""
 END_TIMEOUT = 60.0
-"""Seconds that a run may take to stop."""
+"""Seconds that the controller may take to close after it was told to stop."""
 
 
 def run(arguments: list[str], limit: float) -> tuple[float, int]:
-    """Run the controller to its end, or for `limit` seconds. Returns the seconds that it took and its exit status."""
+    """Run the controller until it ends, or for `limit` seconds. Returns the seconds that it took and its exit status."""
     begun = time.perf_counter()
     process = subprocess.Popen([sys.executable, "-m", "controllers.grpo", *arguments])
 
     def pass_on(signum: int, frame: object) -> None:
         process.terminate()
 
-    # The controller closes its actors and writes its report, also when this process is told to stop.
+    # If this process gets SIGTERM, the controller gets it too, so that it can close its actors and write its report.
     signal.signal(signal.SIGTERM, pass_on)
     try:
         process.wait(limit)
@@ -54,32 +55,32 @@ def run(arguments: list[str], limit: float) -> tuple[float, int]:
 
 
 def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
-    """Figures of a run from its records. seconds: of the whole command; None: unknown, then only the time of the steps counts."""
+    """Figures of a run, from its records. seconds: the time of the whole command; if it is None, the time of the steps is taken."""
     config = config_from_json(GRPOConfig, folder.config.read_text())
     records = read_jsonl(folder.metrics)
     sft = [record for record in records if record["phase"] == "sft"]
     grpo = [record for record in records if record["phase"] == "grpo"]
     accuracies_before, accuracies = _accuracies(sft), _accuracies(grpo)
-    spent = {
+    part_seconds = {
         "sft": _total("time/step", sft),
         "grpo": _total("time/step", grpo),
         "generate": _total("time/generate", grpo),
         "train": _total("time/train", grpo),
         "sync": _total("time/sync", grpo),
     }
-    of_steps = spent["sft"] + spent["grpo"]
-    in_all = seconds if seconds is not None else of_steps
+    step_seconds = part_seconds["sft"] + part_seconds["grpo"]
+    run_seconds = seconds if seconds is not None else step_seconds
     differences = [record.get("logprob_diff/mean") or 0.0 for record in grpo]
     return {
         "accuracy_before": accuracies_before[-1] if accuracies_before else 0.0,
         "accuracy": accuracies[-1] if accuracies else 0.0,
         "accuracy_best": max(accuracies, default=0.0),
-        "seconds": round(in_all, 1),
-        "seconds_beside_steps": round(in_all - of_steps, 1),
+        "seconds": round(run_seconds, 1),
+        "seconds_beside_steps": round(run_seconds - step_seconds, 1),
         "first_step_seconds": round(_total("time/step", records[:1]), 1),
         "sft_steps": len(sft),
         "grpo_steps": len(grpo),
-        **{f"{name}_seconds": round(value, 1) for name, value in spent.items()},
+        **{f"{name}_seconds": round(value, 1) for name, value in part_seconds.items()},
         "logprob_diff_mean": max(differences, default=0.0),
         "tokens_trained": _total("tokens/trained", records),
         "tokens_generated": _total("tokens/generated", records),
@@ -89,11 +90,12 @@ def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
 
 
 def _total(key: str, records: list[dict[str, Any]]) -> float:
+    """The sum of a metric over all records. null counts as 0."""
     return sum(record[key] or 0 for record in records)
 
 
 def _accuracies(records: list[dict[str, Any]]) -> list[float]:
-    """The held-out accuracies of the steps that measured one."""
+    """Held-out accuracies, of the steps that measured one."""
     found = [record.get("validation/accuracy") for record in records]
     return [accuracy for accuracy in found if accuracy is not None]
 
@@ -101,16 +103,16 @@ def _accuracies(records: list[dict[str, Any]]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     default = "small" if torch.cuda.is_available() else "tiny"
-    parser.add_argument("--config", default=default, help="a config of the controller")
+    parser.add_argument("--config", default=default, help="a config of controllers.grpo")
     parser.add_argument("--output-dir", type=Path, help="folder of the run; default: runs/learns-<time>")
-    parser.add_argument("--limit", type=float, default=540.0, help="seconds after which the run is stopped")
-    parser.add_argument("--read", type=Path, metavar="FOLDER", help="run nothing: read the records of this run")
+    parser.add_argument("--limit", type=float, default=540.0, help="stop the run after this many seconds")
+    parser.add_argument("--read", type=Path, metavar="FOLDER", help="run nothing and read the records of this run")
     options, flags = parser.parse_known_args()
     folder = RunFolder(options.read or options.output_dir or f"runs/learns-{datetime.now():%Y%m%d-%H%M%S}")
     if options.read:
         name, seconds = folder.path.name, None
     elif folder.holds_run:
-        sys.exit(f"{folder.path} holds a run; --read reads it")
+        sys.exit(f"{folder.path} holds a run; --read {folder.path} reads its records")
     else:
         name = options.config + ", changed" * bool(flags)
         seconds, _ = run(["--config", options.config, "--output-dir", str(folder.path), *flags], options.limit)
@@ -122,10 +124,10 @@ def main() -> None:
     shutil.copy(folder.reward_png, results.FOLDER / f"learns-{options.config}.png")
     missed = []
     if found["accuracy"] < ACCURACY:
-        missed.append(f"accuracy {found['accuracy']:.3f}, not {ACCURACY}")
+        missed.append(f"accuracy {found['accuracy']:.3f}, below {ACCURACY}")
     if found["seconds"] > SECONDS:
-        missed.append(f"{found['seconds']:.0f} s, not {SECONDS:.0f}")
-    sys.exit("missed: " + "; ".join(missed) if missed else None)
+        missed.append(f"{found['seconds']:.0f} s, above {SECONDS:.0f}")
+    sys.exit("missed targets: " + "; ".join(missed) if missed else None)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Differences of the generator's logprobs to the trainer's in bfloat16, at one to two nats a token, over many steps.
+"""Differences between the generator's and the trainer's logprobs in bfloat16, over many steps, at an entropy of one to two nats a token.
 
-Random weights are first trained on chains (benchmarks/chains.py) until they are that sure. Scaling them up instead would also scale the
-rounding error of every logit. Then one turn is: the generator samples; the trainer's forward gives its logprobs of the same tokens, from
-which come mean and largest difference, the k3 estimate of the KL divergence, the entropy and the worst token; optimizer steps; push; pull.
+Random weights have a higher entropy, so the trainer first learns chains (benchmarks/chains.py) until its entropy is that low. Larger logits
+would lower the entropy too, but their rounding errors would be larger as well.
+Then turns follow. In a turn the generator samples, and the trainer's forward computes the logprobs of the same tokens. The result has the
+mean and the largest difference, the k3 estimate of the KL divergence, the entropy and the worst token. Then the trainer takes optimizer
+steps and pushes its weights, and the generator pulls them.
 """
 
 import argparse
+import itertools
 import statistics
 import tempfile
 import time
@@ -40,7 +43,7 @@ from rl_actors.clients.call import in_background
 from rl_actors.transports.base import Transport
 
 LIMITS = {"difference_mean": 0.02, "kl": 1e-3}
-SURE_ENOUGH = 1.9  # nats a token at which the training on chains ends
+MAX_ENTROPY = 1.9  # nats a token; the training on chains ends when the entropy is lower
 CHAIN_TOKENS = 16
 PROMPT_TOKENS = 32
 
@@ -67,9 +70,11 @@ def configs_of(name: str, directory: str, attention: str) -> tuple[TrainerConfig
     trainer = replace(trainer_config(name, tokens_per_row=8192), hf_path=directory, max_sequence_length=2048)
     trainer.attention, trainer.activation_checkpointing = attention, "none"  # type: ignore[assignment]
     generator = GeneratorConfig(model=MODELS[name], hf_path=directory, dtype="bfloat16", max_model_len=2048)
-    # Trainer and generator start at the same time, so vLLM cannot measure how much memory is left.
-    generator.gpu, generator.gpu_memory_utilization = min(1, torch.cuda.device_count() - 1), 0.3
-    generator.kv_cache_bytes, generator.setup_timeout = 8 << 30, 600.0
+    generator.gpu = min(1, torch.cuda.device_count() - 1)
+    # The size of the cache is given, because the trainer starts at the same time and vLLM cannot measure how much memory is free.
+    generator.gpu_memory_utilization = 0.3
+    generator.kv_cache_bytes = 8 << 30
+    generator.setup_timeout = 600.0
     return trainer, generator
 
 
@@ -78,25 +83,25 @@ def close(transport: Transport) -> None:
 
 
 def teach(trainer: TrainerClient, corpus: Chains, clock: Clock, *, on_gpu: bool, most_steps: int) -> float:
-    """Train on chains until the policy is sure enough. Returns its entropy in nats a token."""
+    """Train on chains until the entropy is below MAX_ENTROPY, for at most most_steps steps. Returns the entropy in nats a token."""
     count, length, rate = (16, 512, 1e-3) if on_gpu else (16, 64, 1e-2)
     entropy = float("inf")
-    for turn in range(most_steps):
+    for step in range(most_steps):
         output = trainer.forward_backward(corpus.samples(count, length), loss="cross_entropy", entropy=True).result()
         entropy = float(torch.cat(output.entropy).mean())
-        if turn % 5 == 0 or entropy < SURE_ENOUGH:
+        if step % 5 == 0 or entropy < MAX_ENTROPY:
             loss = output.metrics["loss:sum"] / (count * length)
-            clock.say(f"chains, step {turn}: {loss:.3f} nats a token, entropy {entropy:.3f}")
-        if entropy < SURE_ENOUGH:
+            clock.say(f"chains, step {step}: {loss:.3f} nats a token, entropy {entropy:.3f}")
+        if entropy < MAX_ENTROPY:
             trainer.discard_gradients().result()
             break
-        params = OptimParams(learning_rate=rate * min(1, (turn + 1) / 10), grad_divisor=float(count * length))
+        params = OptimParams(learning_rate=rate * min(1, (step + 1) / 10), grad_divisor=float(count * length))
         trainer.optim_step(params).result()
     return entropy
 
 
 def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: int) -> list[Sample]:
-    """Completions of prompts from the corpus, with an arbitrary advantage of 1 or -1."""
+    """Sample completions of prompts from the corpus. Their advantages are arbitrary: -1 and 1 in turn."""
     prompts = corpus.ids(count, PROMPT_TOKENS).tolist()
     groups = generator.generate(prompts, SamplingParams(max_tokens=num_tokens, ignore_stop=True)).result()
     samples = []
@@ -109,43 +114,47 @@ def sample(generator: GeneratorClient, corpus: Chains, count: int, num_tokens: i
 
 
 def figures_of(samples: list[Sample], output: ForwardBackwardOutput, num_tokens: int) -> dict[str, Any]:
-    """Differences over the completions' tokens. The output must have entropies."""
+    """Differences over the tokens of the completions, which are the last num_tokens of each sample. The output must have entropies."""
     assert output.entropy is not None
-    mine = torch.stack([values[-num_tokens:] for values in output.logprobs])
-    known = torch.stack([one.columns["old_logprobs"][-num_tokens:] for one in samples])
-    differences = (mine - known).abs()
-    row, column = divmod(int(differences.argmax()), num_tokens)
+    of_trainer = torch.stack([values[-num_tokens:] for values in output.logprobs])
+    of_generator = torch.stack([one.columns["old_logprobs"][-num_tokens:] for one in samples])
+    differences = (of_trainer - of_generator).abs()
+    worst_sample, worst_position = divmod(int(differences.argmax()), num_tokens)
     return {
         "difference_mean": output.metrics["logprob_diff:mean"],
         "difference_max": output.metrics["logprob_diff:max"],
         "kl": output.metrics["kl_policy_generator:mean"],
         "entropy": float(torch.stack([values[-num_tokens:] for values in output.entropy]).mean()),
-        "worst_token": int(samples[row].targets[column - num_tokens]),
-        "worst_at": [row, column],
-        "worst_trainer": float(mine[row, column]),
-        "worst_generator": float(known[row, column]),
-        "tokens": mine.numel(),
+        "worst_token": int(samples[worst_sample].targets[worst_position - num_tokens]),
+        "worst_at": [worst_sample, worst_position],
+        "worst_trainer": float(of_trainer[worst_sample, worst_position]),
+        "worst_generator": float(of_generator[worst_sample, worst_position]),
+        "tokens": of_trainer.numel(),
     }
+
+
+def parse() -> argparse.Namespace:
+    on_gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
+    parser.add_argument("--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps of all turns together")
+    parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps of a turn")
+    parser.add_argument("--seconds", type=float, default=240.0, help="begin no turn after this many seconds")
+    parser.add_argument("--sequences", type=int, default=64, help="completions of a turn")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens of a completion")
+    parser.add_argument("--learning-rate", type=float, default=1e-6)
+    parser.add_argument("--teach", type=int, default=80, help="at most this many steps on chains")
+    parser.add_argument("--attention", default="flash4" if on_gpu else "flex", choices=["flex", "flash4"])
+    parser.add_argument("--compile", action="store_true", help="compile the trainer's blocks, as the configs do")
+    parser.add_argument(
+        "--transport", default="files", choices=["files", "torchstore"], help="files are written to shared memory"
+    )
+    return parser.parse_args()
 
 
 def main() -> None:
     clock = Clock()
-    on_gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--steps", type=int, default=50 if on_gpu else 3, help="optimizer steps of all turns")
-    parser.add_argument("--updates", type=int, default=2 if on_gpu else 1, help="optimizer steps of a turn")
-    parser.add_argument("--seconds", type=float, default=240.0, help="begin no turn after these")
-    parser.add_argument("--sequences", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=64, help="new tokens of each sequence")
-    parser.add_argument("--learning-rate", type=float, default=1e-6)
-    parser.add_argument("--teach", type=int, default=80, help="most steps on chains")
-    parser.add_argument("--attention", default="flash4" if on_gpu else "flex", choices=["flex", "flash4"])
-    parser.add_argument("--compile", action="store_true", help="compile the trainer's blocks, as the configs do")
-    parser.add_argument(
-        "--transport", default="files", choices=["files", "torchstore"], help="files are kept in shared memory"
-    )
-    arguments = parser.parse_args()
+    arguments = parse()
     from benchmarks.harness.random_weights import scratch, write
 
     with ExitStack() as stack:
@@ -164,24 +173,24 @@ def main() -> None:
         corpus = Chains(min(CHAIN_TOKENS, model.vocab_size - 2))
         trainer.ready().result()
         clock.say("trainer up")
-        teach(trainer, corpus, clock, on_gpu=on_gpu, most_steps=arguments.teach)
+        teach(trainer, corpus, clock, on_gpu=torch.cuda.is_available(), most_steps=arguments.teach)
         version = trainer.push_model_state_dict().result()
         clock.say("pushed")
         generator.ready().result()
         clock.say("generator up")
         generator.pull_model_state_dict(version).result()
-        follow(trainer, generator, corpus, clock, arguments)
+        take_turns(trainer, generator, corpus, clock, arguments)
 
 
-def follow(
+def take_turns(
     trainer: TrainerClient, generator: GeneratorClient, corpus: Chains, clock: Clock, arguments: argparse.Namespace
 ) -> None:
-    """Take the turns. Keeps a line for each, and one with the worst of all."""
+    """Take all turns. Records a result for each, and one with the worst figures of all."""
     lines: list[dict[str, Any]] = []
-    seconds: list[list[float]] = []  # of every turn: sampling, training, push, pull
+    seconds: list[list[float]] = []  # for every turn: sampling, training, push, pull
     for step in range(0, arguments.steps + 1, arguments.updates):
         if clock.seconds() > arguments.seconds:
-            clock.say(f"{arguments.seconds:g} s are over before step {step}")
+            clock.say(f"stopped before step {step}, because {arguments.seconds:g} s are over")
             break
         moments = [time.perf_counter()]
         samples = sample(generator, corpus, arguments.sequences, arguments.tokens)
@@ -199,9 +208,9 @@ def follow(
         moments.append(time.perf_counter())
         generator.pull_model_state_dict(version).result()
         moments.append(time.perf_counter())
-        seconds.append([b - a for a, b in zip(moments, moments[1:], strict=False)])
+        seconds.append([end - start for start, end in itertools.pairwise(moments)])
     means = [line["difference_mean"] for line in lines]
-    medians = [statistics.median(of_part) for of_part in zip(*seconds, strict=True)]
+    medians = [statistics.median(part_seconds) for part_seconds in zip(*seconds, strict=True)]
     summary = {
         "difference_mean": max(means),
         "kl": max(line["kl"] for line in lines),

@@ -1,7 +1,7 @@
-"""Measure how the peak memory of forward_backward grows with the tokens of a call, at a vocabulary of 151,936.
+"""Growth of forward_backward's peak memory with the tokens of a call, at a vocabulary of 151,936.
 
-It is measured with logits in chunks and with all logits at once. Every measurement runs in a new process, so that it does not start
-with the memory of an earlier one. A line is fitted to the measurements by least squares, and its slope is printed.
+Logits are computed in chunks in one series of measurements, and all at once in another. Every measurement has a new process, so that it does
+not start with the memory of an earlier one. For each series the slope of the least-squares line is printed.
 """
 
 import argparse
@@ -13,12 +13,12 @@ import torch
 
 from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerConfig
 
-ROW = 1024
-CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)
+ROW = 1024  # positions of a row, all of one sample
+CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measured calls, for each series
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """Send the number of bytes by which a call with num_tokens positions in one microbatch raises this process's peak memory."""
+    """Make one call with num_tokens positions in one microbatch, and send by how many bytes it raised the peak memory of this process."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -42,7 +42,7 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
             made.append(Sample.from_tokens([first], others, old_logprobs=-12.0, advantages=1.0))
         return made
 
-    # A first step, so that gradients and the optimizer's state exist before the measured call.
+    # The first step creates the gradients and the optimizer's state, so that the measured call does not.
     engine.forward_backward(samples(1), PPO())
     engine.optim_step(OptimParams(learning_rate=1e-4, grad_divisor=ROW))
     batch = samples(num_tokens // ROW)
@@ -54,7 +54,7 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
         answer.send(torch.cuda.max_memory_allocated() - before)
     else:
         with open("/proc/self/clear_refs", "w") as reset:
-            reset.write("5")  # resets the peak, VmHWM
+            reset.write("5")  # resets VmHWM, the peak of VmRSS
         before = _status("VmRSS")
         engine.forward_backward(batch, PPO())
         answer.send(_status("VmHWM") - before)
@@ -62,13 +62,13 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
 
 
 def _status(name: str) -> int:
-    """Value, in bytes, of one line of /proc/self/status. The kernel gives it in KiB."""
+    """The value of a line of /proc/self/status in bytes. The kernel writes it in KiB."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith(name))
 
 
 def measure(num_tokens: int, chunk_tokens: int) -> int:
-    """The growth of a new process's memory in bytes. Exits if the process fails."""
+    """Bytes by which a call raises the peak memory of a new process. Exits if the process fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=peak, args=(num_tokens, chunk_tokens, sender))
@@ -84,8 +84,9 @@ def measure(num_tokens: int, chunk_tokens: int) -> int:
 
 
 def slope(points: dict[int, int]) -> float:
-    """Bytes per token: the slope of the least-squares line through (tokens, bytes)."""
-    x, y = (torch.tensor(list(values), dtype=torch.float64) for values in (points.keys(), points.values()))
+    """Bytes a token: the slope of the least-squares line through points {tokens: bytes}."""
+    x = torch.tensor(list(points.keys()), dtype=torch.float64)
+    y = torch.tensor(list(points.values()), dtype=torch.float64)
     x, y = x - x.mean(), y - y.mean()
     return float((x * y).sum() / (x * x).sum())
 

@@ -1,7 +1,7 @@
-"""Cost of the actors: a training step and generation through the clients, beside the same engines called directly, in one run.
+"""Cost of the actors: a training step and generation through the clients, compared with the same engines called directly.
 
-The two sides take turns, so that both meet the same load of the machine. The ratio is client over engine, by medians. For a training step
-it is a ratio of times, so lower is better. For generation it is a ratio of tokens/s, so higher is better.
+The two sides take turns, so that both meet the same load of the machine. The ratio is the client's median over the engine's. For a training
+step it compares times, so lower is better. For generation it compares tokens/s, so higher is better.
 """
 
 import argparse
@@ -23,8 +23,11 @@ from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams,
 
 
 def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
-    """Record both medians and their ratio. tokens: tokens that one call generates; 0 for a training step."""
-    through()  # warm-up: the first call of each side fills its caches
+    """Record both medians and their ratio.
+
+    through: one call through a client. direct: the same work by the engine itself. tokens: what a call generates; 0 for a training step.
+    """
+    through()  # the first call of each side is warm-up, because it fills caches
     direct()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
@@ -41,7 +44,7 @@ def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], re
 
 
 def training(repeats: int) -> None:
-    """A GRPO-sized step of the tiny model: forward_backward of 1,024 samples, then optim_step."""
+    """Compare a step of the tiny model that is as large as a step of GRPO: forward_backward of 1,024 samples, then optim_step."""
     config = tiny().trainer
     generator = torch.Generator().manual_seed(0)
     samples = []
@@ -70,7 +73,7 @@ def training(repeats: int) -> None:
 
 
 def generation(repeats: int) -> None:
-    """256 prompts in one call, then 32 callers of one prompt each. Both sides make 64 tokens a prompt, with their logprobs."""
+    """Compare one call of 256 prompts, and then 32 callers with one prompt each. Both sides make 64 tokens a prompt, with their logprobs."""
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
     params = SamplingParams(max_tokens=64, ignore_stop=True)
@@ -90,14 +93,14 @@ def generation(repeats: int) -> None:
         def one_call() -> None:
             client.generate(prompts, params).result()
 
-        async def gather() -> None:
+        async def all_callers() -> None:
             await asyncio.gather(*(client.generate([prompt], params) for prompt in prompts[:32]))
 
-        def callers() -> None:
-            asyncio.run(gather())
+        def many_calls() -> None:
+            asyncio.run(all_callers())
 
         compare("one generate, 256 prompts x 64", one_call, partial(direct_calls, 256), repeats, tokens=256 * 64)
-        compare("32 callers, 1 prompt x 64 each", callers, partial(direct_calls, 32), repeats, tokens=32 * 64)
+        compare("32 callers, 1 prompt x 64 each", many_calls, partial(direct_calls, 32), repeats, tokens=32 * 64)
 
 
 def main() -> None:
@@ -109,7 +112,7 @@ def main() -> None:
     unknown = set(arguments.parts) - parts.keys()
     if unknown:
         parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
-    # Each part has a process of its own, because vLLM turns off torch's threads in its process.
+    # Each part has a process of its own, because vLLM makes torch.set_num_threads do nothing in its process.
     for name in arguments.parts:
         child = multiprocessing.get_context("spawn").Process(target=parts[name], args=(arguments.repeats,))
         child.start()

@@ -1,7 +1,8 @@
-"""Useful tokens a second of samples packed into rows, beside each sample padded to 4,096; time and waste of planning.
+"""Speed of training with samples packed into rows, compared with every sample padded to 4,096; and the time and the padding of plans.
 
-Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0). One process trains a tiny model on a CPU, or the shape of
-Qwen3 0.6B in bfloat16 on a GPU. The ways of packing take turns, so that a slow moment of the machine affects all of them.
+Speed is in tokens of samples a second; padding does not count. Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0).
+One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The ways of packing take turns, so that a
+slow moment of the machine affects all of them.
 """
 
 import argparse
@@ -21,41 +22,42 @@ from configs import qwen3
 from rl_actors import ModelConfig, Sample, TrainerConfig
 from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
 
-ROW = 4096
-SIZES = (100, 1_000, 10_000, 100_000)
+ROW = 4096  # positions of a row
+SIZES = (100, 1_000, 10_000, 100_000)  # samples of the calls that are planned
 PADDED = "padded"
 
 
 def long_tailed(count: int) -> list[int]:
-    """Lengths of `count` samples. A longer list begins with the shorter one."""
+    """Lengths of `count` samples. The lengths for a smaller count are the first ones of a larger count."""
     draw = random.Random(0)
     return [max(1, min(ROW, round(600 * math.exp(draw.gauss(0, 1))))) for _ in range(count)]
 
 
 def waste(lengths: Sequence[int], ranks: Plan) -> float:
-    """The share of positions that hold no sample."""
+    """The share of positions that are padding."""
     num_positions = 0
     for microbatches in ranks:
-        num_positions += sum(len(each.rows) * each.row_length for each in microbatches)
+        num_positions += sum(len(microbatch.rows) * microbatch.row_length for microbatch in microbatches)
     return 1 - sum(lengths) / num_positions
 
 
 def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) -> Plan:
-    """A plan in which every sample is a microbatch of its own, padded to a full row."""
+    """A plan in which every sample is a microbatch of its own, padded to a full row. It takes the arguments of packing.plan."""
     rows: list[tuple[int, ...]] = [(index,) for index in range(len(lengths))]
-    rows += [()] * (-len(rows) % num_ranks)
+    rows += [()] * (-len(rows) % num_ranks)  # empty rows, so that all ranks have the same number
     microbatches = [Microbatch(rows=(row,), row_length=tokens_per_row) for row in rows]
     return [microbatches[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def now() -> float:
-    """The time at which a GPU has done all its work; an answer comes while it is still in the last backward pass."""
+    """The time when a GPU has done all its work. It has to be waited for, because forward_backward answers before its last backward pass ends."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def print_planning() -> None:
+    """Print time, padding and balance of plans. The slowest rank is given by its attention cost above the mean of all ranks."""
     print("planning, rows of 4,096, one row a microbatch; the best time of three")
     print(
         f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'waste':>7} {'microbatches':>13} {'slowest rank':>13}"
@@ -68,8 +70,9 @@ def print_planning() -> None:
                 start = time.perf_counter()
                 found = plan(lengths, tokens_per_row=ROW, rows_per_microbatch=1, num_ranks=ranks, policy=policy)
                 seconds.append(time.perf_counter() - start)
-            over = time_of(lengths, found)[1] * ranks / sum(length**2 for length in lengths) - 1
-            figures = f"{min(seconds):>8.3f} {waste(lengths, found):>7.2%} {len(found[0]):>13,} {over:>12.2%}"
+            mean_cost = sum(length**2 for length in lengths) / ranks
+            excess = time_of(lengths, found)[1] / mean_cost - 1  # of the slowest rank
+            figures = f"{min(seconds):>8.3f} {waste(lengths, found):>7.2%} {len(found[0]):>13,} {excess:>12.2%}"
             print(f"{count:>9,} {ranks:>6} {policy:<13} {figures} over the mean in attention")
 
 
@@ -83,7 +86,8 @@ def trainer_config() -> TrainerConfig:
     return TrainerConfig(model=model, **common)
 
 
-def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
+def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
+    """Time forward_backward in every way of packing, and record a result for each except the padded one, which the others are compared with."""
     from rl_actors.engine.train_engine import TrainEngine
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -91,8 +95,10 @@ def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> Non
     config, vocab_size = engine.config, engine.config.model.vocab_size
     lengths = long_tailed(num_samples)
     draw = torch.Generator().manual_seed(0)
-    rows = [torch.randint(vocab_size, (length + 1,), generator=draw).tolist() for length in lengths]
-    samples = [Sample.from_tokens(row[:1], row[1:]) for row in rows]
+    samples = []
+    for length in lengths:
+        ids = torch.randint(vocab_size, (length + 1,), generator=draw).tolist()
+        samples.append(Sample.from_tokens(ids[:1], ids[1:]))
     model = (
         f"{engine.info().num_parameters / 1e6:,.1f} million parameters, {config.compute_dtype}, {engine.built.device}"
     )
@@ -100,7 +106,7 @@ def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> Non
     if num_samples < SIZES[-2]:
         print(f"that is {num_samples / SIZES[-2]:.2%} of a call of {SIZES[-2]:,} samples")
     if not torch.cuda.is_available():
-        print("attention on a CPU computes the square of the row, not of its samples, so short rows are faster here")
+        print("attention on a CPU costs the square of the row and not of its samples, so short rows are faster here")
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, times in seconds.items():
@@ -109,18 +115,18 @@ def print_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> Non
             with mock.patch("rl_actors.engine.train_engine.plan", planner):
                 start = now()
                 engine.forward_backward(samples, "cross_entropy")
-                if turn:  # the first is warm-up, which compiles kernels
+                if turn:  # turn 0 is warm-up, which compiles kernels
                     times.append(now() - start)
             engine.discard_gradients()
-    slow = statistics.median(seconds[PADDED])
+    padded_median = statistics.median(seconds[PADDED])
     for name, times in seconds.items():
         if name == PADDED:
             continue
         median = statistics.median(times)
         figures = {
             "tokens_per_second": sum(lengths) / median,
-            "padded_tokens_per_second": sum(lengths) / slow,
-            "ratio": slow / median,
+            "padded_tokens_per_second": sum(lengths) / padded_median,
+            "ratio": padded_median / median,
             "samples": num_samples,
             "seconds": [round(x, 3) for x in times],
             "padded_seconds": [round(x, 3) for x in seconds[PADDED]],
@@ -134,14 +140,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=256 if on_gpu else 32, help="samples of a timed call")
     parser.add_argument("--repeats", type=int, default=5 if on_gpu else 3, help="timed calls of each way")
-    # Only one way on a GPU: the others have rows of many lengths, and its blocks would be compiled for each of them.
-    every = ["packed", "token_budget", "fixed"]
-    parser.add_argument(
-        "--ways", nargs="*", default=every[:1] if on_gpu else every, choices=every, help="ways beside padded"
-    )
+    ways = ["packed", "token_budget", "fixed"]
+    # A GPU measures only the first way. The others have rows of many lengths, and the blocks would be compiled for each length.
+    default = ways[:1] if on_gpu else ways
+    parser.add_argument("--ways", nargs="*", default=default, choices=ways, help="ways to compare with padded")
     arguments = parser.parse_args()
     print_planning()
-    print_throughput(arguments.samples, arguments.repeats, [*arguments.ways, PADDED])
+    measure_throughput(arguments.samples, arguments.repeats, [*arguments.ways, PADDED])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Time of a push and a pull of the weights: sharded as the engine holds them, beside torch's get_model_state_dict, in one run.
+"""Time of a push and a pull of the weights, for two ways of collecting them: the engine's own, and torch's get_model_state_dict.
 
-In every round each way pushes once, and this process pulls what was pushed. The ratios are of medians over the rounds.
-collect: until the tensors exist under their Hugging Face names and in the dtype that is sent. push: collecting and sending them.
+In every round each way pushes once, and this process pulls the pushed weights. The ratios compare medians over the rounds.
+The part "collect" ends when the tensors exist under their Hugging Face names in the dtype that is sent. The part "push" is collecting and
+sending them.
 """
 
 import argparse
@@ -23,31 +24,35 @@ from rl_actors.processes.spawn import collect, spawn_processes
 from rl_actors.transports.base import announce, find, transfer_dtype
 
 
-class AsTheyLie(PolicyTrainer):
-    """A trainer whose push is the project's own."""
+class OwnWay(PolicyTrainer):
+    """A trainer that collects the weights as the project does: every rank takes its own shards."""
 
-    name = "as they lie"
+    name = "own shards"
 
     @endpoint
     async def timed_push(self) -> tuple[float, float]:
-        """(seconds until the tensors exist, seconds of a whole push). No push reuses anything of an earlier one."""
-        self.publisher.start_stream()  # so that a version that was published is published again
+        """(seconds of collecting, seconds of a whole push). No push reuses anything of an earlier one."""
+        self.publisher.start_stream()  # otherwise a version that was published would not be published again
         torch.distributed.barrier()
         begin = _now()
         self._weights(await transfer_dtype(self.transport))
         collected = _now() - begin
-        own, self.engine.hf_state_dict = self.engine.hf_state_dict, self._weights
+        # A push calls the engine's hf_state_dict, so this way takes its place for the time of the push.
+        original, self.engine.hf_state_dict = self.engine.hf_state_dict, self._weights
         begin = _now()
         await self.publish_weights()
-        self.engine.hf_state_dict = own
+        self.engine.hf_state_dict = original
         return collected, _now() - begin
 
     def _weights(self, dtype: torch.dtype) -> dict[str, Tensor]:
         return type(self.engine).hf_state_dict(self.engine, dtype)
 
 
-class GetModelStateDict(AsTheyLie):
-    """A trainer whose push takes torch's get_model_state_dict, which cannot split fused projections, so the model has none."""
+class GetModelStateDict(OwnWay):
+    """A trainer that collects the weights with torch's get_model_state_dict.
+
+    That function cannot split fused projections of query, key and value, so the model has none.
+    """
 
     name = "get_model_state_dict"
 
@@ -71,11 +76,11 @@ class GetModelStateDict(AsTheyLie):
 
 
 PARTS = ("collect", "push", "pull")
-WAYS: tuple[type[AsTheyLie], ...] = (AsTheyLie, GetModelStateDict)
+WAYS: tuple[type[OwnWay], ...] = (OwnWay, GetModelStateDict)
 
 
 def _now() -> float:
-    """The time at which a GPU has done all its work."""
+    """The time when a GPU has done all its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -90,21 +95,21 @@ async def measure(name: str, model: ModelConfig, *, processes: int, dtype: str, 
     meshes = [await spawn_processes("push", processes) for _ in WAYS]
     try:
         await announce(transport, dtype)
-        actors: list[Any] = [
-            mesh.mesh.spawn("push", way, config, transport) for mesh, way in zip(meshes, WAYS, strict=True)
-        ]
-        infos = [await TrainerClient(each).info() for each in actors]
+        actors: list[Any] = []
+        for mesh, way in zip(meshes, WAYS, strict=True):
+            actors.append(mesh.mesh.spawn("push", way, config, transport))
+        infos = [await TrainerClient(actor).info() for actor in actors]
         times: dict[tuple[str, str], list[float]] = defaultdict(list)
-        for number in range(rounds + 1):  # the first is warm-up
-            for each, way in zip(actors, WAYS, strict=True):
-                ranks = await collect(each.timed_push)
+        for turn in range(rounds + 1):
+            for actor, way in zip(actors, WAYS, strict=True):
+                seconds_of_ranks = await collect(actor.timed_push)
                 begin = time.perf_counter()
                 tensors = await transport.get_tensors(await find(transport, 0, 10.0))
                 pulled = time.perf_counter() - begin
-                assert {x.dtype for x in tensors.values()} == {getattr(torch, dtype)}
-                if number:
-                    times["collect", way.name].append(max(collected for collected, _ in ranks))
-                    times["push", way.name].append(max(pushed for _, pushed in ranks))
+                assert {tensor.dtype for tensor in tensors.values()} == {getattr(torch, dtype)}
+                if turn:  # turn 0 is warm-up
+                    times["collect", way.name].append(max(collected for collected, _ in seconds_of_ranks))
+                    times["push", way.name].append(max(pushed for _, pushed in seconds_of_ranks))
                     times["pull", way.name].append(pulled)
     finally:
         for mesh in meshes:
@@ -118,12 +123,8 @@ async def measure(name: str, model: ModelConfig, *, processes: int, dtype: str, 
 
 
 def models(num_layers: int, vocab_size: int) -> dict[str, ModelConfig]:
-    return {
-        "tiny": tiny().trainer.model,
-        f"{num_layers} blocks of a Qwen3 0.6B": replace(
-            ModelConfig(), num_hidden_layers=num_layers, vocab_size=vocab_size
-        ),
-    }
+    larger = replace(ModelConfig(), num_hidden_layers=num_layers, vocab_size=vocab_size)
+    return {"tiny": tiny().trainer.model, f"{num_layers} blocks of a Qwen3 0.6B": larger}
 
 
 def main() -> None:
@@ -131,9 +132,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9, help="timed pushes of each way")
     parser.add_argument("--processes", type=int, default=1, help="ranks that share the model")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the generator")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="dtype of the generator")
     parser.add_argument("--layers", type=int, default=28 if on_gpu else 4, help="blocks of the larger model")
-    parser.add_argument("--vocab-size", type=int, default=151_936 if on_gpu else 8192, help="of the larger model")
+    parser.add_argument(
+        "--vocab-size", type=int, default=151_936 if on_gpu else 8192, help="vocabulary of the larger model"
+    )
     arguments = parser.parse_args()
     options = {"processes": arguments.processes, "dtype": arguments.dtype, "rounds": arguments.rounds}
     for name, model in models(arguments.layers, arguments.vocab_size).items():

@@ -1,7 +1,8 @@
-"""Runs that are killed at a random moment and resumed: each must report the same metrics as the uninterrupted run. Measures no speed.
+"""Runs that are killed at a random moment and resumed. Each must report the same metrics as an uninterrupted run. Measures no speed.
 
-A round kills (-9) the controller or the trainer of a short GRPO run with its own vLLM, between checkpoints or while one is being written.
-Then it resumes the run and compares metrics.jsonl with that of the uninterrupted run, line by line, except times and rates.
+A round begins a short GRPO run with a real trainer and vLLM. It kills the controller or the trainer with signal 9, either between
+checkpoints or while one is being written. Then it resumes the run, and compares its metrics.jsonl with that of the uninterrupted run, line
+by line, except times and rates.
 """
 
 import argparse
@@ -25,9 +26,10 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 ROOT = Path(__file__).parents[1]
 MARKER = "RL_ACTORS_RESUME_MARKER"
-TOLERANCE = 1e-5  # relative and absolute; completions are sampled again, and float sums may be added in another order
-RUN_TIMEOUT = 600.0  # on two cores under a load of 9 the start took more than 300 s
-END_TIMEOUT = 60.0  # for the processes of a killed run to end
+# Relative and absolute. The resumed run samples completions again, and may add floats in another order.
+TOLERANCE = 1e-5
+RUN_TIMEOUT = 600.0  # seconds; on two cores under a load of 9 the start took more than 300
+END_TIMEOUT = 60.0  # seconds that the processes of a killed run may take to end
 VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
 SFT_STEPS, GRPO_STEPS = 3, 12
 FLAGS = {
@@ -36,7 +38,7 @@ FLAGS = {
     "--checkpoint-every": 2,
     "--validate-every": 3,
     "--rollouts.groups-per-step": 8,
-    # Random weights earn this reward half of the time, so every step has a signal.
+    # Random weights earn this reward half of the time, so every step has groups with different rewards.
     "--environment.task": "tests.fakes:parity_reward",
     "--environment.options": "{}",
 }
@@ -44,16 +46,18 @@ FLAGS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """A process to kill, and when: `delay` seconds after the line of `step`, or while the next checkpoint after it is being written."""
+    """A process to kill and the moment to kill it."""
 
-    victim: str
-    moment: str
+    victim: str  # one of VICTIMS
+    moment: (
+        str  # "between": `delay` seconds after the metrics of `step`; "writing": while the next checkpoint is written
+    )
     step: int
     delay: float
 
 
 class Controller:
-    """python -m controllers.grpo in a process group of its own. Every process that it starts has a mark in its environment."""
+    """`python -m controllers.grpo` in a new process group. All processes of the run have a mark in their environment, to find them by."""
 
     def __init__(self, *arguments: object, log: Path) -> None:
         self.mark, self.log = uuid.uuid4().hex, log
@@ -83,13 +87,13 @@ class Controller:
         return next(p for p in self.processes() if p.environ().get("RL_ACTORS_PROCESS") == "trainer-0")
 
     def finish(self) -> None:
-        """Wait for the end. Raises RuntimeError if the run did not reach its last step."""
+        """Wait for the end of the run. Raises RuntimeError if it failed."""
         status = self.process.wait(RUN_TIMEOUT)
         if status:
             raise RuntimeError(f"exit status {status}; the end of {self.log}:\n{self.log.read_text()[-2000:]}")
 
     def wait_until_gone(self) -> None:
-        """Wait until no process is left. Raises RuntimeError after END_TIMEOUT."""
+        """Wait until all processes of the run have ended. Raises RuntimeError after END_TIMEOUT."""
         deadline = time.monotonic() + END_TIMEOUT
         while True:
             left = [process.pid for process in self.processes()]
@@ -109,14 +113,14 @@ class Controller:
 
 
 def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
-    """A random kill. victim, moment: used in the place of a random one."""
+    """A random kill. A given victim or moment replaces the drawn one."""
     step = 1 + draw.randrange(SFT_STEPS + GRPO_STEPS - 5)  # early enough that the run cannot end before the kill
     drawn = Kill(victim=draw.choice(VICTIMS), moment=draw.choice(MOMENTS), step=step, delay=draw.random() / 2)
     return replace(drawn, victim=victim or drawn.victim, moment=moment or drawn.moment)
 
 
 def carry_out(kill: Kill, run: Controller, folder: RunFolder) -> None:
-    """Wait for the moment and kill. Raises RuntimeError if the moment does not come."""
+    """Wait for the moment of the kill and kill the process. Raises RuntimeError if the moment does not come."""
     deadline = time.monotonic() + RUN_TIMEOUT
 
     def wait_until(condition: Callable[[], bool], pause: float) -> None:
@@ -139,29 +143,30 @@ def carry_out(kill: Kill, run: Controller, folder: RunFolder) -> None:
 
 
 def has_partial_checkpoint(folder: RunFolder) -> bool:
+    """True if a checkpoint is being written, or was when the run was killed."""
     return any(folder.checkpoints.glob("step-*/trainer.partial"))
 
 
-def play(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], seed: int) -> str:
-    """Play one round and return an account of it. Raises RuntimeError if the run is lost."""
+def run_round(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], seed: int) -> str:
+    """Begin a run, kill it and resume it. Returns an account of it. Raises RuntimeError if the run fails or its metrics differ."""
     log = folder.path.with_suffix(".log")
     with Controller(*flags(folder, seed), log=log) as run:
         carry_out(kill, run, folder)
         run.wait_until_gone()
     num_lines = len(read_jsonl(folder.metrics))
-    partial = has_partial_checkpoint(folder)
+    was_writing = has_partial_checkpoint(folder)
     newest = checkpoints.newest(folder.checkpoints)
     with Controller("--resume", folder.path, log=log) as resumed:
         resumed.finish()
     differing = differences(expected, read_jsonl(folder.metrics))
     if differing:
         raise RuntimeError(f"{len(differing)} values differ: {'; '.join(differing[:5])}")
-    state = "with a checkpoint half written, " if partial else ""
+    state = "with a checkpoint half written, " if was_writing else ""
     return f"killed after {num_lines} lines, {state}resumed from {newest.name if newest else 'the first step'}"
 
 
 def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) -> list[str]:
-    """Differences between the lines of two metrics.jsonl, except times and rates."""
+    """Differences between the records of two runs, as texts. Times and rates are not compared."""
     expected_steps = [record["step"] for record in expected]
     actual_steps = [record["step"] for record in actual]
     if actual_steps != expected_steps:
@@ -177,22 +182,27 @@ def differences(expected: list[dict[str, Any]], actual: list[dict[str, Any]]) ->
 
 
 def close(one: Any, other: Any) -> bool:
+    """True if two values of a metric are equal, or two numbers are equal within TOLERANCE."""
     if type(one) is float and type(other) in (int, float):
         return math.isclose(one, other, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     return one == other
 
 
 def flags(folder: RunFolder, seed: int) -> list[object]:
-    every = [item for flag in FLAGS.items() for item in flag]
-    return ["--config", "tiny", "--output-dir", folder.path, "--seed", seed, *every]
+    arguments: list[object] = ["--config", "tiny", "--output-dir", folder.path, "--seed", seed]
+    for flag, value in FLAGS.items():
+        arguments += [flag, value]
+    return arguments
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=20, help="runs that are killed and resumed")
-    parser.add_argument("--seed", type=int, default=0, help="of the random kills; round i has seed + i")
-    parser.add_argument("--victim", choices=VICTIMS, help="kill only this one")
-    parser.add_argument("--moment", choices=MOMENTS, help="kill only then")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the runs; the kill of round i is drawn with seed + i"
+    )
+    parser.add_argument("--victim", choices=VICTIMS, help="kill only this process")
+    parser.add_argument("--moment", choices=MOMENTS, help="kill only at this moment")
     parser.add_argument("--folder", type=Path, help="folder of the runs; default: a temporary one")
     args = parser.parse_args()
     base = args.folder or Path(tempfile.mkdtemp(prefix="rl_actors_resume_"))
@@ -205,7 +215,7 @@ def main() -> None:
         kill = draw_kill(random.Random(args.seed + index), args.victim, args.moment)
         start = time.monotonic()
         try:
-            outcome = "ok: " + play(kill, RunFolder(base / f"round-{index}"), expected, args.seed)
+            outcome = "ok: " + run_round(kill, RunFolder(base / f"round-{index}"), expected, args.seed)
         except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
             outcome, lost = f"LOST: {error!r}", lost + 1
         print(

@@ -1,7 +1,7 @@
-"""A short run of a config as a user starts it, from a Hugging Face directory with random weights: load, train, sync, sample, train.
+"""A short run of a config, started as a user starts it, from a Hugging Face directory with random weights.
 
-The run has sixteen supervised steps and two of GRPO. The reward is the share of digits among a completion's characters, because weights
-that were random sixteen steps before earn it at times. Further flags go to the controller.
+The run has sixteen supervised steps and two of GRPO, so it loads, trains, syncs and samples. The reward is the share of digits among a
+completion's characters, because almost untrained weights already earn some of it. Unknown flags are passed on to the controller.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from controllers.grpo import GRPOConfig
 from controllers.run_folder import RunFolder, read_jsonl
 
 STEPS = 2
-LIMIT = 480.0  # seconds of the run
-MIB_OF_GIB = 1024
+LIMIT = 480.0  # seconds after which the run is stopped
+MIB_PER_GIB = 1024
 
 
 def share_of_digits(problem: Problem, completion: str) -> float:
@@ -30,7 +30,10 @@ def share_of_digits(problem: Problem, completion: str) -> float:
 
 
 def digits(*, seed: int, num_held_out: int, **_: Any) -> Environment:
-    """Two-digit addition with share_of_digits as its reward, for --environment.task. It takes the options of the config's own task."""
+    """Two-digit addition with share_of_digits as its reward. `--environment.task` names this function.
+
+    It ignores options of the config's own task that it does not need.
+    """
     config = addition(digits=2)["environment"]
     config.seed, config.num_held_out = seed, num_held_out
     environment = build_environment(config)
@@ -39,7 +42,7 @@ def digits(*, seed: int, num_held_out: int, **_: Any) -> Environment:
 
 
 def flags(name: str, weights: Path, folder: Path) -> list[str]:
-    given = {
+    values = {
         "--config": name,
         "--trainer.hf-path": weights,
         "--output-dir": folder,
@@ -52,11 +55,17 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
         "--sft.schedule.learning-rate": 3e-4,
         "--sft.schedule.warmup-steps": 5,
     }
-    return [str(part) for pair in given.items() for part in pair]
+    arguments = []
+    for flag, value in values.items():
+        arguments += [flag, str(value)]
+    return arguments
 
 
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
-    """Figures from the records of a run's first step and of its GRPO updates: the largest difference and the shortest time of all updates."""
+    """Figures of a run. first: the record of its first step. updates: the records of its GRPO steps.
+
+    A difference is the largest of all updates; the time of a part is the shortest.
+    """
     differences = {
         "difference_mean": "logprob_diff/mean",
         "difference_max": "logprob_diff/max",
@@ -73,14 +82,14 @@ def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, A
 
 
 def measure(name: str, further: list[str]) -> None:
-    """Run the config and keep a line of results. Raises SystemExit if the run did not reach its end or made no update."""
+    """Run the config and record its result. Raises SystemExit if the run failed or made no update."""
     config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
     folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
     with tempfile.TemporaryDirectory(dir=random_weights.scratch(config.trainer.model)) as scratch:
         weights = Path(scratch) / "model"
-        # A process of its own writes the weights, because its CUDA context would take memory beside the run that is measured.
-        given = (config.trainer.model, weights)
-        writer = multiprocessing.get_context("spawn").Process(target=random_weights.write, args=given)
+        # Another process writes the weights and ends. A CUDA context of this process would take GPU memory during the run.
+        arguments = (config.trainer.model, weights)
+        writer = multiprocessing.get_context("spawn").Process(target=random_weights.write, args=arguments)
         writer.start()
         writer.join()
         if writer.exitcode:
@@ -94,15 +103,17 @@ def measure(name: str, further: list[str]) -> None:
         raise SystemExit(f"exit status {status} after {len(records)} steps and {len(updates)} updates: {folder.path}")
     found = figures(records[0], updates) | {"seconds": round(seconds, 1)}
     peaks = memory.between()
-    if peaks:  # on a CPU there are none
-        found["peak_gib"] = [round(max(values) / MIB_OF_GIB, 1) for values in peaks.values()]
+    if peaks:  # empty without a GPU
+        found["peak_gib"] = [round(max(values) / MIB_PER_GIB, 1) for values in peaks.values()]
         found["generator_share"] = config.generator.gpu_memory_utilization
     results.add("runs", name + ", changed" * bool(further), found)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="of controllers.grpo")
+    parser.add_argument(
+        "config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="a config of controllers.grpo"
+    )
     arguments, further = parser.parse_known_args()
     measure(arguments.config, further)
 

@@ -1,7 +1,9 @@
 """The reference side of trainer_speed: torchtitan's own pieces, put together as its trainer does, without actors and without our engine.
 
-Blocks and loss are compiled, AdamW is fused, and logits, masks and clipping are torchtitan's. There is one process a GPU, and no wait for
-the device between steps. Only the attention kernel is the row's, so that both sides have the same one. B rows, L row length.
+Blocks and loss are compiled, AdamW is fused, and logits, masks and clipping are torchtitan's. The attention kernel is the one that the row
+names, so that both sides have the same. Each GPU has a process, and the host does not wait for the GPU between steps.
+
+B rows, L row length, D hidden size.
 """
 
 import gc
@@ -32,19 +34,22 @@ from rl_actors.engine.machine import this_machine
 def run(
     row: Row, model: ModelConfig, rank: int, port: int, warmup: int, steps: int, trace: str, answer: Connection
 ) -> None:
-    """Measure on this rank and send {"seconds": one number a step, "peak_bytes": …}."""
-    named = {
+    """Measure on this rank, and send {"seconds": [seconds of each step], "peak_bytes": …}.
+
+    trace: a file for a trace of a few more steps; "" for none.
+    """
+    variables = {
         "RANK": rank,
         "LOCAL_RANK": rank,
         "WORLD_SIZE": max(1, row.num_gpus),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    os.environ.update({name: str(value) for name, value in named.items()})
+    os.environ.update({name: str(value) for name, value in variables.items()})
     on_gpu = row.num_gpus > 0
     reference = Reference(row, model)
     gc.collect()
-    gc.disable()  # torchtitan's trainer does the same and collects at times of its own
+    gc.disable()  # as torchtitan's trainer does, which collects only at times that it chooses
     for _ in range(warmup):
         reference.step()
     seconds = _timed_on_gpu(reference.step, steps) if on_gpu else _timed(reference.step, steps)
@@ -71,7 +76,7 @@ def _timed(step: Callable[[], None], steps: int) -> list[float]:
 
 
 def _timed_on_gpu(step: Callable[[], None], steps: int) -> list[float]:
-    """Times between events on the stream, so that the host may run ahead of the device."""
+    """Seconds between events on the GPU's stream. The host does not wait for a step, so it may run ahead of the GPU."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     torch.cuda.synchronize()
     events[0].record()
@@ -166,14 +171,14 @@ class Reference:
         self.optimizer.zero_grad()
 
     def _masks(self, positions_BL: Tensor) -> Any:
-        """torchtitan's own masks, for either kernel. A CPU has a kernel with a dense mask."""
+        """torchtitan's own masks, which both kernels on a GPU take. The kernel on a CPU takes a dense mask."""
         if self.on_gpu:
             return self.module.get_attention_masks(positions_BL)
         return cpu.dense_mask(positions_BL)
 
 
 def _batch(row: Row, vocab_size: int, seed: int) -> list[Tensor]:
-    """Tokens, labels and positions, in pinned memory if there is a GPU."""
+    """Tokens, labels and positions, each [B, L]; in pinned memory if there is a GPU."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab_size, (row.rows, row.row_length + 1), generator=draw)
     positions = torch.arange(row.document).repeat(row.rows, row.row_length // row.document)

@@ -1,6 +1,7 @@
-"""Speed of training through TrainerClient beside torchtitan's own pieces without actors: each row measures one shape on both sides.
+"""Speed of training through TrainerClient, compared with torchtitan's own pieces without actors. A row is one shape, measured on both sides.
 
-The times are medians of steps after warm-up. The reference runs first, and each side has the GPUs for itself.
+A time is the median over the steps after warm-up. The reference runs first and ends before our trainer starts, so each side has the GPUs
+for itself.
 """
 
 import argparse
@@ -49,7 +50,7 @@ def trainer_config(row: Row) -> TrainerConfig:
 
 
 def samples_of(row: Row, vocab_size: int) -> list[Sample]:
-    """The documents of one step on all GPUs."""
+    """The documents of one step, for all GPUs together."""
     draw = torch.Generator().manual_seed(0)
     ones = torch.ones(row.document)
     samples = []
@@ -60,7 +61,10 @@ def samples_of(row: Row, vocab_size: int) -> list[Sample]:
 
 
 def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Measure our trainer: seconds of every step and of its two calls, and the peak memory of the fullest rank."""
+    """Measure our trainer: the seconds of every step and of its two calls, and the peak memory of the fullest rank.
+
+    trace: a folder for traces of a few more steps; "" for none.
+    """
     config = trainer_config(row)
     samples = samples_of(row, config.model.vocab_size)
     params = OptimParams(learning_rate=1e-5, grad_divisor=float(row.document * len(samples)))
@@ -87,18 +91,21 @@ def ours(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
                 trainer.profile(trace, steps=TRACED_STEPS).result()
                 for _ in range(TRACED_STEPS):
                     step()
-            except RuntimeError as error:  # the figures are not lost for want of a trace
+            except RuntimeError as error:  # the figures are recorded even without a trace
                 print(f"no trace: {error}", flush=True)
     return found
 
 
 def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
-    """Measure torchtitan's pieces: seconds of every step on the slowest rank, and the peak memory of the fullest rank."""
+    """Measure torchtitan's pieces: the seconds of every step on its slowest rank, and the peak memory of the fullest rank.
+
+    trace: a file for a trace of a few more steps; "" for none.
+    """
     from benchmarks import titan
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with socket.socket() as unused:  # the system chooses a free port for it
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
     context = multiprocessing.get_context("spawn")
     pipes, children = [], []
     for rank in range(max(1, row.num_gpus)):
@@ -117,15 +124,18 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
         raise SystemExit("the reference failed") from None
     for child in children:
         child.join()
-    by_step = zip(*(answer["seconds"] for answer in answers), strict=True)
+    seconds_of_ranks = [answer["seconds"] for answer in answers]
     return {
-        "seconds": [max(seconds) for seconds in by_step],
+        "seconds": [max(of_step) for of_step in zip(*seconds_of_ranks, strict=True)],
         "peak_bytes": max(answer["peak_bytes"] for answer in answers),
     }
 
 
 def mfu(row: Row, tokens_per_second: float) -> float | None:
-    """Share of the GPUs' peak in the dtype of the products. It cannot exceed 1. None on a CPU and on a GPU whose peak is unknown."""
+    """Model FLOPs utilization: the share of the GPUs' peak that goes into the model's own operations. None on a CPU and for an unknown GPU.
+
+    The peak is that of the dtype in which products are computed, so the share cannot exceed 1.
+    """
     if not row.num_gpus:
         return None
     peak = peak_flops(results.gpus()[0], float8=row.float8)
@@ -135,7 +145,7 @@ def mfu(row: Row, tokens_per_second: float) -> float | None:
 
 
 def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | None) -> None:
-    """Measure both sides and keep the line of results. profile: a folder for traces of both sides."""
+    """Measure both sides and record the result. profile: a folder for traces of both sides."""
     if row.num_gpus > torch.cuda.device_count():
         raise SystemExit(f"{name} needs {row.num_gpus} GPUs; there are {torch.cuda.device_count()}")
     if profile:
@@ -155,7 +165,7 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
         "peak_gib": own["peak_bytes"] / 2**30,
         "reference_peak_gib": theirs["peak_bytes"] / 2**30,
         **asdict(row),
-        "reference_attention": row.attention,  # older lines have another kernel there
+        "reference_attention": row.attention,  # in older results the reference had another kernel than our trainer
         "steps": steps,
         "seconds": [round(x, 4) for x in own["seconds"]],
         "reference_seconds": [round(x, 4) for x in theirs["seconds"]],
@@ -173,7 +183,7 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
 
 
 def changed(name: str, **values: str | None) -> tuple[str, Row]:
-    """A row with these fields, and a name that says what differs: ("4b-packed, attention flex", …). None keeps the row's value."""
+    """The row with these fields changed, and a name that says so: ("4b-packed, attention flex", Row(…)). None changes nothing."""
     row = ROWS[name]
     for field, value in values.items():
         if value is not None and value != getattr(row, field):
@@ -185,9 +195,9 @@ def changed(name: str, **values: str | None) -> tuple[str, Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="+", help="; ".join(ROWS), metavar="ROW")
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=3, help="steps of each side before the timed ones")
     parser.add_argument("--steps", type=int, default=7, help="timed steps of each side")
-    parser.add_argument("--profile", type=Path, help="a folder for a trace of two more steps of each side")
+    parser.add_argument("--profile", type=Path, help="a folder for traces of two more steps of each side")
     kinds = get_type_hints(Row)
     for field in CHANGEABLE:
         parser.add_argument(f"--{field}", choices=get_args(kinds[field]), help=f"replaces the row's {field}")
