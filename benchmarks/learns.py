@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import results
-from controllers.cli import config_from_json
+from controllers import config_file
 from controllers.grpo import GRPOConfig
 from controllers.report import write_report
 from controllers.run_folder import RunFolder, read_jsonl
@@ -56,7 +56,7 @@ def run(arguments: list[str], limit: float) -> tuple[float, int]:
 
 def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
     """Figures of a run, from its records. seconds: the time of the whole command; if it is None, the time of the steps is taken."""
-    config = config_from_json(GRPOConfig, folder.config.read_text())
+    config = config_file.from_json(GRPOConfig, folder.config.read_text())
     records = read_jsonl(folder.metrics)
     sft = [record for record in records if record["phase"] == "sft"]
     grpo = [record for record in records if record["phase"] == "grpo"]

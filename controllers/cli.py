@@ -4,47 +4,30 @@ It works on any dataclass with `steps: int`, `seed: int`, a `with_local_models()
 models, and a `validate()`. Both methods raise ValueError.
 """
 
-import contextlib
 import difflib
-import json
 import os
 import shlex
 import sys
 from argparse import ArgumentParser
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import (
-    TYPE_CHECKING,
-    Annotated,
-    Any,
-    Literal,
-    Protocol,
-    TypeVar,
-    Union,
-    cast,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import TYPE_CHECKING, Annotated, Protocol, cast
 
 import tyro
 from rich.console import Console
 
+from controllers import config_file
 from controllers.run_folder import RunFolder
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
 """Fields that a resumed run cannot change: its weights would not fit, or it would be validated on problems that it was trained on."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
-Config = TypeVar("Config")
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
 
 
@@ -55,6 +38,7 @@ class Invocation:
     output_dir: Path  # with `resume`, that folder
     resume: Path | None
     eval_only: Path | None
+    save_config: Path | None
     dry_run: bool
     plan: bool
     verbose: bool
@@ -65,6 +49,7 @@ class _Flags(Protocol):
 
     config: "RunConfig"
     output_dir: Path | None
+    save_config: Path | None
     dry_run: bool
     plan: bool
     verbose: bool
@@ -98,7 +83,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
         raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
 
     name, base = _base(configs, chosen.config, chosen.resume, chosen.eval_only)
-    before = _leaves_of(base)
+    before = config_file.leaves_of(base)
     about = (
         "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
     )
@@ -107,8 +92,10 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     if chosen.resume:
         if flags.output_dir and flags.output_dir.resolve() != chosen.resume.resolve():
             raise ValueError(f"--output-dir {flags.output_dir}: --resume {chosen.resume} continues in its own folder")
-        _require_same(before, _leaves_of(config), fixed_on_resume)
+        _require_same(before, config_file.leaves_of(config), fixed_on_resume)
     config.validate()
+    if flags.save_config:
+        config_file.require_format("--save-config", flags.save_config)
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     _require_writable(output_dir)
@@ -121,6 +108,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
         output_dir=output_dir,
         resume=chosen.resume,
         eval_only=chosen.eval_only,
+        save_config=flags.save_config,
         dry_run=flags.dry_run,
         plan=flags.plan,
         verbose=flags.verbose,
@@ -130,7 +118,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
 def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:
     """Name and value of the config that the flags edit."""
     default = next(iter(configs))
-    file = Path(config) if config and config.endswith(".json") else None
+    file = Path(config) if config and config_file.is_file_name(config) else None
     if resume:
         file = resume / "config.json"
     elif eval_only and not config:
@@ -142,14 +130,13 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
         if name in configs:
             return name, configs[name]()
         near = difflib.get_close_matches(name, configs) or list(configs)
-        raise ValueError(f"--config {name} is neither a .json file nor a config; did you mean {' or '.join(near)}?")
+        raise ValueError(
+            f"--config {name} is neither a config nor a file of JSON, YAML or TOML; did you mean {' or '.join(near)}?"
+        )
     if not file.is_file():
         remedy = ", so no run can be resumed from there" if resume else "; name a config with --config"
         raise ValueError(f"{file} does not exist{remedy}")
-    try:
-        loaded = config_from_json(type(configs[default]()), file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    loaded = config_file.read(type(configs[default]()), file)
     return (file.resolve().parent.name if file.name == "config.json" else file.stem), loaded
 
 
@@ -157,7 +144,7 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
     """A dataclass with the run's own flags and the config. The config's fields keep their dotted names."""
     names = ", ".join(configs)
     flags = [
-        _flag("config_name", str, name, f"One of {names}, or a config.json of an earlier run.", shown="config"),
+        _flag("config_name", str, name, f"One of {names}, or a .json, .yaml or .toml file.", shown="config"),
         _flag("output_dir", Path | None, None, "Folder of the run; None: runs/<config>-<time>."),
         _flag("resume", Path | None, None, "Continue the run of this folder from its newest complete checkpoint."),
         _flag(
@@ -166,6 +153,7 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             None,
             "Score this checkpoint and stop. Without --config, its run's config is used.",
         ),
+        _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),
         _flag("plan", bool, False, "Print the layout, the memory of a rank and which process runs where, and stop."),
         _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, too, not only in files."),
@@ -205,144 +193,4 @@ def _require_writable(output_dir: Path) -> None:
 
 def print_config(config: "RunConfig") -> None:
     """Print the resolved config to stdout, as the JSON that `--config FILE.json` takes."""
-    Console().print_json(config_to_json(config))
-
-
-def config_to_json(config: "RunConfig") -> str:
-    return json.dumps(asdict(config), indent=2, default=_path_to_str) + "\n"
-
-
-def config_from_json(cls: type[Config], text: str) -> Config:
-    """The inverse of `config_to_json`. A missing field takes its default; an unknown or ill-typed one raises ValueError."""
-    return cast(Config, _read(cls, json.loads(text), ""))
-
-
-def _path_to_str(value: object) -> str:
-    if isinstance(value, Path):
-        return str(value)
-    raise ValueError(f"{value!r} of the config has no JSON form")
-
-
-def _leaves_of(config: "RunConfig") -> dict[str, object]:
-    """Every value of the config that is not an object of JSON, by its dotted name."""
-    return dict(_leaves(json.loads(config_to_json(config))))
-
-
-def _leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}.{key}" if name else key)
-    else:
-        yield name, value
-
-
-# The readers below turn JSON into a value of an annotated type. `name` is the dotted name of the field, for errors.
-def _read(kind: Annotation, value: object, name: str) -> object:
-    origin = get_origin(kind) or kind
-    if isinstance(origin, type) and is_dataclass(origin):
-        return _read_dataclass(origin, value, name)
-    if origin not in _READERS:
-        raise _mismatch(kind, value, name)
-    return _READERS[origin](kind, value, name)
-
-
-def _mismatch(kind: Annotation, value: object, name: str) -> ValueError:
-    shown = kind if get_args(kind) else getattr(kind, "__name__", kind)
-    return ValueError(f"{name or 'the config'}={value!r} is not {shown}")
-
-
-def _read_dataclass(cls: "type[DataclassInstance]", values: object, name: str) -> object:
-    if not isinstance(values, dict):
-        raise _mismatch(cls, values, name)
-    names, kinds = [each.name for each in fields(cls)], get_type_hints(cls)
-    prefix = f"{name}." if name else ""
-    for key in values:
-        if key not in names:
-            near = difflib.get_close_matches(key, names) or names
-            raise ValueError(f"{prefix}{key} is not a field; did you mean {' or '.join(near)}?")
-    try:
-        return cls(**{key: _read(kinds[key], value, f"{prefix}{key}") for key, value in values.items()})
-    except TypeError as error:
-        raise ValueError(f"{name or 'the config'}: {error}") from error
-
-
-def _read_union(kind: Annotation, value: object, name: str) -> object:
-    for option in get_args(kind):
-        if is_dataclass(option) and isinstance(value, dict):
-            return _read(option, value, name)  # not suppressed: the error names the wrong field
-        with contextlib.suppress(ValueError):
-            return _read(option, value, name)
-    raise _mismatch(kind, value, name)
-
-
-def _read_list(kind: Annotation, value: object, name: str) -> list[object]:
-    if not isinstance(value, list):
-        raise _mismatch(kind, value, name)
-    item_kind = get_args(kind)[0] if get_args(kind) else object
-    return [_read(item_kind, item, f"{name}[{index}]") for index, item in enumerate(value)]
-
-
-def _read_tuple(kind: Annotation, value: object, name: str) -> tuple[object, ...]:
-    item_kinds = get_args(kind)
-    if not item_kinds or item_kinds[-1] is ...:  # any length
-        return tuple(_read_list(kind, value, name))
-    if not isinstance(value, list) or len(value) != len(item_kinds):
-        raise _mismatch(kind, value, name)
-    items = []
-    for index, (item_kind, item) in enumerate(zip(item_kinds, value, strict=True)):
-        items.append(_read(item_kind, item, f"{name}[{index}]"))
-    return tuple(items)
-
-
-def _read_dict(kind: Annotation, value: object, name: str) -> object:
-    if not isinstance(value, dict):
-        raise _mismatch(kind, value, name)
-    key_kind, item_kind = get_args(kind) or (str, object)
-    return {key_kind(key): _read(item_kind, item, f"{name}.{key}") for key, item in value.items()}
-
-
-def _read_any(kind: Annotation, value: object, name: str) -> object:
-    return value
-
-
-def _read_literal(kind: Annotation, value: object, name: str) -> object:
-    if value not in get_args(kind):
-        raise _mismatch(kind, value, name)
-    return value
-
-
-def _read_path(kind: Annotation, value: object, name: str) -> Path:
-    if not isinstance(value, str):
-        raise _mismatch(kind, value, name)
-    return Path(value)
-
-
-def _read_float(kind: Annotation, value: object, name: str) -> float:
-    # type(), not isinstance(): True is an int.
-    if type(value) is int or type(value) is float:
-        return float(value)
-    raise _mismatch(kind, value, name)
-
-
-def _read_exactly(kind: Annotation, value: object, name: str) -> object:
-    if type(value) is not kind:
-        raise _mismatch(kind, value, name)
-    return value
-
-
-_READERS: dict[object, Callable[[Annotation, object, str], object]] = {
-    Any: _read_any,
-    object: _read_any,
-    Union: _read_union,
-    UnionType: _read_union,
-    Literal: _read_literal,
-    list: _read_list,
-    tuple: _read_tuple,
-    dict: _read_dict,
-    Path: _read_path,
-    float: _read_float,
-    int: _read_exactly,
-    str: _read_exactly,
-    bool: _read_exactly,
-    NoneType: _read_exactly,
-}
+    Console().print_json(config_file.to_json(config))

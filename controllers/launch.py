@@ -19,7 +19,7 @@ from typing import TextIO
 from monarch.actor import shutdown_context
 from rich.console import Console
 
-from controllers import checkpoints, cli, describe_plan
+from controllers import checkpoints, cli, config_file, describe_plan
 from controllers.display import LineDisplay
 from controllers.environments import Environment, Problem, RewardError, build_environment
 from controllers.interruption import Interrupted, Interruption
@@ -70,6 +70,8 @@ def main(controller: str) -> None:
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
+    if invocation.save_config:
+        config_file.write(invocation.config, invocation.save_config)
     if invocation.dry_run:
         cli.print_config(invocation.config)
         return
@@ -174,7 +176,7 @@ async def _train(
         state = checkpoints.read(newest)
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(cli.config_to_json(config))
+    folder.config.write_text(config_file.to_json(config))
     if config.alphabet:
         build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
     try:

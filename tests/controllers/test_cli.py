@@ -1,6 +1,7 @@
 """The command line: the config that it resolves to, its refusals, and configs that survive their JSON."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Literal
 import pytest
 
 import configs
-from controllers import cli
+from controllers import cli, config_file
 from controllers.environments import EnvironmentConfig
 from controllers.schedules import ScheduleConfig
 from rl_actors.config import TrainerConfig
@@ -78,7 +79,7 @@ def refusal(capsys, *argv: str) -> str:
 
 def past_run(config: RunConfig, folder: str = "runs/old") -> str:
     Path(folder).mkdir(parents=True)
-    (Path(folder) / "config.json").write_text(cli.config_to_json(config))
+    (Path(folder) / "config.json").write_text(config_file.to_json(config))
     return folder
 
 
@@ -126,7 +127,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         parse("--config", "tiny_tp2", "--help")
     text = capsys.readouterr().out
     assert exit.value.code == 0
-    names = [name for name, _ in cli._leaves(json.loads(cli.config_to_json(replace(tiny(), scales={}))))]
+    names = [name for name, _ in config_file.leaves(json.loads(config_file.to_json(replace(tiny(), scales={}))))]
     for name in [n for n in names if not n.startswith("environment.options.")]:
         assert f"--{name.replace('_', '-')}" in text, name
     flat = " ".join(text.replace("│", " ").split())
@@ -139,7 +140,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--config", "tniy"], "--config tniy is neither a .json file nor a config; did you mean tiny"),
+        (["--config", "tniy"], "--config tniy is neither a config nor a file of JSON, YAML or TOML; did you mean tiny"),
         (["--trainer.model.hiden-size", "3"], "--trainer.model.hidden-size"),
         (["--steps", "many"], "Error parsing --steps"),
         (["--mode", "medium"], "invalid choice 'medium'"),
@@ -148,6 +149,8 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         (["--eval-only", "nowhere"], "--eval-only nowhere is not a folder"),
         (["--resume", "nowhere"], "nowhere/config.json does not exist, so no run can be resumed"),
         (["--config", "nowhere.json"], "nowhere.json does not exist"),
+        (["--config", "nowhere.toml"], "nowhere.toml does not exist"),
+        (["--save-config", "here.ini"], "--save-config here.ini does not end in .json, .yaml, .yml, .toml"),
         (["--resume", "a", "--config", "tiny"], "--resume takes the config of its run"),
     ],
 )
@@ -204,14 +207,14 @@ def test_a_config_survives_its_json():
     config.trainer.parallelism.module_fqns_per_model_part = [["a", "b"], ["c"]]
     config.trainer.compile.components = ["model"]
     config.environment.options = {"operators": ["+"], "deep": {"n": None}}
-    again = cli.config_from_json(RunConfig, cli.config_to_json(config))
+    again = config_file.from_json(RunConfig, config_file.to_json(config))
     assert again == config
     assert isinstance(again.cache, Path) and isinstance(again.group, tuple) and list(again.scales) == [3, 4]
     assert type(again.trainer.parallelism) is type(config.trainer.parallelism)
 
 
 def test_a_missing_field_of_a_file_takes_its_default():
-    assert cli.config_from_json(RunConfig, '{"steps": 3}') == RunConfig(steps=3)
+    assert config_file.from_json(RunConfig, '{"steps": 3}') == RunConfig(steps=3)
 
 
 @pytest.mark.parametrize(
@@ -222,21 +225,70 @@ def test_a_missing_field_of_a_file_takes_its_default():
             '{"trainer": {"model": {"hiden_size": 3}}}',
             r"trainer.model.hiden_size is not a field; did you mean .*hidden_size",
         ),
-        ('{"steps": "3"}', "steps='3' is not int"),
-        ('{"steps": true}', "steps=True is not int"),
-        ('{"mode": "medium"}', "mode='medium' is not .*'fast', 'slow'"),
-        ('{"group": [1, "x"]}', r"group\[1\]='x' is not int"),
-        ('{"pair": ["a"]}', r"pair=\['a'\] is not tuple\[str, float\]"),
-        ('{"schedule": {"total_steps": 1.5}}', r"schedule.total_steps=1.5 is not int \| None"),
-        ("[1]", r"the config=\[1\] is not RunConfig"),
-        ("{", "Expecting property name"),
+        ('{"steps": "3"}', "steps='3': it should be a valid integer"),
+        ('{"steps": true}', "steps=True: it should be a valid integer"),
+        ('{"steps": 1.0}', "steps=1.0: it should be a valid integer"),
+        ('{"mode": "medium"}', "mode='medium': it should be 'fast' or 'slow'"),
+        ('{"group": [1, "x"]}', r"group\[1\]='x': it should be a valid integer"),
+        ('{"pair": ["a"]}', r"pair\[1\]=.*: Field required"),
+        ('{"schedule": {"total_steps": 1.5}}', "schedule.total_steps=1.5: it should be a valid integer"),
+        ('{"stepz": 3, "mode": 1}', "(?s)mode=1.*stepz is not a field|stepz is not a field.*mode=1"),
+        ("[1]", r"the config=\[1\]: it should be an object"),
+        ("{", "not JSON: Expecting property name"),
     ],
 )
 def test_a_file_with_an_unknown_or_ill_typed_field_is_refused_by_name(capsys, text, message):
     with pytest.raises(ValueError, match=message):
-        cli.config_from_json(RunConfig, text)
+        config_file.from_json(RunConfig, text)
     Path("bad.json").write_text(text)
     assert refusal(capsys, "--config", "bad.json").startswith(f"{PROG}: error: bad.json: ")
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml", "yml", "toml"])
+def test_a_config_is_saved_and_read_again_in_every_format(ending):
+    saved = Path(f"folder/saved.{ending}")
+    assert parse("--save-config", str(saved)).save_config == saved
+    config = replace(tiny(), cache=Path("x/y"), group=(), scales={3: 1.5, 4: 1.0}, pair=("b: c", 1e-5))
+    config.environment.options = {"operators": ["+"], "deep": {"n": 1}}
+    config_file.write(config, saved)
+    invocation = parse("--config", str(saved), "--seed", "4")
+    assert invocation.config == replace(config, seed=4) and invocation.config_name == "saved"
+
+
+def test_toml_has_no_null_so_a_field_that_would_be_read_as_its_default_is_refused():
+    config = tiny()
+    config.environment.options = {"deep": [None]}
+    with pytest.raises(ValueError, match="environment.options=.* holds a null, which TOML has not"):
+        config_file.write(config, Path("a.toml"))
+    config = tiny()
+    config.trainer.optimizer = replace(config.trainer.optimizer) if config.trainer.optimizer else None
+    config.steps = None  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="steps is None, which TOML cannot say"):
+        config_file.write(config, Path("a.toml"))
+
+
+@pytest.mark.parametrize(
+    "file, text, message",
+    [
+        ("a.yaml", "steps: [1, 2", "line 1, column 13"),
+        ("a.yaml", "steps: 1\nsteps: 2", "the key 'steps' stands twice.*line 2"),
+        ("a.yaml", "schedule: {learning_rate: fast}", "schedule.learning_rate='fast': it should be a valid number"),
+        ("a.yaml", "", "the config=None: it should be an object"),
+        ("a.toml", "steps = 1\nsteps = 2", "Cannot overwrite a value"),
+        ("a.toml", "[schedule\nkind = 1", "line 1"),
+        ("a.toml", "[schedul]\nkind = 1", "schedul is not a field; did you mean schedule"),
+        ("a.toml", "cache = 2026-11-23", "a date"),
+    ],
+)
+def test_a_wrong_yaml_or_toml_file_is_refused_with_its_place(capsys, file, text, message):
+    Path(file).write_text(text)
+    found = refusal(capsys, "--config", file)
+    assert found.startswith(f"{PROG}: error: {file}: ") and re.search(message, found), found
+
+
+def test_yaml_takes_a_learning_rate_without_a_dot():
+    Path("a.yaml").write_text("schedule:\n  learning_rate: 1e-3\n")
+    assert parse("--config", "a.yaml").config.schedule.learning_rate == 1e-3
 
 
 def dataclasses_in(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
@@ -253,29 +305,29 @@ def test_a_typo_in_any_dataclass_of_a_real_config_is_refused_by_its_dotted_name(
     paths = list(dataclasses_in(config))
     assert {(), ("trainer", "optimizer"), ("trainer", "parallelism"), ("generator", "lora")} <= set(paths)
     for path in paths:
-        values = json.loads(cli.config_to_json(config))
+        values = json.loads(config_file.to_json(config))
         nested = values
         for name in path:
             nested = nested[name]
         nested["a_typo"] = 3
         with pytest.raises(ValueError) as refused:
-            cli.config_from_json(type(config), json.dumps(values))
+            config_file.from_json(type(config), json.dumps(values))
         assert str(refused.value).startswith(f"{'.'.join((*path, 'a_typo'))} is not a field; did you mean ")
 
 
 def test_a_typo_in_the_optional_optimizer_names_the_field_that_was_meant():
     with pytest.raises(ValueError, match=r"trainer\.optimizer\.nmae is not a field; did you mean name"):
-        cli.config_from_json(RunConfig, '{"trainer": {"optimizer": {"nmae": "AdamW"}}}')
-    with pytest.raises(ValueError, match=r"trainer\.optimizer\.groups\[?.*=.* is not"):
-        cli.config_from_json(RunConfig, '{"trainer": {"optimizer": {"groups": {"norm": [1.0]}}}}')
-    assert cli.config_from_json(RunConfig, '{"trainer": {"optimizer": null}}').trainer.optimizer is None
+        config_file.from_json(RunConfig, '{"trainer": {"optimizer": {"nmae": "AdamW"}}}')
+    with pytest.raises(ValueError, match=r"trainer\.optimizer\.groups.*=.*: Field required"):
+        config_file.from_json(RunConfig, '{"trainer": {"optimizer": {"groups": {"norm": [1.0]}}}}')
+    assert config_file.from_json(RunConfig, '{"trainer": {"optimizer": null}}').trainer.optimizer is None
 
 
 def test_print_config_prints_json_that_config_takes(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     config = replace(tiny(), cache=Path("x" * 100))
     cli.print_config(config)
-    assert cli.config_from_json(RunConfig, capsys.readouterr().out) == config
+    assert config_file.from_json(RunConfig, capsys.readouterr().out) == config
 
 
 @pytest.mark.parametrize("controller", configs.CONFIGS)

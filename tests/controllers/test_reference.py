@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from configs.tiny import tiny
-from controllers import cli, launch
+from controllers import config_file, launch
 from controllers.environments import Problem
 from controllers.metrics import Timer
 from controllers.reference import Reference
@@ -204,7 +204,7 @@ def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFol
     checkpoint = folder.checkpoints / f"step-{step}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "state.json").write_text(json.dumps({"step": step, "cursor": 0} | state))
-    folder.config.write_text(cli.config_to_json(config))
+    folder.config.write_text(config_file.to_json(config))
     if has_reference:
         folder.reference.mkdir()
     return folder
@@ -262,5 +262,5 @@ def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatc
 def test_a_run_without_a_complete_checkpoint_starts_again_and_may_have_a_reference(tmp_path, monkeypatch, capsys):
     folder = RunFolder(tmp_path / "run")
     folder.path.mkdir()
-    folder.config.write_text(cli.config_to_json(tiny()))
+    folder.config.write_text(config_file.to_json(tiny()))
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")

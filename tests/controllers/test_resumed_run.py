@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from references import VOCAB_SIZE
 
-from controllers import checkpoints, cli, interruption, launch
+from controllers import checkpoints, cli, config_file, interruption, launch
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment
 from controllers.grpo import GRPOConfig, train
@@ -310,7 +310,7 @@ def test_a_signal_before_training_ends_a_run_at_once():
 def test_a_checkpoint_holds_all_of_the_controllers_state(whole):
     state = checkpoints.read(checkpoints.newest(whole.checkpoints))
     assert state["step"] == 11 and state["sft_steps"] == 5 and state["cursor"] >= 5 * 8 + 6 * 4
-    assert state["config"] == json.loads(cli.config_to_json(grpo_config()))
+    assert state["config"] == json.loads(config_file.to_json(grpo_config()))
     assert set(state["random"]) == {"python", "numpy", "torch"}
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from controllers.cli import config_from_json, config_to_json
+from controllers.config_file import from_json, to_json
 from controllers.run import RunConfig
 from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig, TrainerConfig
 
@@ -29,7 +29,7 @@ def test_a_generator_of_adapters_gets_the_trainers_and_the_weights_under_them():
     assert (merged.generator.lora, merged.generator.hf_path) == (merged.trainer.lora, "")
     assert (unmerged.generator.lora, unmerged.generator.hf_path) == (unmerged.trainer.lora, "base")
     assert unmerged.generator.model == MODEL
-    assert config_from_json(RunConfig, config_to_json(unmerged)) == unmerged
+    assert from_json(RunConfig, to_json(unmerged)) == unmerged
     assert replace(unmerged, trainer=merged.trainer).generator.lora == merged.trainer.lora
 
 

@@ -1,0 +1,197 @@
+"""Configs as files: JSON, YAML and TOML, read and written through pydantic. Knows no command line.
+
+A file holds the fields of the config's dataclasses under their names. A missing field takes its default. A TOML file has no null, so
+a field that is None is left out of it.
+"""
+
+import dataclasses
+import difflib
+import json
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+
+import tomli_w
+import yaml
+from pydantic import ConfigDict, ValidationError, create_model
+from pydantic_core import ErrorDetails
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Config = TypeVar("Config")
+
+
+def to_json(config: "DataclassInstance") -> str:
+    return json.dumps(asdict(config), indent=2, default=_path_to_str) + "\n"
+
+
+def from_json(cls: type[Config], text: str) -> Config:
+    """The inverse of `to_json`. A missing field takes its default. Raises ValueError naming an unknown or ill-typed field."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    return from_values(cls, values)
+
+
+def from_values(cls: type[Config], values: object) -> Config:
+    """A config from the values of a file. Types are strict: "3" and true are no integers. Raises ValueError, a line for each wrong field."""
+    # A dataclass without settings of its own takes those of the model around it.
+    around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
+    try:
+        # Strict JSON, unlike strict Python values, takes a list for a tuple and a string for a path.
+        text = json.dumps({"config": values}, default=_refuse_date)
+        return around.model_validate_json(text).config  # type: ignore[attr-defined]
+    except ValidationError as error:
+        raise ValueError("\n".join(_message(cls, each) for each in error.errors())) from None
+
+
+def read(cls: type[Config], file: Path) -> Config:
+    """The config of a file that ends in .json, .yaml, .yml or .toml. Raises ValueError naming the file, and what is wrong where."""
+    try:
+        values = _FORMATS[file.suffix].load(file.read_text(encoding="utf-8"))
+        return from_values(cls, values)
+    except (ValueError, yaml.YAMLError, OSError) as error:  # tomllib's and json's errors are ValueErrors
+        raise ValueError(f"{file}: {error}") from None
+
+
+def write(config: "DataclassInstance", file: Path) -> None:
+    """Write a file that `read` reads, in the format of its ending."""
+    values = json.loads(to_json(config))
+    if file.suffix == ".toml":
+        values = _without_none(config, values)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(_FORMATS[file.suffix].dump(values), encoding="utf-8")
+
+
+def require_format(flag: str, file: Path) -> None:
+    """Raise ValueError, naming the flag, for an ending that `read` and `write` do not know."""
+    if file.suffix not in _FORMATS:
+        raise ValueError(f"{flag} {file} does not end in {', '.join(_FORMATS)}")
+
+
+def is_file_name(name: str) -> bool:
+    return Path(name).suffix in _FORMATS
+
+
+def leaves_of(config: "DataclassInstance") -> dict[str, object]:
+    """Every value of the config that is not an object of JSON, by its dotted name."""
+    return dict(leaves(json.loads(to_json(config))))
+
+
+def leaves(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from leaves(item, f"{name}.{key}" if name else key)
+    else:
+        yield name, value
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Format:
+    load: Callable[[str], object]
+    dump: Callable[[Mapping[str, object]], str]
+
+
+class _StrictYaml(yaml.SafeLoader):
+    """YAML without two surprises: a key that stands twice is refused, and `1e-3` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+# YAML 1.1 asks for a dot before an exponent. Everybody writes learning rates without one.
+_EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
+_StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
+
+
+def _load_yaml(text: str) -> object:
+    return yaml.load(text, Loader=_StrictYaml)
+
+
+def _dump_yaml(values: Mapping[str, object]) -> str:
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def _dump_json(values: Mapping[str, object]) -> str:
+    return json.dumps(values, indent=2) + "\n"
+
+
+_YAML = _Format(load=_load_yaml, dump=_dump_yaml)
+_FORMATS = {
+    ".json": _Format(load=json.loads, dump=_dump_json),
+    ".yaml": _YAML,
+    ".yml": _YAML,
+    ".toml": _Format(load=tomllib.loads, dump=tomli_w.dumps),
+}
+
+
+def _refuse_date(value: object) -> str:
+    raise ValueError(f"{value} is a date or a time, which no field takes")
+
+
+def _path_to_str(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise ValueError(f"{value!r} of the config has no JSON form")
+
+
+def _without_none(config: "DataclassInstance", values: dict[str, object], prefix: str = "") -> dict[str, object]:
+    """The values without those that are null. Raises ValueError for a null whose field has another default, which a reader would take."""
+    kept: dict[str, object] = {}
+    for each in dataclasses.fields(config):
+        name, value, inner = f"{prefix}{each.name}", values[each.name], getattr(config, each.name)
+        if dataclasses.is_dataclass(inner) and isinstance(value, dict) and not isinstance(inner, type):
+            kept[each.name] = _without_none(inner, value, f"{name}.")
+        elif value is not None:
+            if _holds_null(value):
+                raise ValueError(f"{name}={value!r} holds a null, which TOML has not; write a .yaml or .json file")
+            kept[each.name] = value
+        elif each.default is not None:
+            raise ValueError(f"{name} is None, which TOML cannot say; write a .yaml or .json file")
+    return kept
+
+
+def _holds_null(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_holds_null, value.values()))
+    if isinstance(value, list):
+        return any(map(_holds_null, value))
+    return value is None
+
+
+def _message(cls: Any, error: "ErrorDetails") -> str:
+    """One line for an error of pydantic, with the dotted name of the field."""
+    path = error["loc"][1:]  # the first name is the surrounding model's
+    name = ""
+    for part in path:
+        name += f"[{part}]" if isinstance(part, int) else f".{part}" if name else part
+    if error["type"] == "unexpected_keyword_argument":
+        names = _field_names(cls, path[:-1])
+        near = difflib.get_close_matches(str(path[-1]), names) or names
+        return f"{name} is not a field; did you mean {' or '.join(near)}?"
+    reason = error["msg"].removeprefix("Value error, ").replace("Input should be", "it should be")
+    return f"{name or 'the config'}={error['input']!r}: {reason}"
+
+
+def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
+    """Names of the fields of the dataclass to which a path of field names leads. Empty if the path leads through a list or a dict."""
+    for part in path:
+        kind = get_type_hints(cls).get(str(part))
+        inner = [each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each)]
+        if not inner:
+            return []
+        cls = inner[0]
+    return [each.name for each in dataclasses.fields(cls)]
