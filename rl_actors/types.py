@@ -111,7 +111,9 @@ class SampleList(list[Sample]):
             return SampleList, (list(self),)
         tokens = _joined([sample.tokens for sample in self])
         targets = _joined([sample.targets for sample in self])
-        columns = {name: _joined([sample.columns[name] for sample in self]) for name in sorted(names)}
+        columns: dict[str, np.ndarray] = {}
+        for name in sorted(names):
+            columns[name] = _joined([sample.columns[name] for sample in self])
         lengths, temperatures = [len(sample) for sample in self], [sample.temperature for sample in self]
         return _samples_from_arrays, (lengths, tokens, targets, columns, temperatures)
 

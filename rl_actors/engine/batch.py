@@ -1,7 +1,7 @@
-"""Turn one planned microbatch into tensors. Makes no packing decision; context_parallel.py selects the part of the rows that a rank holds.
+"""Turn one planned microbatch into tensors of whole rows. packing.py plans; context_parallel.py selects a rank's part of the rows.
 
-B rows, L row length; S samples of at most T positions, one sample a row; N positions of all samples together; K targets of one
-position; P pieces: the samples, and the padding of each row.
+B rows, L row length; S samples of at most T positions, one sample per row; N positions of all samples together; K targets of one
+position; P pieces, which are the samples and the padding of each row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,16 +34,16 @@ class PackedBatch:
     columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
-    # Indices of the samples' positions in the flattened whole rows, in the order of spans. On the host.
+    # On the host: indices of the samples' positions in the flattened whole rows, in the order of spans.
     index_N: Tensor
     to_device: Callable[[Tensor], Tensor]
     attention_masks: AttentionMasks | None = None
 
-    def one_a_row(self) -> "RowPerSample":
-        """The map from packed rows to one sample a row, for losses that must see whole samples."""
+    def row_per_sample(self) -> "RowPerSample":
+        """The map from packed rows to rows of one sample, for losses that must see whole samples."""
         return RowPerSample(self, self.tokens_BL.shape)
 
-    # A rank that holds its rows whole has nothing to exchange; BatchShard overrides the next three methods.
+    # A rank that holds whole rows has nothing to exchange with other ranks. BatchShard overrides the next three methods.
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Values at the positions that this rank holds -> values of the whole rows."""
@@ -53,15 +53,15 @@ class PackedBatch:
         """Values of the whole rows -> values at the positions that this rank holds."""
         return dict(values)
 
-    def is_counted(self) -> bool:
-        """True on the one context-parallel rank that reports metrics of whole rows; the others compute the same metrics."""
+    def reports_whole_rows(self) -> bool:
+        """True on one context-parallel rank. Only it reports metrics of whole rows, because the other ranks compute the same ones."""
         return True
 
 
 class RowPerSample:
-    """Moves values from packed rows [B, L, ...] to one sample a row [S, T, ...], with zeros after the sample's end, and back.
+    """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], with zeros after the end of the sample, and back.
 
-    Without samples S is 1 and T is L, so that a loss over nothing still has a shape.
+    If there are no samples, S is 1 and T is L, so that a loss over nothing still gets tensors of some shape.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
@@ -72,8 +72,8 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # The host makes the indices, because it knows the lengths. Indexing by a mask on the device would make the host wait
-        # until the device has counted the mask.
+        # The host makes the indices, because it knows the lengths. If a mask on the device were the index, the host would have to wait
+        # until the device has counted it.
         self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
@@ -115,7 +115,7 @@ class _Pieces:
         return values_P.repeat_interleave(self.lengths_P).view(self.shape)
 
     def lay(self, tensor_of: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """The tensors of all samples in their places, [B, L, ...]; `fill` stands at padding and in a sample that has no such tensor."""
+        """The tensors of all samples in their places, [B, L, ...]. `fill` is the value at padding and in samples without the tensor."""
         laid: list[Tensor] = []
         for sample, length in zip(self.samples, self.lengths, strict=True):
             tensor = None if sample is None else tensor_of(sample)
@@ -132,9 +132,10 @@ def make_batch(
     column_names: Iterable[str],
     to_device: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> PackedBatch:
-    """Lay the samples of a microbatch into rows. Positions of a document start at 0.
+    """Lay the samples of a microbatch into rows. The positions of every sample start at 0.
 
-    Every position of padding is a document of its own. One long document of padding could pass the end of the rotary embedding.
+    At padding every position is 0, so each is a document of its own. One long document of padding could be longer than the table of the
+    rotary embedding.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))
@@ -146,7 +147,7 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # Columns are 0 where a sample's target is IGNORE_TARGET, as they are in the padding between samples. So every loss and metric
+        # Columns are 0 where the target of a sample is IGNORE_TARGET, as they are at the padding after samples. So every loss and metric
         # leaves out both.
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
@@ -163,7 +164,7 @@ def make_batch(
 
 
 def _absent(samples: Sequence[Sample], name: str) -> Tensor:
-    """The value that fills a column at padding and in samples without the column: zero, of shape [], or [K] for TOP_K_COLUMNS."""
+    """The value of a column at padding and in samples without the column: zero, of shape [], or [K] for TOP_K_COLUMNS."""
     shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
     return torch.zeros(shape, dtype=column_dtype(name))
 

@@ -1,8 +1,6 @@
-"""Build the parts of an engine from its config: torchtitan's Qwen3, its unpatched parallelize, its optimizer container.
+"""Build the parts of an engine from its config: torchtitan's Qwen3 model, parallelized by torchtitan, and its optimizer. Trains nothing.
 
 A Llama is built from the same parts, without norms of the heads.
-
-Nothing here trains.
 """
 
 from collections.abc import Callable
@@ -48,16 +46,16 @@ from rl_actors.metrics import HostCopy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
-    model: nn.Module  # whole, or the modules of this rank's pipeline stages
-    stages: list[PipelineStage]  # of this rank; empty without a pipeline
+    model: nn.Module  # the whole model; in a pipeline the modules of this rank's stages
+    stages: list[PipelineStage]  # this rank's stages; empty without a pipeline
     num_parameters: int  # of the whole model
-    optimizers: OptimizersContainer  # NoOptimizers, which has only zero_grad, in a trainer that only infers
+    optimizers: OptimizersContainer  # in a trainer that only infers: NoOptimizers, which has only zero_grad
     hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
     device: torch.device
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
-    # A batch of whole rows -> the part of the rows that this rank holds, with attention masks.
+    # Turns a batch of whole rows into the part that this rank holds, with attention masks.
     shard_rows: Callable[[PackedBatch], PackedBatch]
     forward_context: Callable[[], AbstractContextManager[None]]  # torchtitan's context around forward and backward
     hf_adapter: Qwen3StateDictAdapter
@@ -65,7 +63,7 @@ class BuiltModel:
 
 
 def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True) -> Qwen3Model.Config:
-    """torchtitan's config of a model with these dimensions, from the builders that its own flavors use."""
+    """torchtitan's config of a model with these dimensions, made by the functions that torchtitan's own flavors use."""
     return Qwen3Model.Config(
         vocab_size=model.vocab_size,
         dim=model.hidden_size,
@@ -124,7 +122,7 @@ def _qwen3_layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool)
 
 
 def _experts(config: GroupedExperts.Config) -> Experts.Config:
-    """The config of our experts with the values of torchtitan's."""
+    """The config of our `Experts` with the values of torchtitan's config."""
     return Experts.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
 
 
@@ -143,7 +141,7 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # torchtitan's converter emulates one scale for a whole tensor, whatever the recipe is.
+    # torchtitan's converter always emulates one scale for a whole tensor. torchao's recipe has the right scales.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)
@@ -164,9 +162,9 @@ def _row_sharding(
 
 
 def build(config: TrainerConfig) -> BuiltModel:
-    """Build and shard the model on this rank; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
+    """Build and shard the model on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
 
-    Raises ValueError when the layout does not use exactly the processes there are.
+    Raises ValueError if the layout needs more or fewer processes than there are.
     """
     machine = this_machine()
     parallel_dims, device = _join_ranks(config, machine)
@@ -225,13 +223,14 @@ def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, 
 def _model_config(
     config: TrainerConfig, machine: Machine, training: TrainingConfig, debug: DebugConfig
 ) -> Qwen3Model.Config:
-    """torchtitan's config of the whole model as this run computes it: attention, float8, adapters, shardings."""
-    # An adapter belongs to one projection, so adapters need the query, key and value projections apart.
+    """torchtitan's config of the whole model, with the attention kernel, float8, adapters and shardings of this run."""
+    # An adapter belongs to one projection. So a model with adapters has separate query, key and value projections.
     fuse_qkv = not config.lora.rank
     model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
-        # Every block has its own table of the rotary embedding. For the 40,960 positions of a Qwen3 0.6B they take 1.2 GB in all.
+        # Every block has its own table of the rotary embedding. Tables of 40,960 positions would take 1.2 GB in all blocks of a Qwen3 0.6B,
+        # so they get only as many positions as samples may have.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
@@ -247,9 +246,9 @@ def _parallelize(
     parallel_dims: ParallelDims,
     device: torch.device,
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
-    """Parallelize the model, which stays on the meta device.
+    """Parallelize the model. It stays on the meta device.
 
-    Returns (this rank's pipeline stages, their modules), or ([], [the whole model]) without a pipeline.
+    Returns (this rank's pipeline stages, their modules), or without a pipeline ([], [the whole model]).
     """
     options = {
         "parallel_dims": parallel_dims,

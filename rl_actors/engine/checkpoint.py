@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
@@ -36,7 +37,7 @@ class State(TypedDict):
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """True for a directory with a whole checkpoint: DCP writes the metadata last."""
+    """True for a directory with a complete checkpoint. DCP writes the metadata last, so its file says that the rest is there."""
     return (Path(path) / METADATA).is_file()
 
 
@@ -59,16 +60,16 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     for name in there:
         if name.startswith("model.") and name not in known:
             differing.append(f"{name} is not in the model")
-    differing = list(dict.fromkeys(text for texts in by_rank(differing) for text in texts))
-    if differing:
-        raise ValueError(f"{path} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
+    found_by_any = list(dict.fromkeys(chain.from_iterable(by_rank(differing))))
+    if found_by_any:
+        raise ValueError(f"{path} holds another model: {'; '.join(found_by_any[:MAX_NAMES_REPORTED])}")
     has_optimizer = any(name.startswith("optimizer.") for name in saved)
     if not on_all_ranks(has_optimizer or not optimizer):
         raise ValueError(f"{path} holds no optimizer state; optimizer=False loads only its weights")
 
 
 def require_replaceable(path: str | Path) -> None:
-    """Raises ValueError on every rank when saving to path would delete something other than a checkpoint."""
+    """Raises ValueError on every rank if saving to `path` would delete something other than a checkpoint."""
     target = Path(path)
     is_empty = target.is_dir() and not any(target.iterdir())
     if not on_all_ranks(not target.exists() or is_checkpoint(target) or is_empty):
@@ -76,10 +77,10 @@ def require_replaceable(path: str | Path) -> None:
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time while training goes on, over a process group of its own.
+    """Writes one checkpoint at a time while training goes on.
 
-    The writer's collectives run in another thread than those of training. In a shared process group each rank could start the
-    collectives of both threads in another order, and they would not match.
+    The writer has a process group of its own, because its collectives run in another thread than those of training. In one group the
+    ranks could start the collectives of the two threads in different orders, and the collectives would not match.
     """
 
     def __init__(self) -> None:
@@ -92,10 +93,10 @@ class CheckpointWriter:
     def start(
         self, built: BuiltModel, path: str, policy_version: int, *, optimizer: bool, extra_files: Sequence[Path]
     ) -> "Future[None]":
-        """Copy the state to the CPU and return. The future is done when the directory is whole on disk.
+        """Copy the state to the CPU and return. The future is done when the directory is complete on disk.
 
-        extra_files: copied into the directory by rank 0.
-        The future raises RuntimeError with path and rank when a rank could not write. `path` is then as it was before.
+        extra_files: files that rank 0 copies into the directory.
+        The future raises RuntimeError with path and rank if a rank could not write. `path` is then as it was before.
         """
         self.wait()
         upload = dcp.async_save(
@@ -104,21 +105,22 @@ class CheckpointWriter:
             process_group=self._group,
         )
         written: Future[None] = Future()
-        written.set_running_or_notify_cancel()  # so that a caller that stops waiting cannot cancel it
+        written.set_running_or_notify_cancel()  # a running future cannot be cancelled by a caller that stops waiting
         upload.add_done_callback(lambda done: _settle(written, done, f"saving {path}"))
         self._written = written
         return written
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. Raises no error of a failed write: the future that `start` returned raises it."""
+        """Wait until no checkpoint is being written. The error of a failed write is raised only by the future that `start` returned."""
         if self._written is not None:
             self._written.exception()
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes into a directory beside the path and renames it once all ranks have written, so the path never holds half a checkpoint.
+    """Writes into a directory beside `path`, and renames it after all ranks have written. So `path` never holds half a checkpoint.
 
-    DCP runs prepare_global_plan and finish only on its first rank, between its own collectives, and sends their errors to all ranks.
+    DCP calls prepare_global_plan before the ranks write, and finish afterwards, both only on its first rank. It sends their errors to all
+    ranks.
     """
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
@@ -126,8 +128,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
         self.target, self.extra_files = Path(path), extra_files
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Delete what a killed save left. Its files may be those of more ranks than there are now, and then this save would not
-        # overwrite all of them.
+        # Delete the files that a killed save left. If that save had more ranks, this one would not overwrite all of them.
         shutil.rmtree(self.path)
         self.path.mkdir()
         return super().prepare_global_plan(plans)
@@ -139,8 +140,8 @@ class _WholeDirectoryWriter(FileSystemWriter):
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            # Deleting the target in place could leave half a checkpoint under its name. A kill between the two renames leaves both
-            # the former and the new checkpoint, under their temporary names.
+            # The target is renamed before it is deleted, because a kill during the deletion would leave half a checkpoint under its name. A
+            # kill between the two renames leaves both checkpoints whole, under their temporary names.
             self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)
@@ -157,7 +158,7 @@ def _settle(written: "Future[None]", upload: "Future[object]", what: str) -> Non
 
 
 def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
-    """Load in place, resharding to this layout, and return the policy_version.
+    """Load a checkpoint into the model in place, resharded for this layout, and return its policy_version.
 
     optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
     """
@@ -181,7 +182,8 @@ def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> State:
 
 
 def _optimizer_state(built: BuiltModel) -> dict[str, object]:
-    # torchtitan creates missing optimizer state by a step with zero gradients, which Adam would count in its bias correction.
+    # torchtitan creates missing optimizer state by a step with zero gradients. Adam would count this step in its bias correction, so the
+    # count is set back to zero.
     without_state = [optimizer for optimizer in built.optimizers.optimizers if not optimizer.state]
     state_dict = built.optimizers.state_dict()
     for optimizer in without_state:
@@ -195,8 +197,8 @@ def _optimizer_state(built: BuiltModel) -> dict[str, object]:
 def plain_errors(what: str) -> Iterator[None]:
     """Raise torch's CheckpointException as a RuntimeError.
 
-    CheckpointException is a BaseException but not an Exception. If an endpoint raised it, it would end the actor instead of reaching
-    the caller.
+    CheckpointException is a BaseException but not an Exception. An endpoint that raised it would end its actor, and the caller would not
+    see the error.
     """
     try:
         yield

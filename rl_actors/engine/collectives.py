@@ -4,6 +4,7 @@ import contextlib
 import pickle
 import traceback
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import TypeVar
 
 import torch
@@ -25,17 +26,17 @@ def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """The logical and over the ranks. Its tensor is on the CPU, so that the same call works over gloo and beside NCCL."""
+    """True if `holds` is true on all ranks. The tensor is on the CPU, so the same call works over gloo and beside NCCL."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank when any rank passes a failure: a failing rank raises its own, the others raise the first failing rank's.
+    """Raises on every rank if any rank passes a failure. A rank that failed raises its own; the others raise that of the first failed rank.
 
-    The exception has the rank that failed as its attribute `rank`. An exception from another rank also has that rank's traceback
-    as a note. An exception that cannot be pickled reaches the other ranks as a RuntimeError with its repr.
+    The attribute `rank` of the exception is the rank that failed. An exception from another rank has the traceback of that rank as a
+    note. An exception that cannot be pickled reaches the other ranks as a RuntimeError with its repr.
     """
     if on_all_ranks(failure is None):
         return
@@ -58,13 +59,13 @@ def _sendable(failure: Exception) -> bytes:
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """Every tensor that any rank has in its state, one at a time: whole and on the CPU on rank 0, None on the other ranks.
+    """(name, tensor) of every tensor that any rank has in its state, one at a time. Rank 0 gets it whole on the CPU, the others get None.
 
-    Under pipeline parallelism the ranks of different stages have different names. The first rank that has a name sends to rank 0.
+    In a pipeline the ranks of different stages have different names. The first rank that has a name sends its tensor to rank 0.
     """
     rank = dist.get_rank()
     specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})
-    names = dict.fromkeys(name for specs in specs_by_rank for name in specs)
+    names = dict.fromkeys(chain.from_iterable(specs_by_rank))
     for name in names:
         sender = next(other for other, specs in enumerate(specs_by_rank) if name in specs)
         if name in state:

@@ -1,4 +1,4 @@
-"""Context parallelism: the positions of its rows that a rank holds, by torchtitan's own sharding, and the way back to whole rows.
+"""Context parallelism: each rank holds some positions of every row. torchtitan shards the rows; this module also gathers them again.
 
 Knows no model. B rows, L row length, C positions of a row that this rank holds.
 """
@@ -18,7 +18,7 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRows:
-    """Every rank holds its rows whole."""
+    """Adds the attention masks to a batch. Every rank holds whole rows."""
 
     masks: Callable[[PackedBatch], AttentionMasks]
 
@@ -28,7 +28,9 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Every rank of the mesh holds a part of each row. A part need not be contiguous: all ranks get equal shares of the attention's work."""
+    """Gives every rank of the mesh a part of each row, with attention masks. With a load balancer all parts need about equal work in
+    attention, and a part need not be contiguous.
+    """
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
     # This rank's shard of the masks -> the attention layers' argument.
@@ -71,7 +73,7 @@ class BatchShard(PackedBatch):
     index_BC: Tensor  # place of each held position in its row
     mesh: DeviceMesh
 
-    def one_a_row(self) -> RowPerSample:
+    def row_per_sample(self) -> RowPerSample:
         num_rows, num_held = self.tokens_BL.shape
         return RowPerSample(self, torch.Size((num_rows, num_held * self.mesh.size())))
 
@@ -79,7 +81,7 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # The ranks' parts come one after the other; index_BL moves every position to its place in the row.
+            # The gathered parts are one after another. index_BL has the place of every position in its row.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole
@@ -87,7 +89,7 @@ class BatchShard(PackedBatch):
     def take(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {name: value.gather(1, _like(self.index_BC, value)) for name, value in values.items()}
 
-    def is_counted(self) -> bool:
+    def reports_whole_rows(self) -> bool:
         return self.mesh.get_local_rank() == 0
 
     def _gather(self, value_BC: Tensor) -> Tensor:
@@ -96,6 +98,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """The index as gather and scatter need it for a value of [B, X, ...]: expanded over the dimensions after X."""
+    """The index for gather and scatter of a value [B, X, ...], expanded over the dimensions after X."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

@@ -1,6 +1,6 @@
-"""Everything that only a machine without a GPU needs: torchtitan's device, an attention with a backward pass, sums over gloo.
+"""The functions that a machine without a GPU needs: torchtitan's device, an attention with a backward pass, sums over gloo.
 
-gpu.py has the same functions; machine.py lists them.
+gpu.py has functions of the same names for a GPU. machine.py says what each does.
 
 B rows, L row length, N heads, H head width.
 """
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 NORM_BLOCK = 1 << 15
-"""Values of a tensor that are copied to float64 at a time: 256 KiB, which a core's cache holds."""
+"""Number of values that are copied to float64 at a time. The copy is 256 KiB, which fits into a core's cache."""
 
 # torchtitan assumes "cuda" if it finds no accelerator, and its modules copy the value when they are imported.
 if not torch.cuda.is_available():
@@ -82,14 +82,14 @@ def prepare(world_size: int) -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    # Use the function that creates a block mask as it is. By default torchtitan and torch compile it, again for every new shape.
+    # Do not compile the function that creates block masks. By default torchtitan and torch compile it anew for every shape.
     attention_module._compiled_create_block_mask = create_block_mask
     context_parallel._compiled_create_block_mask = create_block_mask
     threads.prepare_cpu_process()
 
 
 def attention(kernel: str) -> DenseAttention.Config:
-    """DenseAttention, whatever `kernel` is: a CPU has one kernel."""
+    """DenseAttention for every `kernel`, because it is the only one on a CPU."""
     return DenseAttention.Config()
 
 
@@ -102,8 +102,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Norms in float64. On a CPU torch adds float32 squares one after another in float32, which loses the small ones: its norm of 16
-    million random values is 6e-4 too small, its norm of 155 million 2 %.
+    """The norms, computed in float64.
+
+    On a CPU torch adds float32 squares one after another in float32, and a small square is lost when it is added to a large sum. torch's
+    norm of 16 million random values is too small by 6e-4, and that of 155 million by 2 %.
     """
     found = []
     for tensor in tensors:
@@ -114,12 +116,12 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def fuse(function: Callable) -> Callable:
-    """The function itself. On a CPU the time to compile it would use up the time that a fused kernel saves in memory traffic."""
+    """The function itself. On a CPU a fused kernel saves less time than it takes to compile."""
     return function
 
 
 def local_masks(masks: BlockMask) -> Tensor:
-    """The shard as [B, 1, C, L] bool, for the C positions that a rank holds of rows of length L."""
+    """The masks as [B, 1, C, L] bool, for a rank that holds C positions of each row of length L."""
     num_rows, _, held, row_length = masks.shape
     return create_mask(masks.mask_mod, num_rows, 1, held, row_length, device="cpu")
 
@@ -127,7 +129,8 @@ def local_masks(masks: BlockMask) -> Tensor:
 def after_parallelize(model: nn.Module) -> None:
     """Make FSDP reduce by a plain sum.
 
-    For a divide factor FSDP picks PREMUL_SUM, which gloo lacks. torchtitan's factor is 1, so a plain sum gives the same result.
+    FSDP has a divide factor and therefore uses the reduction PREMUL_SUM, which gloo lacks. torchtitan sets the factor to 1, so a plain
+    sum gives the same result.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

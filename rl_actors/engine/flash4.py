@@ -1,7 +1,8 @@
 """Attention kernels of a CUDA machine for packed rows: flex attention, or FlashAttention 4 from the package flash-attn-4.
 
-FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use the features of Hopper. torch 2.13 calls the two
-functions at the end of this file. torch expects two values from the forward function, but the package's function returns five.
+FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use the features of Hopper and Blackwell. torch 2.13
+calls the two functions at the end of this file instead of the package's, because torch expects two values from the forward function and
+the package's returns five.
 """
 
 from collections.abc import Iterable
@@ -21,15 +22,17 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""The number of documents is rounded up to a multiple of this, and the length of the longest document to a power of two. torch
-compiles the blocks anew for other values, so few different values mean few compilations."""
+"""The number of documents is rounded up to a multiple of this number, and the length of the longest document to a power of two. torch
+compiles the blocks anew for every other value, so there should be few values."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
 
 
 class Flash4(VarlenAttention):
-    """torchtitan's VarlenAttention over FlashAttention 4. Its own __init__ would ask for FlashAttention 3, for which there is no package."""
+    """torchtitan's VarlenAttention, with FlashAttention 4. The __init__ of VarlenAttention would ask for FlashAttention 3, which has no
+    package.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):
@@ -49,9 +52,9 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 
 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
-    """The boundaries of the documents of all rows, from (sample, row, start, end) of each. The padding of a row is one document.
+    """The boundaries of the documents in all rows. spans: (sample, row, start, end) of each sample. The padding of a row is one document.
 
-    They are computed on the host, which knows them without waiting for the device.
+    The host computes them, because it knows the spans and need not wait for the device.
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
     for _, row, start, end in spans:

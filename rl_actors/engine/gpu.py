@@ -1,4 +1,4 @@
-"""Everything that only a CUDA machine needs. cpu.py has the same functions; machine.py lists them."""
+"""The functions that a machine with a GPU needs. cpu.py has functions of the same names for a CPU. machine.py says what each does."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -17,17 +17,17 @@ from rl_actors.processes import threads
 
 
 def device() -> torch.device:
-    """This rank's GPU, made current."""
+    """This rank's GPU, which becomes torch's current device."""
     index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
 
 
 def prepare(world_size: int) -> None:
-    """Compile flex attention without autotuning, which takes minutes at every new shape and pays only in long runs.
+    """Compile flex attention without autotuning. Autotuning takes minutes at every new shape and pays only in long runs.
 
-    Also let torchtitan's compiled function create the masks' shards. torch's own function compiles again for every shape, and fails
-    at the ninth.
+    Under context parallelism torchtitan's compiled function creates the masks. torch's own function compiles anew for every shape, and
+    fails at the ninth.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False
@@ -50,7 +50,7 @@ def attention_masks(model: nn.Module, kernel: str, batch: PackedBatch) -> BlockM
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy from pinned memory. A copy from pageable memory would wait for all kernels launched before it."""
+    """A copy through pinned memory. A copy from pageable memory would wait for all kernels that were launched before it."""
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
@@ -72,17 +72,20 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def fuse(function: Callable) -> Callable:
-    """Compile the function into few kernels. float8 makes compiled kernels round as eager ones; here that is not needed."""
+    """Compile the function into few kernels.
+
+    Rowwise float8 makes all compiled kernels of the process round like eager ones (emulate_precision_casts). Here that is not needed.
+    """
     return torch.compile(function, options={"emulate_precision_casts": False})
 
 
 def local_masks(masks: BlockMask) -> BlockMask:
-    """The shard itself."""
+    """The masks themselves."""
     return masks
 
 
 def after_parallelize(model: nn.Module) -> None:
-    """Nothing to do: NCCL has every reduction that FSDP picks."""
+    """Does nothing: NCCL has every reduction that FSDP uses."""
 
 
 def has_float8() -> bool:

@@ -1,7 +1,7 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-All ranks must call load, state_dict, require_exportable and the exports together. Nothing here reads or writes an optimizer's state:
-checkpoint.py does, in the trainer's own directories.
+All ranks must call load, state_dict, require_exportable and the exports together. These directories have no optimizer state; the trainer's
+own checkpoints (checkpoint.py) have it.
 """
 
 import json
@@ -50,7 +50,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing missing and unexpected tensors and differing shapes. Reads only the headers of the files."""
+    """Raises ValueError listing tensors that are missing, unexpected or of another shape. Reads only the headers of the files."""
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
@@ -75,7 +75,7 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of this model in a Hugging Face directory, independent of the layout."""
+    """Name and shape of every tensor of this model in a Hugging Face directory. They do not depend on the layout."""
     model_config = qwen3_config(config)
     with torch.device("meta"):
         state = model_config.build().state_dict()
@@ -83,11 +83,12 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load(built: BuiltModel, path: str) -> None:
-    """Load a directory of safetensors into the sharded model, in place. Each rank reads its part. An expert bias keeps its value,
-    because Hugging Face's model has none.
+    """Load a directory of safetensors into the sharded model, in place. Each rank reads its part.
+
+    An expert bias keeps its value, because Hugging Face's model has none.
     """
     parameters = _parameters(built.model)
-    # A joined parameter (experts, or fused query, key and value: see hf_names.py) is several tensors in the directory. They are loaded
+    # The directory has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). They are loaded
     # into temporary tensors, which are then joined and copied into the parameter.
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
     fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
@@ -107,9 +108,9 @@ def load(built: BuiltModel, path: str) -> None:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names in this dtype, sharded over the ranks. Tied heads appear once, adapters are merged.
+    """The weights under their Hugging Face names in this dtype, sharded over the ranks. A tied head appears once. Adapters are merged.
 
-    Every name is on every rank, or under pipeline parallelism on every rank of its stage.
+    Every rank has every name. In a pipeline every rank of a stage has the names of its stage.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -119,7 +120,7 @@ def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def require_tokenizer(path: str) -> None:
-    """Raises ValueError when path is not a tokenizer's directory."""
+    """Raises ValueError if `path` is not a directory of a tokenizer."""
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ValueError(
             f"tokenizer_path={path!r} holds no tokenizer_config.json, so it is not a tokenizer's directory"
@@ -127,7 +128,7 @@ def require_tokenizer(path: str) -> None:
 
 
 def tokenizer_files(source: str) -> list[Path]:
-    """The tokenizer files that the directory `source` has; none for an empty source."""
+    """The tokenizer files in the directory `source`. An empty source has none."""
     if not source:
         return []
     files = [Path(source) / name for name in TOKENIZER_FILES]
@@ -141,10 +142,10 @@ def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) ->
 
 
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
-    """Write a directory that transformers and vLLM load. It gets its name when it is complete, so `path` never holds half an export.
+    """Write a directory that transformers and vLLM load. It is written beside `path` and then renamed, so `path` never holds half an export.
 
-    Tensors are gathered one at a time: rank 0 holds at most MAX_FILE_BYTES and one tensor. source: the directory whose tokenizer
-    files are copied.
+    Tensors are gathered one at a time, so rank 0 holds at most MAX_FILE_BYTES and one tensor. source: a directory whose tokenizer files
+    are copied.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
@@ -158,8 +159,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
     _on_first_rank(begin)
     files = SafetensorsWriter(temporary)
-    # A new state-dict adapter, which sees only whole tensors. torchtitan's adapter records the layout of the sharded experts that it
-    # renames, so the one of the model is not used.
+    # torchtitan's adapter records the layout of the experts that it renames. The model's adapter has recorded sharded experts, but these
+    # tensors are whole, so they get a new adapter.
     adapter = _adapter(qwen3_config(config))
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
@@ -167,7 +168,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:
-                # commit raises the error on all ranks together. If rank 0 raised it here, the others would wait in the next gather.
+                # If rank 0 raised the error here, the other ranks would wait for it in the next gather. `commit` raises it on all ranks.
                 failure = error
 
     def commit() -> None:
@@ -180,7 +181,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write the adapters as peft and vLLM load them over the weights of `base`. `path` never holds half an export."""
+    """Write the adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half an export."""
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
 
     def write() -> None:
@@ -190,7 +191,7 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
 
 
 def require_exportable(path: str, dtype: str) -> None:
-    """Raises ValueError on every rank when path is taken or the dtype is unknown. An export never deletes anything."""
+    """Raises ValueError on every rank if `path` is taken or the dtype is unknown. An export never deletes anything."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     target = Path(path)
@@ -199,16 +200,16 @@ def require_exportable(path: str, dtype: str) -> None:
 
 
 class SafetensorsWriter:
-    """Writes model.safetensors or, for more than MAX_FILE_BYTES, model-00001-of-0000N.safetensors with an index."""
+    """Writes model.safetensors. More than MAX_FILE_BYTES become several files model-00001-of-0000N.safetensors with an index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.pending: dict[str, Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
-        self.written: list[list[str]] = []  # the names of each file, in the order of the files
+        self.written: list[list[str]] = []  # for each file that is written, the names of its tensors
 
     def add(self, tensors: dict[str, Tensor]) -> None:
-        """Keep the tensors for the next file. Before a tensor that would make the file too large, write the file and begin a new one."""
+        """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it and begin the next."""
         for name, tensor in tensors.items():
             num_bytes = tensor.numel() * tensor.element_size()
             if self.pending and self.pending_bytes + num_bytes > MAX_FILE_BYTES:
@@ -218,7 +219,7 @@ class SafetensorsWriter:
             self.total_bytes += num_bytes
 
     def finish(self) -> None:
-        """Write the last file and give all files their final names. These hold the number of files, which is known only now."""
+        """Write the last file and give all files their final names. The names contain the number of files, which is known only now."""
         self._write()
         count = len(self.written)
         if count == 1:
@@ -240,9 +241,9 @@ class SafetensorsWriter:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters, each as this rank's shard. Blocks that FSDP keeps gathered are sharded again first.
+    """This rank's shards of the parameters. Blocks that FSDP still has gathered are sharded again first.
 
-    model.state_dict() is not used, because it would gather the whole query, key and value of every block on every rank.
+    model.state_dict() would gather the whole query, key and value of every block on every rank, so it is not used.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -259,7 +260,7 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Do the file work of all ranks on rank 0. An error is raised on every rank, so that no rank continues without the others."""
+    """Call `work` on rank 0, for all ranks. Its error is raised on every rank, so that no rank continues without the others."""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:

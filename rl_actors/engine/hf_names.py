@@ -1,6 +1,6 @@
-"""Tensors that torchtitan joins and Hugging Face keeps apart: the experts of a block, and query, key and value. Reads and writes no file.
+"""Tensors that torchtitan joins and Hugging Face has apart: the experts of a block, and query, key and value. Reads and writes no file.
 
-Hugging Face's tensors are parts of a joined tensor along its first dimension.
+A joined tensor consists of Hugging Face's tensors along its first dimension.
 
 G groups of key-value heads, R query heads in a group, W head width, D hidden size.
 """
@@ -14,16 +14,16 @@ EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 
 
 def is_joined(name: str) -> bool:
-    """True for experts and for fused query, key and value, which Hugging Face keeps in several tensors."""
+    """True for experts and for fused query, key and value, which are several tensors in Hugging Face's form."""
     return EXPERTS in name or FUSED in name
 
 
 def _split_placements(joined: DTensor) -> list[Placement]:
     """Placements under which every rank holds a piece of every expert or head.
 
-    FSDP and expert parallelism give each rank whole experts and heads, but a tensor that only one rank has cannot be published.
-    Sharding another dimension than the first splits every expert and head over all ranks and takes the same memory. (torchtitan's
-    own adapter would give each rank only the names of its own experts, and it does not support replicas.)
+    FSDP and expert parallelism give each rank whole experts and heads. But every rank must publish a shard of every tensor. So another
+    dimension than the first is sharded. It splits every expert and head over all ranks and takes the same memory.
+    (torchtitan's own adapter would give each rank only the names of its own experts, and it does not support replicas.)
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -47,13 +47,13 @@ def empty_split_over_rows(joined: DTensor) -> DTensor:
 
 
 def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state under Hugging Face names. Experts are views of the joined tensor; a fused query, key and value become copies."""
+    """The state under Hugging Face names. Experts become views of the joined tensor. Fused query, key and value become copies."""
     others: dict[str, Tensor] = {}
     experts: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if EXPERTS in name:
-            # For a DTensor torchtitan's adapter would return only this rank's experts. So it is given an empty plain tensor, and its
-            # names are used for the experts of the DTensor.
+            # For a DTensor torchtitan's adapter would return only this rank's experts. So it gets an empty plain tensor, and only its
+            # names are used.
             names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
             experts.update(zip(names, tensor.unbind(0), strict=True))
         elif FUSED in name:
@@ -64,9 +64,9 @@ def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dic
 
 
 def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """A fused weight as the three weights of torchtitan's unfused model, by name: wq, wk and wv, in this order."""
+    """A fused weight -> the three weights of torchtitan's unfused model, by name: wq, wk and wv, in this order."""
     num_groups, num_queries, width = _heads(adapter)
-    # Every rank holds a piece of every row, so plain tensors suffice. DTensor's own arithmetic takes several times as long.
+    # Every rank holds a piece of every row, so the rows can be split locally. DTensor's own arithmetic takes several times as long.
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     heads_GRWD = local.unflatten(0, (num_groups, num_queries + 2, width))
     heads = {
@@ -106,6 +106,6 @@ def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
 
 
 def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """G, the query heads in a group, W. torchtitan lays the queries, the key and the value of a group one after another."""
+    """(G, R, W). In torchtitan's fused weight the queries, the key and the value of a group follow each other."""
     attention = adapter.model_config.layers[0].attention
     return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim

@@ -1,12 +1,12 @@
 """Random weights of a seed: the same in every layout, on a CPU and on a GPU. Reads no Hugging Face directory.
 
-torchtitan's init_weights draws each parameter on its device and in its shards. On a CPU mesh DTensor lets every rank draw its shard
-from the rank's own generator; the generators have the same seed, so all shards get the same numbers. A GPU draws other numbers than a
-CPU, and each stage of a pipeline has a seed of its own. Here every rank draws all parameters of the model on the CPU, from one stream,
-and keeps its shards of the parameters that it holds. The order is torchtitan's, so one process has the numbers that init_weights draws
-on a CPU.
+torchtitan's init_weights gives other weights in every layout. Each rank draws its own shard on its own device. On a CPU the generators
+of all ranks have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and each stage
+of a pipeline has a seed of its own.
 
-A rank holds one whole parameter at a time. Drawing takes about 9 s on one core for a billion parameters.
+Here every rank draws all parameters of the model on the CPU from one stream, and keeps its shards of the parameters that it holds. The
+order is torchtitan's, so one process gets the numbers that init_weights draws on a CPU. A rank holds one whole parameter at a time.
+Drawing a billion parameters takes about 9 s on one core.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ class Initialiser:
 
 
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
-    """Take the initialisers off a model that is not parallelized yet. Its init_weights then initialises only buffers.
+    """Take the initialisers off a model that is not parallelized yet. Afterwards its init_weights initialises only buffers.
 
-    They are in the order in which torchtitan would call them. This needs a model in which only modules without children have
-    parameters, as every model without adapters is.
+    The list has the order in which torchtitan would call them, if only modules without children have parameters. That holds for every
+    model without adapters.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():
@@ -42,7 +42,7 @@ def take_initialisers(whole: nn.Module) -> list[Initialiser]:
             continue
         for name, parameter in parameters.items():
             initialise = module._param_init[name]
-            # A tied embedding is skipped: it has the initialiser of the output projection.
+            # A tied embedding is skipped, because the initialiser of the output projection draws it.
             if initialise is not skip_param_init:
                 taken.append(Initialiser(name=f"{prefix}.{name}", shape=parameter.shape, initialise=initialise))
         module._param_init = dict.fromkeys(parameters, skip_param_init)
@@ -51,14 +51,17 @@ def take_initialisers(whole: nn.Module) -> list[Initialiser]:
 
 @torch.no_grad()
 def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> None:
-    """Fill the parameters of `model`, this rank's part of the whole model. Raises RuntimeError if a parameter has no initialiser."""
+    """Fill the parameters of `model`, which is this rank's part of the whole model.
+
+    Raises RuntimeError if a parameter has no initialiser.
+    """
     held: dict[str, nn.Parameter] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         held[canonical_fqn(name)] = parameter
     undrawn = set(held.values())
     torch.default_generator.manual_seed(seed)
     for initialiser in initialisers:
-        # A parameter of another pipeline stage is drawn too, because the next parameter continues the stream.
+        # Parameters of other pipeline stages are drawn, too, because each parameter continues the stream of the one before.
         whole = torch.empty(initialiser.shape)
         initialiser.initialise(whole)
         if initialiser.name in held:
@@ -70,7 +73,7 @@ def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> No
 
 
 def assign(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor on the CPU, the same on all ranks, into a parameter. For a DTensor each rank copies only its shard."""
+    """Copy a whole tensor on the CPU, which is the same on all ranks, into a parameter. For a DTensor each rank copies only its shard."""
     held = parameter
     if isinstance(parameter, DTensor):
         # distribute_tensor would copy the shard twice, and on a GPU move the whole tensor there first.

@@ -1,8 +1,10 @@
-"""Hidden states -> logprobs of the targets, and back, in chunks: the logits [tokens, vocabulary] never exist whole.
+"""Hidden states -> logprobs of the targets, and gradients back to the hidden states, in chunks.
 
-B rows, L row length, D hidden size, V vocabulary, K targets of one position. torchtitan's ChunkedLossWrapper splits the rows into
-chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it applies the output projection, calls a loss
-with the logits, and runs the loss's backward pass down to the hidden states.
+Only the logits of one chunk exist at a time, never the whole [tokens, vocabulary]. torchtitan's ChunkedLossWrapper splits the rows into
+chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it applies the output projection, calls a loss with
+the logits, and runs the backward pass of the loss down to the hidden states.
+
+B rows, L row length, D hidden size, V vocabulary, K targets of one position.
 """
 
 from collections.abc import Callable
@@ -19,17 +21,17 @@ from rl_actors.losses import Loss, computed_for
 from rl_actors.metrics import Partials, merge
 
 Values = dict[str, Tensor]
-"""Values computed at every position: "logprobs" [B, L], and where wanted "entropy" [B, L] and "target_logprobs" [B, L, K]."""
+"""Values computed at every position: "logprobs" [B, L] and, if they are needed, "entropy" [B, L] and "target_logprobs" [B, L, K]."""
 
 ChunkInputs = dict[str, Tensor]
-"""Tensors that are split into chunks as the logits are, each [B, L, ...]."""
+"""Tensors [B, L, ...] that are split into the same chunks as the logits."""
 
 
 class SteadyLoss:
-    """A loss that counts as zero once it has failed, instead of raising.
+    """A loss that does not raise. If it fails, its gradients are zero from then on, and `failure` has the error.
 
-    Other ranks may not have failed. They wait for this rank in their collectives, so it has to go on. The runner raises `failure`
-    once all microbatches are through.
+    The loss may have failed only on this rank. The other ranks wait for this rank in their collectives, so it must go on. The runner
+    raises `failure` after the last microbatch.
     """
 
     def __init__(self, loss: Loss) -> None:
@@ -54,7 +56,7 @@ class SteadyLoss:
         return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
 
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
-        """(a scalar with the gradients of the loss, metrics) of one chunk. Not for a `whole_sequence` loss."""
+        """(a scalar with the gradients of the loss, metrics) of one chunk. A `whole_sequence` loss cannot be computed by chunks."""
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics
 
@@ -78,10 +80,11 @@ class ChunkedLogprobs:
         keep_head: bool = True,
         min_chunks: int = 1,
     ) -> None:
-        """fuse: a function of tensors -> the same function as one kernel, on a machine that can make one.
+        """fuse: turns a function of tensors into one kernel, on a machine that can compile one.
 
-        keep_head: FSDP gathers the output projection and the last norm together. True keeps them gathered until the projection has
-        processed all chunks.
+        keep_head: True keeps the weights of the last norm and the output projection, which FSDP gathers together, until the projection
+        has processed all chunks.
+        min_chunks: every row is split into at least so many chunks.
         """
         model._skip_lm_head = True
         self.lm_head = model.lm_head
@@ -98,7 +101,7 @@ class ChunkedLogprobs:
     def evaluate(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
-        """The values and, with a loss, its metrics. Call it under no_grad."""
+        """The values and, with a loss, its metrics. The caller must turn gradients off."""
         if loss is None:
             return self.forward(hidden_BLD, batch, with_entropy=with_entropy), {}
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]
@@ -106,12 +109,12 @@ class ChunkedLogprobs:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """(values of whole rows, metrics, a scalar). The gradient has gone through the output projection when this returns; the
-        scalar's `backward` sends it on through the model.
+        """(values of whole rows, metrics, a scalar). When this returns, the gradient has been back-propagated to the hidden states. The
+        scalar's `backward` takes it from there through the model.
 
-        A loss that reads single positions gets each chunk as it comes, and its gradient is back-propagated at once. A `whole_sequence`
-        loss needs two passes. The first computes the values of whole samples, from which the loss computes its gradient with
-        respect to them. The second computes the values again, chunk by chunk, and back-propagates that gradient.
+        A loss that reads single positions gets one chunk after another, and the gradient of a chunk is back-propagated at once. A
+        `whole_sequence` loss needs two passes. The first computes the values of whole samples, and from them the loss computes its
+        gradient with respect to the values. The second computes the values again, chunk by chunk, and back-propagates this gradient.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
@@ -124,10 +127,10 @@ class ChunkedLogprobs:
     ) -> tuple[Values, Partials, Tensor]:
         with torch.no_grad():
             values = self.forward(hidden_BLD.detach(), batch, with_entropy=with_entropy)
-        rows = batch.one_a_row()
+        rows = batch.row_per_sample()
         columns = {name: rows.unpack(column) for name, column in batch.gather(batch.columns).items()}
         whole_gradients, metrics = loss.gradients({name: rows.unpack(x) for name, x in values.items()}, columns)
-        if not batch.is_counted():
+        if not batch.reports_whole_rows():
             metrics = {}
         if not torch.is_grad_enabled():
             return values, metrics, torch.zeros(())
@@ -144,20 +147,21 @@ class ChunkedLogprobs:
         wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=num_chunks))
         wrapper.loss_fn = chunks
         wrapper.set_lm_head(self.lm_head)
-        # The prefix is needed because a column may have the name of one of the wrapper's own arguments.
+        # A column may have the name of one of the wrapper's own arguments, so the columns get a prefix.
         named = {f"input_{name}": value for name, value in inputs.items()}
         if "target_ids" in batch.columns:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # The wrapper leaves this setting at True. FSDP would then free the weights after the last norm of the next microbatch, and the
-            # projection would have to gather them again.
+            # The wrapper sets this to True at its end. In the next microbatch FSDP would then free the weights after the last norm, and
+            # the projection would have to gather them again.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """Smallest number of equal parts of a row, at least min_chunks, such that one part of every row has at most chunk_tokens positions
-        in all.
+        """The smallest number of equal parts of a row that is at least min_chunks and gives a chunk at most chunk_tokens positions.
+
+        A chunk is one part of each row.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
@@ -183,9 +187,10 @@ class _Chunks:
         top_k: Tensor | None = None,
         **inputs: Tensor,
     ) -> tuple[Tensor, Partials]:
-        """(a scalar to back-propagate, no metrics: the wrapper knows reductions of its own). L is the length of the chunk.
+        """(a scalar to back-propagate, {}). L is the length of the chunk.
 
-        top_k: ids [B, L, K]; inputs: the ChunkInputs, under `input_` and their names.
+        The metrics are kept here, because the wrapper would merge them by rules of its own.
+        top_k: ids [B, L, K]. inputs: the ChunkInputs, with the prefix `input_`.
         """
         logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
         flat = {"logprobs": self.target_logprobs(logits, targets_N)}
@@ -200,20 +205,23 @@ class _Chunks:
         return total, {}
 
     def joined(self) -> Values:
-        """The values of all chunks, one chunk after the other."""
-        return {name: torch.cat([values[name] for values in self.values], dim=1) for name in self.values[0]}
+        """The values of all chunks, joined along the rows."""
+        joined: Values = {}
+        for name in self.values[0]:
+            joined[name] = torch.cat([values[name] for values in self.values], dim=1)
+        return joined
 
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A placeholder for the loss, which no caller back-propagates."""
+    """A placeholder for a loss. It is used without gradients, so nothing back-propagates its scalar."""
     return values["logprobs"].sum(), {}
 
 
 def _given_gradients(values: Values, gradients: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A scalar with gradients that are known already."""
+    """A ChunkLoss whose gradients are known already. They are its inputs."""
     return _scalar_with_gradients(values, gradients), {}
 
 
 def _scalar_with_gradients(values: Values, gradients: Values) -> Tensor:
-    """A scalar whose gradient with respect to each value is the given one."""
+    """A scalar whose gradient with respect to values[name] is gradients[name]."""
     return torch.stack([(values[name] * gradient).sum() for name, gradient in gradients.items()]).sum()

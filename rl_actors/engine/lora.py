@@ -1,7 +1,9 @@
 """Low-rank adapters by torchtitan's converter: y = W x + (alpha / rank) B A x, with A and B trained and W frozen (arXiv 2106.09685).
 
-This module gives the adapters reproducible first values, merges them into the weights, and writes them as a directory for peft.
-Nothing here trains. R rank, I inputs and O outputs of a linear layer.
+This module gives the adapters reproducible first values, merges them into the weights, and writes them as a directory for peft. It trains
+nothing.
+
+R rank, I inputs and O outputs of a linear layer.
 """
 
 import math
@@ -23,11 +25,11 @@ from rl_actors.engine.collectives import whole_tensors
 from rl_actors.engine.initial_weights import assign
 
 ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
-"""Tensors under torchtitan's names -> tensors under Hugging Face's names."""
+"""Renames tensors from torchtitan's names to Hugging Face's."""
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
-    """The model's config with adapters, everything else frozen. Unchanged when rank is 0."""
+    """The model's config with adapters, in which everything else is frozen. Unchanged if rank is 0."""
     if not config.rank:
         return model_config
     converter = LoRAConverter.Config(
@@ -39,8 +41,7 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
     """Raises RuntimeError unless the trained parameters of a model with adapters are the adapters that this module finds.
 
-    This module finds adapters by torchtitan's names. If torchtitan renamed them, this module would publish and save the frozen weights
-    without adapters.
+    It finds adapters by torchtitan's names. If torchtitan renamed them, it would find none, and publish and save only frozen weights.
     """
     if not config.rank:
         return
@@ -54,7 +55,7 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
 def initialise(model: nn.Module, seed: int) -> None:
     """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every layout."""
     for name, layer in _layers(model):
-        # Each layer has its own generator, because a pipeline stage has only some of the layers.
+        # Each layer has a random generator of its own, because a pipeline stage draws only for its own layers.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         whole = torch.empty(layer.lora_a.weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -63,7 +64,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The model's parameters without adapters, and with W + (alpha / rank) B A in the place of W. Unchanged when there are no adapters."""
+    """The parameters of the model with W + (alpha / rank) B A instead of W, A and B. Unchanged if there are no adapters."""
     state = dict(state)
     for name, layer in _layers(model):
         a_RI, b_OR = state.pop(f"{name}.lora_a.weight"), state.pop(f"{name}.lora_b.weight")
@@ -76,7 +77,7 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpointed(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors that a checkpoint of the model holds: only the adapters, if there are any."""
+    """The tensors of a checkpoint: the adapters if there are any, otherwise the whole state of the model."""
     state = model.state_dict()
     names = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
     return {name: tensor for name, tensor in state.items() if name in names} if names else state
@@ -100,7 +101,7 @@ def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters as peft and vLLM read them over the weights of `base`. `path` never holds half of them."""
+    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half of them."""
     target, partial = Path(path), Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

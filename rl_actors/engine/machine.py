@@ -1,4 +1,4 @@
-"""The machine as the rest of the engine sees it: the functions that cpu.py and gpu.py share, and which of the two modules to use."""
+"""The functions that cpu.py and gpu.py both have, and the choice between the two modules. The rest of the engine uses only these functions."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -22,10 +22,10 @@ class Machine(Protocol):
         """A copy of a device tensor to the host."""
 
     def device(self) -> torch.device:
-        """This rank's device, made current."""
+        """This rank's device, which becomes torch's current one."""
 
     def prepare(self, world_size: int) -> None:
-        """Set up this process for computing, as one of world_size ranks."""
+        """Set threads and compilers of this process, which is one of world_size ranks."""
 
     def attention(self, kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
         """torchtitan's config of the attention layers. kernel: TrainerConfig.attention."""
@@ -34,7 +34,7 @@ class Machine(Protocol):
         """The attention layers' argument for a batch of whole rows."""
 
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
-        """The attention layers' argument for a context-parallel rank's shard of flex attention's masks."""
+        """The attention layers' argument for the part of the rows that a context-parallel rank holds. masks: flex attention's for this part."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of a host tensor on the device."""
@@ -43,25 +43,25 @@ class Machine(Protocol):
         """The 2-norm of each tensor, [] each."""
 
     def fuse(self, function: Callable) -> Callable:
-        """A function of tensors -> the same function as few kernels."""
+        """The same function of tensors, compiled into few kernels if the machine gains by it."""
 
     def after_parallelize(self, model: nn.Module) -> None:
-        """Adapt a parallelized model to the reductions that the machine has."""
+        """Make FSDP use only reductions that the machine's collectives have."""
 
     def has_float8(self) -> bool:
-        """True if the machine computes in float8; else float8 is emulated."""
+        """True if the machine computes in float8. Otherwise float8 is emulated."""
 
     def device_name(self) -> str: ...
 
     def memory_bytes(self) -> int:
-        """Memory in use: of the process on a CPU, of the device's tensors on a GPU."""
+        """Resident memory of the process on a CPU; memory of the tensors on a GPU."""
 
     def peak_memory_bytes(self) -> int:
-        """The most memory that was in use so far."""
+        """The largest value of memory_bytes so far."""
 
 
 def this_machine() -> Machine:
-    """gpu.py where torch sees a GPU, else cpu.py."""
+    """gpu.py if torch sees a GPU, otherwise cpu.py."""
     if torch.cuda.is_available():
         return gpu
     return cpu

@@ -1,6 +1,5 @@
-"""Results of one microbatch.
-
-They are copied to the host as soon as the forward pass is done, so reading them does not wait for the backward pass.
+"""The results of one microbatch, and their copy to the host. The copy begins when the forward pass is done, so that reading the results
+does not wait for the backward pass.
 
 B rows, L row length, N positions of the rows that hold samples.
 """
@@ -14,7 +13,7 @@ from rl_actors.metrics import HostCopy, Partials, PartialsCopy
 
 
 class MicrobatchOutput:
-    """Values and metrics of one microbatch on their way to the host."""
+    """Values and metrics of one microbatch, which are being copied to the host."""
 
     def __init__(
         self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
@@ -27,7 +26,7 @@ class MicrobatchOutput:
         self._metrics = PartialsCopy(metrics, to_host)
 
     def values(self) -> dict[str, Tensor]:
-        """The values at the samples' positions, one sample behind the other: [N, ...] float32 on the host."""
+        """The values at the positions of the samples, one sample after another: [N, ...] float32 on the host."""
         return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
 
     def metrics(self) -> Partials:

@@ -1,6 +1,8 @@
-"""Corrections to torchtitan's mixture of experts: experts in the dtype of their input, their whole gradient, counters without padding.
+"""Three corrections to torchtitan's mixture of experts.
 
-B rows, L row length, R routed tokens, D hidden size, F width of an expert, E experts, K experts a token.
+Experts compute in the dtype of their input. Their input gets its whole gradient. The routers' counters leave out padding.
+
+B rows, L row length, R routed tokens, D hidden size, F width of an expert, E experts, K experts per token.
 """
 
 from dataclasses import dataclass
@@ -19,8 +21,7 @@ from rl_actors.engine.batch import PackedBatch
 class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
-    torchtitan's experts cast to bfloat16 whatever the compute dtype is. With them a float32 run would agree with any other run only to
-    about 1e-2.
+    torchtitan's experts always cast to bfloat16. With them a float32 run would agree with another float32 run only to about 1e-2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -38,8 +39,8 @@ class Experts(GroupedExperts):
 def wait_for_input(model: nn.Module) -> None:
     """Make the experts wait until their input is gathered.
 
-    A single row of a sequence-parallel model reaches the experts while its all-gather is under way. torch's local_map cuts the
-    gradient of such an input.
+    In a sequence-parallel model a microbatch of one row reaches the experts while its all-gather still runs. torch's local_map drops
+    the gradient of such an input.
     """
     for block in model.layers.values():
         if block.moe_enabled:
@@ -48,16 +49,17 @@ def wait_for_input(model: nn.Module) -> None:
 
 def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
     x_BLD, *others = args
-    under_way = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
+    is_gathering = isinstance(x_BLD, DTensor) and isinstance(x_BLD.to_local(), AsyncCollectiveTensor)
     # Any operation on the tensor waits for the all-gather.
-    return (x_BLD.clone() if under_way else x_BLD, *others)
+    return (x_BLD.clone() if is_gathering else x_BLD, *others)
 
 
 class RouterCounters:
     """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end of a step.
 
-    The routers count only in training mode, so a forward adds nothing. They also count padding, whose amount depends on the packing.
-    The padding is subtracted, so that the load-balancing bias is the same for any split of the samples. A dense model has no counters.
+    The counts drive the load-balancing bias. torchtitan also counts padding, but its amount depends on the packing. It is subtracted, so
+    that the bias is the same for any split of the samples. The routers count only in training mode, so a forward, which runs in eval
+    mode, adds nothing. A dense model has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -76,7 +78,7 @@ class RouterCounters:
             moe.tokens_per_expert_E.zero_()
 
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Forward hook of a router: subtracts the padding, before the block counts the chosen experts of all positions."""
+        """Forward hook of a router: subtracts the padding. Afterwards the block adds the chosen experts of all positions."""
         if not moe.training:
             return
         expert_ids_BLK = output[1]
@@ -89,7 +91,7 @@ class RouterCounters:
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
-        # Selecting the padding by a mask instead would make the host wait for the device.
+        # All positions are added, with 0 for those that are not padding. Selecting the padding would make the host wait for the device.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

@@ -1,4 +1,4 @@
-"""torchtitan's optimizer container with optimizers by import path, and the hyperparameters that come with each call. Knows no gradients."""
+"""torchtitan's optimizer container, extended by optimizers by import path, and the hyperparameters of each call. Knows no gradients."""
 
 import pkgutil
 import re
@@ -17,12 +17,14 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under the model's own names. Activation checkpointing adds a segment of its own to torch's names."""
+    """The parameters under the model's own names, without the segment that activation checkpointing adds to torch's names."""
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
 class _StepsShards:
-    """Adam works element by element, so a rank steps its own shards as plain tensors, without DTensor's dispatch."""
+    """Makes Adam step a rank's own shards as plain tensors, which saves DTensor's dispatch. Adam works element by element, so the result is
+    the same.
+    """
 
     def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
         has_complex: bool = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -32,15 +34,15 @@ class _StepsShards:
 
 
 class Adam(_StepsShards, torch.optim.Adam):
-    """torch's Adam, stepping shards. Its state is DTensors, as in torch's."""
+    """torch's Adam, which steps shards. Its state consists of DTensors, like that of torch's Adam."""
 
 
 class AdamW(_StepsShards, torch.optim.AdamW):
-    """torch's AdamW, stepping shards. Its state is DTensors, as in torch's."""
+    """torch's AdamW, which steps shards. Its state consists of DTensors, like that of torch's AdamW."""
 
 
 class _CanonicalNames:
-    """A model for torchtitan's _build_param_groups, which only calls named_parameters()."""
+    """Stands for the model in torchtitan's _build_param_groups, which only calls named_parameters(). Gives the model's own names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -50,7 +52,7 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container. Adam and AdamW get torchtitan's arguments. An optimizer by import path gets only the config's arguments."""
+    """torchtitan's container. Adam and AdamW get the arguments of torchtitan. An optimizer by import path gets only those of the config."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
@@ -83,13 +85,13 @@ class NoOptimizers:
 
 
 class Hyperparameters:
-    """Writes an OptimParams into the parameter groups of an optimizer. A group multiplies learning rate and weight decay by its factors.
+    """Writes an OptimParams into the parameter groups of an optimizer. Each group has multipliers of learning rate and weight decay.
 
     A group of the config holds the parameters whose names match its pattern and no earlier pattern. A last group holds the rest.
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
-        """trained: the names of all trained parameters. The model has only those of this rank's pipeline stages.
+        """trained: the names of all trained parameters of the whole model. `model` has only those of this rank's pipeline stages.
 
         Raises ValueError for a pattern that matches no name, or only names that earlier patterns match.
         """
@@ -106,7 +108,7 @@ class Hyperparameters:
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # lr=0 is a placeholder, because every hyperparameter comes with optim_step. A step without them would change nothing.
+        # lr=0 is a placeholder, because every hyperparameter comes with optim_step. With lr=0 a step without them changes nothing.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,

@@ -12,7 +12,7 @@ from rl_actors.config import PackingPolicy
 from rl_actors.layouts import ROW_MULTIPLE, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
-"""Number of row lengths between one power of two and the next. It is small, so that a call brings few new shapes to compile."""
+"""Number of row lengths between one power of two and the next. It is small, because every new shape must be compiled."""
 
 Row = tuple[int, ...]  # sample indices; an empty row is padding
 
@@ -46,21 +46,21 @@ def plan(
     microbatch_multiple: int = 1,
     policy: PackingPolicy = "packed",
 ) -> Plan:
-    """Rows and microbatches of every rank. All ranks get the same number of microbatches, of the same shapes.
+    """Rows and microbatches of every rank. All ranks get the same number of microbatches, and their shapes are the same.
 
     packed: samples share rows; a microbatch has at most rows_per_microbatch rows.
-    token_budget: one sample a row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
-    fixed: one sample a row; a microbatch has at most rows_per_microbatch rows.
+    token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
+    fixed: one sample per row; a microbatch has at most rows_per_microbatch rows.
 
-    The rows of a microbatch are similar in length and attention cost. Their common length is that of the longest, rounded up to a
-    `bucket`. tokens_per_row is rounded down to a multiple of row_multiple.
+    The rows of a microbatch are similar in length and attention cost. They get the length of the longest one, rounded up to a `bucket`.
+    tokens_per_row is rounded down to a multiple of row_multiple.
 
     uniform: all microbatches of the call have the same number of rows and the same row length, as a pipeline needs. The number of
-    microbatches is a multiple of microbatch_multiple and at least min_microbatches. Rows of padding fill up where samples are too few.
+    microbatches is a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, rows of padding are added.
 
     plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (2,), rank 1 the row (0, 1)
 
-    Raises ValueError when a sample is longer than a row.
+    Raises ValueError if a sample is longer than a row.
     """
     capacity = in_multiples(tokens_per_row, row_multiple)
     _require_room(lengths, capacity, tokens_per_row, row_multiple)
@@ -91,14 +91,16 @@ def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, ro
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Rows of at most `capacity` positions by first fit, longest sample first. Among equal lengths the earlier sample goes first.
+    """Rows of at most `capacity` positions. The longest sample goes first, each into the first row that has room for it.
 
-    A segment tree over the rows' free space finds the first fit in O(log R).
+    Among samples of equal length the earlier one goes first. A segment tree of the rows' free space finds the first row with room in
+    O(log R) steps.
     """
     size = 1
     while size < len(lengths):
         size *= 2
-    free = [capacity] * (2 * size)  # free[1] is the root: the most free space of any row
+    # free[size + r] is the free space of row r, and free[n] is the larger of free[2 n] and free[2 n + 1]. So free[1] is the most of any row.
+    free = [capacity] * (2 * size)
     rows: list[list[int]] = [[] for _ in lengths]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         length, node = lengths[index], 1
@@ -118,7 +120,10 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
-    """At most num_rows rows that are filled about equally; None when num_rows rows cannot hold the samples."""
+    """At most num_rows rows that are filled about equally. The longest sample goes first, each into the row with the most room.
+
+    None if a sample finds no room.
+    """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -131,9 +136,7 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions: a multiple of `multiple`, and less than a quarter longer than needed.
-
-    There are few such lengths, so that few shapes are compiled.
+    """The row length for `length` positions, at most `capacity`. It is one of a few multiples of `multiple`, so that few shapes are compiled.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -145,14 +148,16 @@ def bucket(length: int, multiple: int, capacity: int) -> int:
 
 
 def attention_cost(lengths: Sequence[int], row: Row) -> int:
-    """The sum of T² over the samples of a row. Rows of one length differ only in it: all other work costs the same at every
-    position, padding or not.
+    """The sum of T² over the samples of a row. Two rows of the same length differ only in this cost, because all other work is the same at
+    every position, also at padding.
     """
     return sum(lengths[index] ** 2 for index in row)
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """Sort key of plans: (positions of one rank, sum over the microbatches of the slowest rank's attention cost)."""
+    """Sort key of plans: (positions of one rank, attention cost). The cost is a sum over the microbatches. Each counts with the cost of its
+    slowest rank, because the others wait for it.
+    """
     slowest = 0
     for batches in zip(*ranks, strict=True):
         slowest += max(_cost_of(lengths, batch) for batch in batches)
@@ -178,13 +183,13 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal_packed(self) -> Plan:
-        """The samples in as few rows as first fit finds, or in more rows where that takes less time."""
+        """The plan with as few rows as first fit finds, or a plan with more rows if that takes less time."""
         rows = first_fit_decreasing(self.lengths, self.capacity)
         packed = self.deal(rows)
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
         if num_rows == len(rows):
             return packed
-        # Some rows are padding. Spreading the samples over these rows, too, may make the call shorter.
+        # Some rows are only padding. Samples that are spread over these rows, too, may need shorter rows or less attention.
         spread_rows = worst_fit_decreasing(self.lengths, self.capacity, num_rows)
         if spread_rows is None:
             return packed
@@ -192,8 +197,9 @@ class _Dealer:
         return spread if time_of(self.lengths, spread) < time_of(self.lengths, packed) else packed
 
     def deal(self, rows: list[Row]) -> Plan:
-        """Put the rows into microbatches. Rows that are neighbours in (length, attention cost) go into the same microbatch of all ranks,
-        so that all ranks take about the same time for it.
+        """Put the rows into microbatches.
+
+        Rows of similar length and attention cost go into the same microbatch of all ranks, so that all ranks take about the same time.
         """
         row_lengths = [self._row_length(row) for row in rows]
         costs = [attention_cost(self.lengths, row) for row in rows]
@@ -209,7 +215,7 @@ class _Dealer:
         return ranks
 
     def _shapes(self, row_lengths: list[int]) -> Iterator[tuple[int, int]]:
-        """(number of rows, row length) of the microbatches of one rank. row_lengths: of all rows, longest first."""
+        """(number of rows, row length) of each microbatch of one rank. row_lengths: the lengths of all rows, longest first."""
         if self.uniform:
             yield from self._equal_shapes(row_lengths)
             return
@@ -221,9 +227,9 @@ class _Dealer:
             start += num_rows * self.num_ranks
 
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
-        """(number of rows, row length) of the microbatches of one rank, if all must have the same shape.
+        """(number of rows, row length) of each microbatch of one rank, if all must have the same shape.
 
-        There are as few microbatches as possible, and then as few rows in each. The last microbatches may be only padding.
+        The number of microbatches is as small as possible, and then the number of rows in each. The last microbatches may be only padding.
         """
         longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))
@@ -243,8 +249,8 @@ class _Dealer:
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
-    """The rows of every rank. The costliest row is dealt first. Each row goes to the rank that has the least cost so far and fewer
-    than num_rows rows.
+    """The rows of every rank. The costliest row is dealt first. Each row goes to a rank with fewer than num_rows rows, and among these to
+    the one with the least cost so far.
     """
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]

@@ -25,11 +25,13 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
+"""Number of schedules in the cache. torch makes a schedule for one shape of microbatches, one number of them, and calls that all train or
+all do not."""
 
 
 @dataclass(kw_only=True)
 class PipelineCall:
-    """One call under way: what this rank needs to compute its microbatches, and the results of the last stage."""
+    """The call that runs now: the inputs of its microbatches on this rank, and the results of the last stage."""
 
     batch: Callable[[int], PackedBatch]  # number of a microbatch -> the part of it that this rank holds
     loss: SteadyLoss | None
@@ -40,24 +42,24 @@ class PipelineCall:
 
 
 def plan_options(schedule_class: type, num_ranks: int) -> PlanOptions:
-    """The arguments of `plan` for torch's schedule of a pipeline of so many ranks.
+    """The arguments of `plan` for torch's schedule of a pipeline of `num_ranks` ranks.
 
-    1F1B takes any number of microbatches that is at least the number of ranks. Interleaved1F1B takes multiples of the number of ranks.
+    1F1B needs at least as many microbatches as ranks. Interleaved1F1B needs a multiple of the number of ranks.
     """
     multiple = 1 if _is_single(schedule_class) else num_ranks
     return {"uniform": True, "min_microbatches": num_ranks, "microbatch_multiple": multiple}
 
 
 def _is_single(schedule_class: type) -> bool:
-    """True for schedules of one stage a rank."""
+    """True for schedules with one stage per rank."""
     return issubclass(schedule_class, PipelineScheduleSingle)
 
 
 class PipelineRunner:
     """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
 
-    A schedule passes only tensors to the stages and to the loss. We pass the number of each microbatch. With it the stages
-    and the loss look up the other inputs of the microbatch in the PipelineCall.
+    A schedule passes only tensors to the stages and to the loss. We pass the number of each microbatch. The stages and the loss look up
+    the inputs of the microbatch in the PipelineCall by this number.
     """
 
     _call: PipelineCall  # exists while a call runs
@@ -83,7 +85,9 @@ class PipelineRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, after the last microbatch."""
+        """Add the gradient of the loss, and return values and metrics. A loss that fails on one rank raises on all, after the last
+        microbatch.
+        """
         return self._run(batches, SteadyLoss(loss), with_entropy=with_entropy, training=True)
 
     def _run(
@@ -94,17 +98,18 @@ class PipelineRunner:
         def shard(number: int) -> PackedBatch:
             return self.built.shard_rows(whole[number])
 
-        # The masks of a microbatch are made when one of this rank's stages comes to it, and are kept until the next of its stages
-        # has come to it, too. So a call does not hold the masks of all its microbatches.
+        # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
+        # first of this rank's stages runs the microbatch. The cache keeps it until the rank's next stage runs the same microbatch,
+        # which is num_ranks microbatches later.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
         shape = batch(0).tokens_BL.shape
-        # A placeholder: `_find_inputs` puts the tokens in its place.
+        # A placeholder, which `_find_inputs` replaces by the tokens.
         no_tokens_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
-        # schedule.step is the public way, but it splits one tensor into the microbatches. We do what it does around
-        # _step_microbatches, which takes them one by one.
+        # The public schedule.step splits one tensor into microbatches. Ours are made already, so we call _step_microbatches, and do
+        # what `step` does before and after it.
         for stage in stages:
             stage.has_backward = training
         try:
@@ -116,7 +121,7 @@ class PipelineRunner:
                     return_outputs=False,
                 )
         except BaseException:
-            # A schedule keeps the losses of the microbatches that were through, so it cannot be used again.
+            # The schedule still holds the losses of the microbatches that are done, so it cannot be used again.
             self._schedule.cache_clear()
             raise
         finally:
@@ -136,7 +141,8 @@ class PipelineRunner:
         if not received.is_floating_point():
             return (batch.tokens_BL,), model_inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
-            # The gradient of a received tensor may be partial sums. The stage that sent the tensor would take them for whole.
+            # The gradient of a received tensor may be partial sums, which are added up here. The stage that sent the tensor would use
+            # partial sums as if they were the gradient.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
         return args, model_inputs(batch)
 
@@ -154,7 +160,7 @@ class PipelineRunner:
                 values, metrics = self.logprobs.evaluate(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
                 total = torch.zeros(())
         except Exception as error:
-            # The other stages wait for gradients. They get zeros, and after the last microbatch all ranks raise.
+            # The other stages wait for gradients, so they get zeros. After the last microbatch all ranks raise the error.
             call.failure = error
             return hidden_BLD.sum() * 0
         call.outputs.append(MicrobatchOutput(batch, values, metrics, self.built.to_host))
@@ -163,7 +169,7 @@ class PipelineRunner:
     def _make_schedule(
         self, shape: torch.Size, count: int, training: bool
     ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
-        """A schedule for `count` microbatches of this shape. torch fixes both when it makes a schedule."""
+        """A schedule for `count` microbatches of this shape. torch needs both when it makes a schedule."""
         stages = [Stage(stage, shape, self._hidden(shape)) for stage in self.built.stages]
         schedule = self.schedule_class(
             stages[0] if _is_single(self.schedule_class) else stages,

@@ -1,4 +1,4 @@
-"""Split a model into the stages of a pipeline, by torchtitan, and name the parameters that this rank holds. Runs nothing.
+"""The stages of a pipeline: torchtitan splits the model into them, and `Stage` frees the tensors of a microbatch early. Runs no microbatch.
 
 B rows, L row length, D hidden size.
 """
@@ -24,8 +24,8 @@ def split_into_stages(
     device: torch.device,
     **options: object,
 ) -> list[PipelineStage]:
-    """This rank's stages, first to last, with their modules parallelized. options: the other arguments of torchtitan's pipeline_llm."""
-    # pipeline_llm also makes a schedule, which pipeline.py does not use. Every schedule takes this number of microbatches.
+    """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
+    # pipeline_llm also makes a schedule, which nothing uses. It refuses some numbers of microbatches; this number suits every schedule.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,
@@ -40,7 +40,7 @@ def split_into_stages(
 
 
 class LocalModel(nn.Module):
-    """The modules of this rank's stages under their names in the whole model. It cannot run."""
+    """The modules of this rank's stages under their names in the whole model. It has no forward."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -61,10 +61,10 @@ class _Received(Protocol):
 
 
 class Stage(PipelineStage):
-    """torchtitan's stage for microbatches of one shape, which frees the tensors of a microbatch as soon as it is through.
+    """A stage for microbatches of one shape, which frees the tensors of a microbatch after its backward pass.
 
-    We pass the shapes, because torch would otherwise run one extra microbatch, loss included, to infer them. torch also keeps every
-    received tensor, and in a call without backward every sent one, until the call ends. Here they are freed with their microbatch.
+    It gives torch the shapes. torch would otherwise run one extra microbatch, loss included, to infer them. torch also keeps the
+    received tensors of all microbatches until the call ends, and in a call without gradients the sent ones, too.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -119,11 +119,11 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Nothing was inferred, so there is nothing to clean up. torch's method would drop the gradients that earlier calls accumulated."""
+        """Does nothing, because nothing was inferred. torch's method would drop the gradients that earlier calls accumulated."""
 
 
 def _release(received: Sequence[_Received]) -> None:
-    """Free the memory of receive buffers; their shapes stay."""
+    """Free the memory of receive buffers, but keep their shapes and dtypes."""
     for info in received:
         if info.buffer is not None:
             info.buffer = torch.empty_like(info.buffer, device="meta")

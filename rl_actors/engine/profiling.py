@@ -1,4 +1,4 @@
-"""torch.profiler traces of whole training steps, one file a rank. The engine says when a step is done."""
+"""torch.profiler traces of whole training steps, one file per rank. The engine says when a step is done."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class StepProfiler:
     def start(self, directory: str, steps: int) -> None:
         """Trace the next `steps` steps, then write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open.
 
-        Raises ValueError for steps below 1, RuntimeError while a trace is being taken. Neither error changes anything.
+        Raises ValueError if steps is below 1, and RuntimeError while another trace is being taken. Nothing has changed then.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps}; it must be an integer of at least 1")

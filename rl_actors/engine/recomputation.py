@@ -1,6 +1,6 @@
-"""Activation checkpointing: the parts of a block that its backward pass recomputes instead of storing.
+"""Activation checkpointing: the backward pass of a block recomputes some activations instead of storing them.
 
-The policies are torchtitan's, and one that recomputes no matrix product.
+torchtitan's policies say which. This module adds one that recomputes no matrix product.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores every matrix product. SelectiveAC recomputes every second one, and in float8 the casts before it, too."""
+    """Stores the result of every matrix product. SelectiveAC recomputes every second one and, in float8, the casts before it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

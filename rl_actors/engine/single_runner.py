@@ -1,4 +1,4 @@
-"""Run the microbatches of a call one after another through the whole model. Plans no packing, keeps no gradients.
+"""Run the microbatches of a call one after another through the whole model, without a pipeline. Plans no packing.
 
 B rows, L row length, D hidden size.
 """
@@ -21,7 +21,7 @@ from rl_actors.losses import Loss
 
 
 class SingleRunner:
-    """One microbatch after another through the whole model."""
+    """Runs one microbatch after another through the whole model."""
 
     planned: PlanOptions = {}
     reports_metrics = True
@@ -30,7 +30,7 @@ class SingleRunner:
         self.built, self.logprobs = built, logprobs
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # FSDP gathers a tied embedding together with the output projection, for which `logprobs` decides how long it stays.
+        # FSDP gathers a tied embedding together with the output projection. `logprobs` decides how long that one stays gathered.
         outer = [] if config.model.tie_word_embeddings else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
@@ -54,7 +54,9 @@ class SingleRunner:
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and metrics; adds the gradient of the loss. A loss that fails on one rank raises on all, after the last microbatch."""
+        """Add the gradient of the loss, and return values and metrics. A loss that fails on one rank raises on all, after the last
+        microbatch.
+        """
         steady, outputs = SteadyLoss(loss), []
         for batch in batches:
             shard = self.built.shard_rows(batch)
@@ -65,14 +67,14 @@ class SingleRunner:
         return outputs
 
     def _keeps_gathered(self, *, several: bool) -> bool:
-        """True if a forward keeps FSDP's gathered weights from one microbatch to the next. several: the call has two or more."""
+        """True if a forward keeps FSDP's gathered weights from one microbatch to the next. several: True for two or more microbatches."""
         return {"always": False, "never": True, "default": several}[self.reshard_policy]
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """keep=True: FSDP gathers the parameters of a block for the first microbatch and frees them after the last.
+        """keep=True: the parameters that FSDP gathers for the first microbatch stay gathered until the last is done.
 
-        At the end all parameters are sharded again. An optimizer's step on the shards would not reach parameters that are still whole.
+        At the end all parameters are sharded again. An optimizer's step on the shards would not change parameters that are still gathered.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

@@ -77,31 +77,32 @@ class TrainEngine:
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> RankOutput:
-        """Logprobs of the targets, float32, without gradients. Leaves accumulated gradients, weights and version untouched.
+        """Logprobs of the targets, float32, without gradients. Accumulated gradients, weights and version do not change.
 
-        With a loss the output has the metrics that forward_backward would report; with the column target_ids, the logprobs of its
-        K ids; with `entropy`, the entropy of the whole distribution.
+        A loss adds the metrics that forward_backward would report. The column target_ids adds the logprobs of its K ids. `entropy`
+        adds the entropy of the whole distribution.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
-        # With a loss, `validate` has checked that all samples have the same columns, which are those that the loss reads.
+        # With a loss, `validate` has checked that all samples have the same columns, and that the loss reads them. Without one, no
+        # column is needed except target_ids.
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
-        """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step; weights and version stay.
+        """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step. Weights and version do not change.
 
-        Raises ValueError for bad input, which changes nothing. Any other failure leaves the step broken. On a GPU the call returns
-        before the last backward pass is done, so an error of a kernel there is raised by the next call.
+        Raises ValueError for bad input, and then nothing has changed. Any other failure leaves the step broken. On a GPU the call
+        returns before the last backward pass is done, so the next call raises an error of its kernels.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
         with self._broken_on_failure():
-            # `validate` has checked that all samples have the same columns, which are those that the loss reads.
+            # `validate` has checked that all samples have the same columns, and that the loss reads them.
             batches = self._batches(samples, samples[0].columns)
             outputs = self.runner.forward_backward(batches, loss, with_entropy=entropy)
         self.step.open()
@@ -119,8 +120,10 @@ class TrainEngine:
                 self.parameters_by_layout, self.pipeline_group, self.built.device, this_machine().norms
             )
             norm = gradients.norm() / params.grad_divisor
-            norm_copy = self.built.to_host(norm)  # before the scaling: the host waits for the norm while a GPU scales
-            # FSDP sums (divide factor 1), so the division by the global count belongs here, in one pass with the clipping.
+            # The copy begins before the scaling, so that a GPU scales while the host waits for the norm.
+            norm_copy = self.built.to_host(norm)
+            # FSDP adds the gradients of the ranks (its divide factor is 1), so the division by the global count belongs here. One pass
+            # over the gradients divides and clips.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -146,17 +149,17 @@ class TrainEngine:
         )
 
     def discard_gradients(self) -> None:
-        """Drop the accumulated gradients and close the step, also a broken one. Does nothing when no gradients are accumulated."""
+        """Drop the accumulated gradients and close the step, even a broken one. Does nothing if no gradients are accumulated."""
         self.step.require("discard_gradients")
         self._clear()
         self.step.close()
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> "Future[None]":
-        """Copy model, optimizer and version, and write them as a DCP directory while training goes on, with the tokenizer's files, if
-        there are any. Refused in an open step.
+        """Copy model, optimizer and version, and write them as a DCP directory while training goes on. Refused in an open step.
 
-        The future is done when the directory is whole on disk. A second save waits for the first. Raises ValueError when path
-        holds something other than a checkpoint. The future raises RuntimeError with path and rank when a rank could not write.
+        The directory also gets the tokenizer's files, if there are any. The future is done when the directory is complete on disk. A
+        second save waits for the first. Raises ValueError if `path` holds something other than a checkpoint. The future raises
+        RuntimeError with path and rank if a rank could not write.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -169,10 +172,10 @@ class TrainEngine:
         )
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
-        """Read a directory of save_checkpoint, written under any layout, and return its policy_version. Refused in an open step.
+        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version. Refused in an open step.
 
         optimizer=False: read only the weights, and reset the optimizer to the state that it has in a new trainer.
-        Raises ValueError, which changes nothing, when path is not a checkpoint of this model or holds no optimizer state.
+        Raises ValueError if `path` is not a checkpoint of this model or holds no optimizer state, and then nothing has changed.
         """
         self.step.require("load_checkpoint")
         if optimizer:
@@ -185,10 +188,10 @@ class TrainEngine:
         return self.policy_version
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes, sharded, cast to dtype.
+        """The tensors that a push publishes, sharded over the ranks and cast to `dtype`.
 
-        They are the weights under their Hugging Face names, tied heads once, adapters merged. With lora.sync="adapter" they are only
-        the adapters, under peft's names.
+        They are the weights under their Hugging Face names, with adapters merged. A tied head appears once. With lora.sync="adapter"
+        they are only the adapters, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
         if self.config.lora.syncs_adapter:
@@ -196,10 +199,9 @@ class TrainEngine:
         return hf.state_dict(self.built, dtype)
 
     def export_hf(self, path: str, dtype: str = "float32") -> None:
-        """Write config.json, safetensors and tokenizer files, if there are any. `path` never holds half an export, and the trainer does
-        not change.
+        """Write config.json, safetensors and, if there are any, tokenizer files. The trainer does not change.
 
-        Raises ValueError on every rank when path is taken or dtype is not float32 or bfloat16.
+        `path` never holds half an export. Raises ValueError on every rank if `path` is taken or dtype is not float32 or bfloat16.
         """
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
@@ -208,8 +210,9 @@ class TrainEngine:
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
     def export_lora(self, path: str) -> None:
-        """Write the adapters as peft reads them. `path` never holds half an export. Raises ValueError when the model has no adapters or
-        path is taken.
+        """Write the adapters in the form that peft reads. `path` never holds half an export.
+
+        Raises ValueError if the model has no adapters or `path` is taken.
         """
         self.step.require("export_lora")
         if not self.config.lora.rank:
@@ -255,13 +258,13 @@ class TrainEngine:
             self.config.logprob_chunk_tokens,
             fuse=this_machine().fuse,
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
-            # FSDP reduces the gradients of the last norm and the head together, so they need one dtype. In a pipeline the norm's
-            # is float32; with at least two chunks the head's is accumulated in float32 too.
+            # FSDP reduces the gradients of the last norm and the head together, so they need the same dtype. In a pipeline the norm's
+            # gradient is float32. With two or more chunks the head's gradient is accumulated in float32, too.
             min_chunks=2 if stages else 1,
         )
 
     def _rank_and_size(self, dimension: str) -> tuple[int, int]:
-        """This rank's place in a dimension of the layout, and the dimension's size: (0, 1) for one that the layout does not have."""
+        """(this rank's place in a dimension of the layout, the size of the dimension). (0, 1) if the layout lacks the dimension."""
         mesh = self.built.parallel_dims.get_optional_mesh(dimension)
         return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
 
@@ -283,8 +286,9 @@ class TrainEngine:
     def _output(self, outputs: list[MicrobatchOutput]) -> RankOutput:
         reporting = outputs if self.reports_samples else []
         values = [output.values() for output in reporting]
-        names = values[0].keys() if values else ()
-        joined = {name: torch.cat([microbatch[name] for microbatch in values]) for name in names}
+        joined: dict[str, Tensor] = {}
+        for name in values[0] if values else ():
+            joined[name] = torch.cat([microbatch[name] for microbatch in values])
         return RankOutput(
             rank=torch.distributed.get_rank(),
             indices=[index for output in reporting for index in output.indices],
@@ -301,7 +305,10 @@ class TrainEngine:
 
     @contextmanager
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
-        """Mark the step broken when the body raises, because it may have added only some gradients. weights: it may have changed weights."""
+        """Mark the step broken if the body raises, because it may have added only some of the gradients.
+
+        weights: True if the body may have changed some of the weights.
+        """
         try:
             yield
         except BaseException:
@@ -310,7 +317,7 @@ class TrainEngine:
 
     @contextmanager
     def _evaluation(self) -> Iterator[None]:
-        """Eval mode for the body. torchtitan's routers count tokens only in training mode, so the body adds nothing to the counts."""
+        """Run the body in eval mode. torchtitan's routers count tokens only in training mode, so the body adds nothing to the counts."""
         self.built.model.eval()
         try:
             yield

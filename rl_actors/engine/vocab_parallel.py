@@ -1,7 +1,8 @@
 """Logprobs and entropy of one chunk of logits, whole or sharded over the vocabulary, with their gradients. Knows no model and no loss.
 
-N positions, V vocabulary of this rank, K targets of one position. A backward needs no collective: it computes the gradient of this
-rank's own shard of the logits.
+A forward pass combines the shards by collectives. A backward pass needs none, because each rank computes the gradient of its own shard.
+
+N positions, V vocabulary of this rank, K targets of one position.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from rl_actors.types import IGNORE_TARGET
 
 @dataclass(frozen=True, kw_only=True)
 class Logits:
-    """Logits as the output projection gives them, and the temperatures that divide them."""
+    """Logits of the output projection, and the temperatures that divide them."""
 
     raw_NV: Tensor
     temperatures_N: Tensor  # float32
@@ -29,7 +30,7 @@ class Logits:
 
     @classmethod
     def of(cls, logits_BLV: Tensor, temperatures_BL: Tensor) -> "Logits":
-        """Logits [B, L, V] as [N, V]. Vocabulary shards of tensor parallelism stay on their ranks."""
+        """Logits [B, L, V] as [N, V]. If tensor parallelism shards the vocabulary, each rank has its own shard."""
         local_BLV, group = logits_BLV, None
         if isinstance(logits_BLV, DTensor):
             if logits_BLV.placements != (Shard(2),):
@@ -47,7 +48,7 @@ class Logits:
 
     @property
     def first_id(self) -> int:
-        """The token id of this rank's first column. All of DTensor's shards have the same size, except the last one."""
+        """The token id of this rank's first column. DTensor gives all ranks shards of the same size, except the last ranks."""
         if self.group is None:
             return 0
         return dist.get_rank(self.group) * -(-self.vocab_size // dist.get_world_size(self.group))
@@ -56,9 +57,9 @@ class Logits:
 class TargetLogprobs:
     """log_softmax at the targets.
 
-    fuse: compiles a function into one kernel where the machine can. The logits are then read once in the forward and once in the
-    backward pass, and the float32 values of [tokens, vocabulary] are never written to memory. The forward saves the logits in their own
-    dtype for the backward, which returns the gradient in the dtype of the logits.
+    fuse: compiles a function into one kernel, if the machine can. The forward and the backward pass then read the logits once each, and
+    float32 values of [tokens, vocabulary] are never written to memory. The forward pass saves the logits in their own dtype. The
+    backward pass returns the gradient in this dtype.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
@@ -86,9 +87,9 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 class _TargetLogprobs(torch.autograd.Function):
     """log p_t = z_t - log sum_v exp z_v with z = logits / T; d log p_t / d logits_v = ([v = t] - p_v) / T.
 
-    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the
-    ranks combine them. If n_r is the log sum of rank r and m the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
-    z_t is the other sum: the target is in the vocabulary of one rank, and the other ranks add 0.
+    Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine them.
+    If n_r is the log sum of rank r and m the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
+    The second sum gives z_t: the target is in the vocabulary of one rank, and the other ranks add 0.
     """
 
     @staticmethod
@@ -127,7 +128,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
     """(log sum_v exp z_v, z at the ids), both [N]."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # torch's compiler makes one pass over the logits of a log-sum-exp that is written out in this way.
+    # Not torch.logsumexp: torch's compiler reads the logits only once if the log-sum-exp is written out.
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N
@@ -136,7 +137,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
 def _gradient(
     raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """g / T ([v = id] - p_v) in the dtype of the logits, with g = grad_N. [v = id] is 0 for every v if the id is in another rank's vocabulary."""
+    """g / T ([v = id] - p_v) in the dtype of the logits, where g is grad_N. If the id belongs to another rank, [v = id] is 0 for every v."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
     own_ids_N = torch.where(is_local_N, ids_N, -1)
@@ -145,7 +146,7 @@ def _gradient(
 
 
 def _upcast(values: Tensor) -> Tensor:
-    """The values in float32. Values in float64 stay float64."""
+    """The values in float32; float64 stays float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 

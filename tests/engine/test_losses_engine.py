@@ -320,11 +320,11 @@ def test_a_whole_sequence_loss_sees_one_sample_a_row_and_zeros_behind_its_end():
     samples = [Sample.from_tokens([1] * 2, [2] * n, advantages=[float(i + 1) for i in range(n)]) for n in (2, 1, 3)]
     microbatch = Microbatch(rows=((2, 1), (0,)), row_length=7)
     batch = make_batch(samples, microbatch, ["advantages"])
-    rows = batch.one_a_row()
+    rows = batch.row_per_sample()
     unpacked = rows.unpack(batch.columns["advantages"])
     assert unpacked.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0], [0, 1, 2, 0]]
     assert torch.equal(rows.pack(unpacked), batch.columns["advantages"])
-    empty = make_batch(samples, Microbatch(rows=((),), row_length=7), ["advantages"]).one_a_row()
+    empty = make_batch(samples, Microbatch(rows=((),), row_length=7), ["advantages"]).row_per_sample()
     assert empty.unpack(torch.ones(1, 7)).tolist() == [[0] * 7] and empty.pack(torch.ones(1, 7)).sum() == 0
 
 
