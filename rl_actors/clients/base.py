@@ -1,4 +1,4 @@
-"""Base class of TrainerClient and GeneratorClient: starts and ends processes, calls the ranks, notes on an error where it was raised."""
+"""Base class of TrainerClient and GeneratorClient. Starts and ends processes, calls the ranks, and adds the rank to their errors."""
 
 import asyncio
 import atexit
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
-"""Seconds that the end of the program waits for Monarch."""
+"""Seconds to wait for the end of Monarch at the end of the program."""
 
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
 
 class Client:
-    """Calls to one actor mesh: a mesh that the caller spawned, or one on processes of the client's own."""
+    """A client of one actor mesh. The caller spawned the mesh, or the client spawns it on processes of its own."""
 
     def __init__(
         self,
@@ -36,14 +36,15 @@ class Client:
         setup_timeout: float,
         logs: LogRoute | None,
     ) -> None:
-        """mesh: None if the client spawns processes of its own. A subclass sets its own fields and then calls `_start`."""
+        """mesh: None if the client spawns processes of its own. A subclass sets its fields and then calls `_start`."""
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh = mesh
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that gave a log route or spawned the mesh knows that the actor is starting, so the client does not print it.
+        # A caller that gave a log route, or that spawned the mesh, knows where its output is. So the client does not print it.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        self._probes: Sequence[Probe] = ()  # one on each process of a mesh that the caller spawned; empty otherwise
+        # One on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
+        self._probes: Sequence[Probe] = ()
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
@@ -51,7 +52,7 @@ class Client:
         self._started: Call[None]
 
     def _start(self) -> None:
-        """Begin to set the actor up. If the client spawns processes and is never closed, they are ended when the program ends."""
+        """Begin to set the actor up. If the client spawns processes and is never closed, they end with the program."""
         if self._mesh is None:
             _open_clients.add(self)
         self._started = in_background(self._set_up(), f"{self.name}: setup")
@@ -73,13 +74,13 @@ class Client:
         return f"broken, {self._broken}" if self._broken else "ready"
 
     def ready(self) -> Call[None]:
-        """Done when the actor is up. Raises the error of a start that failed."""
+        """A call that is done when the actor is set up. Raises the error if the start fails."""
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """True if every process of the actor answers within `timeout` seconds, also while a call runs in it.
+        """True if every process of the actor answers within `timeout` seconds. A process answers also while it runs a call.
 
-        False before the actor is up and once the client is closed.
+        False before the processes have started, and after `close`.
         """
         return in_background(self._is_alive(timeout), f"{self.name}: is_alive")
 
@@ -95,17 +96,17 @@ class Client:
         return True
 
     def close(self) -> Call[None]:
-        """End the processes that this client spawned, and nothing else. A second call does nothing."""
+        """End the processes that this client spawned. A mesh that the caller spawned goes on. A second call does nothing."""
         self._closed = True
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
 
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
-        async with self._spawning:  # a close during the spawn waits until they are spawned, and then stops them
+        async with self._spawning:  # a `close` during the spawn waits for its end, and then stops the processes
             self._require_open("setup")
             self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
-            # At exit, the handler that was registered last runs first. Monarch registers its handler when it is first used, so ours is
-            # registered again here: it must run before Monarch's.
+            # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
+            # it is first used, so ours is registered again here.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
@@ -129,7 +130,7 @@ class Client:
         await self.close()
 
     def _show_start(self) -> None:
-        """At the first call from a terminal or a REPL: print that the actor is starting, and where its output is."""
+        """Print, once, that the actor is starting and where its output is. Only on a terminal or in a REPL, and only before it is ready."""
         if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
             return
         self._is_quiet = True
@@ -149,9 +150,9 @@ class Client:
         breaks: bool = True,
         **kwargs: object,
     ) -> list[T]:
-        """Call all ranks and collect their answers. An error of a rank is raised here, with a note of where it was raised.
+        """Call all ranks and collect their answers. An error of a rank is raised here, with a note that names client, rank and call.
 
-        breaks: True if a timeout breaks the client. The ranks may still be running the call, so a TrainerClient then refuses every call except
+        breaks: True if a timeout breaks the client. The ranks may still run the call, so a TrainerClient then refuses every call except
         discard_gradients, which repairs it.
         """
         self._require_open(phase)
@@ -170,7 +171,7 @@ class Client:
             raise
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
-        """The ranks' answers. Raises RuntimeError as soon as a process that this client spawned has ended."""
+        """The answers of the ranks. Raises RuntimeError as soon as a process that this client spawned has ended."""
         if self._processes is None:
             return await collect(endpoint, *args, **kwargs)
         answers: asyncio.Task[list[T]] = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
@@ -189,10 +190,10 @@ class Client:
 
 
 def _close_all() -> None:
-    """End the processes of all clients, because a program or a REPL may end without close."""
+    """End the processes of all clients, because a program or a REPL may end without calling `close`."""
     for closing in [client.close() for client in list(_open_clients)]:
         with contextlib.suppress(Exception):
             closing.result(timeout=10)
-    # Shut Monarch down here. Its own handler waits only one second, which is too short on a busy machine, and then prints a traceback.
+    # Monarch is shut down here, because its own handler waits only one second and then prints a traceback. A busy machine needs longer.
     with contextlib.suppress(Exception):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)

@@ -1,6 +1,6 @@
-"""Answers under way, and the one background thread that all clients of a process share. Knows no actors.
+"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. Knows no actors.
 
-The thread has an event loop of its own, so a REPL, a script, repeated asyncio.run and a running Jupyter loop work alike.
+The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in a Jupyter loop that runs.
 """
 
 import asyncio
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class Call(Generic[T]):
-    """An answer under way. `await` it, or wait with `.result()`. The call goes on whether or not anybody waits.
+    """The answer to a call that is running. `await` it, or wait with `.result()`. The call runs even if nobody waits.
 
-    A call that failed, and whose answer nobody asked for, warns with its error when it is collected.
+    If the call fails and nobody has asked for its answer, a warning with the error is shown when the object is garbage-collected.
     """
 
     def __init__(self, future: "Future[T]", what: str) -> None:
-        """what: the client's name and the call's, for errors."""
+        """what: names of the client and of the call, for error texts."""
         self._future, self._what = future, what
         self._asked = False
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the answer. TimeoutError and Ctrl-C end the waiting, not the call: ask again for the result."""
+        """Wait for the answer. A TimeoutError or Ctrl-C ends only the waiting; the call goes on, and `result` can be called again."""
         try:
             answer = self._future.result(timeout)
         except FutureTimeout as error:
@@ -45,15 +45,18 @@ class Call(Generic[T]):
         return self._future.done()
 
     def failed(self) -> bool:
-        """True if the call has ended without an answer."""
+        """True if the call has ended with an error or was cancelled."""
         return self._future.done() and (self._future.cancelled() or self._future.exception() is not None)
 
     def may_fail_unasked(self) -> bool:
-        """False once somebody has asked for the answer, or the call has succeeded."""
+        """True if the call runs or has failed, and nobody has asked for its answer."""
         return not (self._asked or (self._future.done() and not self.failed()))
 
     async def unasked_failure(self) -> BaseException | None:
-        """Wait for the end of the call. Returns its error when nobody has asked for the answer; the caller then reports it, once."""
+        """Wait for the end of the call. Returns its error if it failed and nobody has asked for the answer, otherwise None.
+
+        An error is returned once. The caller must report it.
+        """
         if self._asked:
             return None
         ended = asyncio.wrap_future(self._future)
@@ -66,7 +69,7 @@ class Call(Generic[T]):
 
     def __await__(self) -> Generator[object, None, T]:
         self._asked = True
-        # shield: an `asyncio.wait_for` around the call must not cancel what the ranks are doing.
+        # shield: an `asyncio.wait_for` around this object must not cancel the call, which the ranks are running.
         return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
 
     def __repr__(self) -> str:
@@ -81,7 +84,7 @@ class Call(Generic[T]):
         return "done" if error is None else f"failed with {error!r}"
 
     def __del__(self) -> None:
-        # The call may still run when the last reference to it is gone. So the future warns when it is done.
+        # The call may still run when this object is collected. So the future gives the warning, when it is done.
         if not getattr(self, "_asked", True):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
 
@@ -92,7 +95,7 @@ def _warn_of_failure(what: str, future: "Future[T]") -> None:
 
 
 class _Background:
-    """One daemon thread with an event loop, made at first use."""
+    """One daemon thread with an event loop. It starts at its first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""The client of a generator: every answer comes by `await` in a program, or by `.result()` in a REPL. Holds the actor mesh."""
+"""The client of a generator. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL."""
 
 import os
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from monarch.actor import ActorMesh
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Seconds that the first pull waits for its version. The push has been answered when that pull begins, so the version is published."""
+"""Seconds that the first pull waits for its version. The pull begins after the answer of the push, so the version is published already."""
 
 T = TypeVar("T")
 Check = Callable[[GeneratorLimits], None]
-"""Raises ValueError or TypeError for a call that the generator would refuse."""
+"""A function that raises ValueError or TypeError for a call that the generator would refuse."""
 
 
 class GeneratorClient(Client):
-    """Calls to one generator. Any number run at the same time, and each waits until the generator is up.
+    """The client of one generator. Any number of calls run at the same time. Each waits until the generator is ready.
 
-    Bad input is refused where the method is called. The limits of a generator that the client did not spawn are known once the
-    generator has answered its setup; until then such a check runs before the call is sent.
+    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client that did not spawn
+    it knows them after the setup; before that, these checks run when the call is sent.
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class GeneratorClient(Client):
         first_version: Call[int] | None = None,
         logs: LogRoute | None = None,
     ) -> None:
-        """Call a Generator mesh of one process that the caller spawned and will stop.
+        """Make a client of a Generator mesh, of one process, that the caller spawned and will stop.
 
-        `spawn` passes the other arguments instead of a mesh.
+        config, transport, first_version and logs are for `spawn`, which passes no mesh.
         """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
@@ -69,10 +69,10 @@ class GeneratorClient(Client):
         logs: LogRoute | None = None,
         first_version: Call[int] | None = None,
     ) -> "GeneratorClient":
-        """Spawn a process on this host and start vLLM in it; returns at once, the first answer waits for it.
+        """Spawn a process on this host and start vLLM in it. Returns at once; the answer to the first call waits for the start.
 
-        transport: an opened one, or the call that opens it. first_version: the push of a version that the generator pulls first.
-        Raises ValueError for a config that no generator can be started from here, TypeError for one of another type.
+        transport: an open transport, or the call that opens it. first_version: the push of a version, which the generator pulls first.
+        Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
         check_config(config)
         timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
@@ -99,7 +99,7 @@ class GeneratorClient(Client):
             self._version = info.policy_version
 
     def info(self) -> Call[GeneratorInfo]:
-        """The generator's version and limits, and the file of its output."""
+        """Version and limits of the generator, and the file of its output."""
         return self._call("info", self._info)
 
     async def _info(self) -> GeneratorInfo:
@@ -108,9 +108,9 @@ class GeneratorClient(Client):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> Call[list[list[Completion]]]:
-        """params.n completions of each prompt, in order.
+        """params.n completions of each prompt, in the order of the prompts.
 
-        Raises ValueError (TypeError for a wrong type) for a prompt or parameter out of its limits.
+        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)  # needs no limits of the generator
@@ -144,7 +144,7 @@ class GeneratorClient(Client):
     def _call(
         self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None
     ) -> Call[T]:
-        """Check the call now, and send it when the generator is up."""
+        """Check the call now, and send it when the generator is ready."""
         self._require_open(what)
         self._show_start()
         if check is not None and self._limits is not None:
@@ -169,7 +169,7 @@ class GeneratorClient(Client):
 
 
 def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Copies, since the caller may change its lists before the generator is up; tensors and arrays become lists."""
+    """Copies of the prompts, because the caller may change them before they are sent. Tensors and arrays become lists."""
     if not isinstance(prompts, Sequence):
         return prompts  # type: ignore[unreachable]  # validation refuses it by name
     copies: list[Sequence[int]] = []
@@ -181,7 +181,7 @@ def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 
 
 def check_config(config: GeneratorConfig) -> None:
-    """Raises ValueError for a config that no generator can be started from on this machine, TypeError for one of another type."""
+    """Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig."""
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
     config.validate()
     require_gpu(config)

@@ -1,6 +1,6 @@
-"""Limits against which a client checks a call before it sends the call.
+"""Limits that a client checks before it sends a call.
 
-They come from the config of the actor, if the client spawned it, and else from the actor's info.
+If the client spawned the actor, they come from the config. Otherwise they come from the actor's info.
 """
 
 import pkgutil
@@ -29,8 +29,8 @@ class TrainerLimits:
     vocab_size: int
     max_sequence_length: int  # positions of a sample
     max_call_bytes: int
-    optimizer: str | None  # its name; None: the trainer only infers
-    optimizer_fields: tuple[str, ...]  # those of beta1, beta2, eps and weight_decay that the optimizer has
+    optimizer: str | None  # name of the optimizer; None: the trainer only infers
+    optimizer_fields: tuple[str, ...]  # the names among beta1, beta2, eps and weight_decay that the optimizer has
 
     def check_samples(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises ValueError or TypeError for samples that the ranks would refuse."""
@@ -48,12 +48,12 @@ class TrainerLimits:
         self.check_samples(samples, loss)
 
     def check_state(self, call: str, optimizer: bool) -> None:
-        """Raises ValueError for a call that reads or writes the optimizer's state, if the trainer has no optimizer."""
+        """Raises ValueError if the call reads or writes the optimizer's state and the trainer has no optimizer."""
         if optimizer:
             require_optimizer(f"{call}(optimizer=True)", self.optimizer)
 
     def check_optim_params(self, params: OptimParams) -> None:
-        """Raises ValueError or TypeError for parameters that are out of range, or that the optimizer does not have."""
+        """Raises ValueError or TypeError for parameters that are out of range or that the optimizer lacks."""
         require_optimizer("optim_step", self.optimizer)
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 

@@ -1,7 +1,7 @@
-"""The client of a trainer: every answer comes by `await` in a program, or by `.result()` in a REPL. Holds the actor mesh.
+"""The client of a trainer. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL.
 
-A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line, and copies what the
-caller may change. Only the send is queued.
+A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
+that the caller may change. Only the send is queued.
 """
 
 import asyncio
@@ -41,31 +41,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Check = Callable[[TrainerLimits], None]
-"""Raises ValueError or TypeError for a call that the trainer would refuse."""
+"""A function that raises ValueError or TypeError for a call that the trainer would refuse."""
 
 CLOSE_SAVE_TIMEOUT = 60.0
-"""Seconds that close waits for a checkpoint that is being written."""
+"""Seconds that `close` waits for a checkpoint that is being written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is copied and may still be on its way to the disk."""
+    """A checkpoint whose state is copied. The ranks may still be writing it."""
 
     path: str
     policy_version: int
     wait: Callable[[], Call[None]] = field(repr=False)
-    """Done when the directory is whole on disk; raises RuntimeError with path and rank when it could not be written."""
+    """Returns a call that is done when the directory is complete on disk. It raises RuntimeError with path and rank if a rank could not write."""
 
 
 class TrainerClient(Client):
-    """The one sender of a trainer mesh. Calls run in the order in which they were made, one at a time, on all ranks.
+    """The client of a trainer mesh, and its only sender. Calls run one at a time on all ranks, in the order in which they were made.
 
     >>> trainer = TrainerClient.spawn(config)                                  # doctest: +SKIP
     >>> trainer.forward_backward(samples, loss="cross_entropy").result()       # doctest: +SKIP
     >>> trainer.optim_step(OptimParams(learning_rate=1e-3)).result()           # doctest: +SKIP
 
-    Bad input is refused where the method is called. The limits of a trainer that the client did not spawn are known once the
-    trainer has answered its setup; until then such a check runs when the call's turn comes.
+    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the trainer. A client that did not spawn it
+    knows them after the setup; before that, these checks run when it is the call's turn.
     """
 
     def __init__(
@@ -79,7 +79,10 @@ class TrainerClient(Client):
         config: TrainerConfig | None = None,
         logs: LogRoute | None = None,
     ) -> None:
-        """Drive a PolicyTrainer mesh that the caller spawned and will stop. `spawn` passes config and logs instead of a mesh."""
+        """Make a client of a PolicyTrainer mesh that the caller spawned and will stop.
+
+        config and logs are for `spawn`, which passes no mesh.
+        """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = TrainerLimits.of_config(config) if config is not None else None
@@ -87,9 +90,9 @@ class TrainerClient(Client):
         self._owns_transport = False
         self._session = uuid.uuid4().hex[:12]
         self._number = 0  # number of the last request that was sent
-        self._turn: asyncio.Lock  # made on the background loop
-        self._writing: Call[None] | None = None  # writing of the last save_checkpoint
-        # The last save_checkpoint, until its wait() is called. Without wait() the next optim_step or save_checkpoint raises its error.
+        self._turn: asyncio.Lock  # held by the call whose turn it is; made on the background loop
+        self._writing: Call[None] | None = None  # the writing of the last save_checkpoint
+        # The writing of the last save_checkpoint, until wait() is called. If it fails before, the next optim_step or save_checkpoint raises.
         self._unwaited: Call[None] | None = None
         self._gradient_calls: list[Call[ForwardBackwardOutput]] = []  # since the last optim_step or discard_gradients
         self._opened: Call[Transport | None] = in_background(self._open_transport(), f"{name}: opening the transport")
@@ -104,10 +107,10 @@ class TrainerClient(Client):
         name: str = "trainer",
         logs: LogRoute | None = None,
     ) -> "TrainerClient":
-        """Spawn processes on this host and build the model in them; returns at once, the first answer waits for it.
+        """Spawn processes on this host and build the model in them. Returns at once; the answer to the first call waits for the start.
 
-        transport: an open one, which the caller closes. None: a torchstore of the client's own, opened here and closed with it.
-        Raises ValueError for a config that no trainer can be built from, and for fewer GPUs than it takes.
+        transport: an open transport, which the caller closes. None: a torchstore, which this client opens and closes.
+        Raises ValueError if no trainer can be built from the config, or if there are too few GPUs.
         """
         require_config("TrainerClient.spawn", config, TrainerConfig)
         config.validate()
@@ -120,7 +123,7 @@ class TrainerClient(Client):
             return self._transport
         from rl_actors.transports.torchstore import TorchStoreTransport
 
-        async with self._spawning:  # a close during the opening waits for its end, and then closes the transport
+        async with self._spawning:  # a `close` during the opening waits for its end, and then closes the transport
             self._require_open("setup")
             self._transport, self._owns_transport = TorchStoreTransport(), True
             await self._transport.open()
@@ -148,7 +151,7 @@ class TrainerClient(Client):
             await self._transport.close()
 
     def info(self) -> Call[list[TrainerInfo]]:
-        """One TrainerInfo of each rank, by rank."""
+        """The TrainerInfo of every rank, in the order of the ranks."""
         return self._in_turn("info", self._infos)
 
     async def _infos(self) -> list[TrainerInfo]:
@@ -159,8 +162,9 @@ class TrainerClient(Client):
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> Call[ForwardBackwardOutput]:
-        """Logprobs of the targets without gradients; nothing changes. A loss adds the metrics that forward_backward would report,
-        `entropy` the entropy of the whole distribution.
+        """Logprobs of the targets, without gradients. Nothing changes.
+
+        A loss adds the metrics that forward_backward would report. `entropy` adds the entropy of the whole distribution.
         """
         resolved = None if loss is None else resolve(loss)
         copies = as_tensors(samples)
@@ -177,9 +181,9 @@ class TrainerClient(Client):
     def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False
     ) -> Call[ForwardBackwardOutput]:
-        """Add the gradient of the summed loss; any number of calls accumulate until optim_step.
+        """Add the gradient of the summed loss. Gradients accumulate over any number of calls, until optim_step.
 
-        loss: a name, an instance such as PPO(), or "module:name" of your own, which client and ranks import.
+        loss: a name, an instance such as PPO(), or the "module:name" of your own loss, which client and ranks import.
         """
         resolved = resolve(loss)
         copies = as_tensors(samples)
@@ -194,10 +198,10 @@ class TrainerClient(Client):
         )
 
     def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
-        """Add the gradient of a loss that this process computes from the logprobs, at the price of one more forward.
+        """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward.
 
-        loss(samples, logprobs) -> (scalar, metrics) with one differentiable Tensor [T] a sample. Samples may hold any columns; none
-        is sent. The metrics are those of the loss, and loss:sum.
+        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample. Samples may have any
+        columns, because columns are not sent. The output has the metrics of the loss, and loss:sum.
 
         >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
         """
@@ -217,7 +221,7 @@ class TrainerClient(Client):
     def _with_gradients(
         self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
     ) -> Call[ForwardBackwardOutput]:
-        """Like _in_turn, for a call that adds gradients. If it fails unnoticed, the next optim_step raises its error."""
+        """_in_turn for a call that adds gradients. If the call fails and nobody asks for its answer, the next optim_step raises its error."""
         call = self._in_turn(what, send, *arguments, check=check)
         self._gradient_calls = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
         self._gradient_calls.append(call)
@@ -232,7 +236,7 @@ class TrainerClient(Client):
     async def _run_custom(self, given: list[Sample], copies: list[Sample], loss: CustomLoss) -> ForwardBackwardOutput:
         bare = [replace(sample, columns={}) for sample in copies]
         known = await self._run("forward", bare, None, False)
-        # Not on the loop: a user's function may take long, and other clients share the loop.
+        # In another thread, because a user's function may take long and other clients share the loop.
         gradients, partials = await asyncio.to_thread(logprob_gradients, loss, given, known.logprobs)
         carriers = []
         for sample, gradient in zip(bare, gradients, strict=True):
@@ -243,10 +247,10 @@ class TrainerClient(Client):
         return replace(output, metrics=metrics.finish(partials), partials=partials)
 
     def optim_step(self, params: OptimParams) -> Call[OptimResult]:
-        """Divide by params.grad_divisor, clip, step, clear.
+        """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
 
-        Raises the error of a forward_backward or save_checkpoint that failed while nobody asked for its answer. The optimizer then
-        does not step.
+        Raises the error of a forward_backward or save_checkpoint that failed and whose answer nobody asked for. The optimizer then does
+        not step.
         """
         call = self._in_turn(
             "optim_step",
@@ -270,7 +274,7 @@ class TrainerClient(Client):
         return await self._first("optim_step", params)
 
     def discard_gradients(self) -> Call[None]:
-        """Drop the accumulated gradients. Repairs a client that a timeout broke, once the ranks answer again."""
+        """Drop the accumulated gradients. If a timeout broke the client, this repairs it as soon as the ranks answer again."""
         call = self._in_turn("discard_gradients", self._discard_gradients, mends=True)
         self._gradient_calls = []
         return call
@@ -280,10 +284,10 @@ class TrainerClient(Client):
         self._broken = None
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
-        """Copy model, optimizer and policy_version, and write them to a directory that is whole or is not there.
+        """Copy model, optimizer and policy_version, and write them to a directory. The directory never holds half a checkpoint.
 
-        Answers when they are copied; `.wait()` of the answer is done when they are on disk. A failure that nobody waited for
-        is raised by the next optim_step or save_checkpoint, which then has done nothing.
+        Answers when the state is copied. The `.wait()` of the answer is done when it is on disk. If the writing fails and nobody waits for
+        it, the next optim_step or save_checkpoint raises the error and does nothing else.
         """
         return self._in_turn(
             "save_checkpoint",
@@ -294,7 +298,9 @@ class TrainerClient(Client):
         )
 
     async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
-        if self._writing is not None:  # because the ranks' wait_for_checkpoint waits for the last one
+        if (
+            self._writing is not None
+        ):  # the ranks' wait_for_checkpoint waits for the newest checkpoint, so there is one at a time
             with contextlib.suppress(Exception):
                 await self._writing
         self._raise_failed_save()
@@ -304,7 +310,7 @@ class TrainerClient(Client):
         return SavedCheckpoint(path=path, policy_version=version, wait=lambda: self._wait_for(writing))
 
     async def _write(self, path: str) -> None:
-        # Not in turn: the ranks take other calls meanwhile.
+        # This call is not in turn, because the ranks run other calls while they write.
         assert self._mesh is not None
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
@@ -319,7 +325,7 @@ class TrainerClient(Client):
             ended.result()
 
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:
-        """Read a directory that save_checkpoint wrote, under any layout; returns its policy_version.
+        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version.
 
         optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
         """
@@ -333,15 +339,15 @@ class TrainerClient(Client):
         )
 
     def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
-        """Write a new directory that transformers and vLLM load: config.json, safetensors and the tokenizer of hf_path, when it has one."""
+        """Write a new directory that transformers and vLLM load: config.json, safetensors, and the trainer's tokenizer if it has one."""
         return self._in_turn("export_hf", self._first, "export_hf", os.path.abspath(path), dtype)
 
     def export_lora(self, path: str) -> Call[None]:
-        """Write the adapters to a new directory that peft and vLLM load over the weights of hf_path."""
+        """Write the adapters to a new directory. peft and vLLM load them for the model in hf_path."""
         return self._in_turn("export_lora", self._first, "export_lora", os.path.abspath(path))
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler; <directory>/rank-N.json is there when the last optim_step answers."""
+        """Trace the next `steps` steps with torch.profiler. The last optim_step answers after <directory>/rank-N.json is written."""
         return self._in_turn(
             "profile",
             self._first,
@@ -352,15 +358,15 @@ class TrainerClient(Client):
         )
 
     def push_model_state_dict(self) -> Call[int]:
-        """Publish the weights for generators under policy_version, and return it."""
+        """Publish the weights under policy_version, so that generators can pull them, and return policy_version."""
         return self._in_turn("push_model_state_dict", self._first, "push_model_state_dict")
 
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
     ) -> GeneratorClient:
-        """A generator of the trainer's model, with its current weights. Returns at once; the first answer waits for it.
+        """Spawn a generator of the trainer's model, with its current weights. Returns at once; the answer to its first call waits for the start.
 
-        Raises ValueError if vLLM would route tokens to other experts than the trainer does.
+        Raises ValueError if vLLM would route tokens to other experts than the trainer.
         """
         if self.config is not None:
             self.config.require_hf("spawn_generator")
@@ -385,9 +391,9 @@ class TrainerClient(Client):
         check: Check | None = None,
         mends: bool = False,
     ) -> Call[T]:
-        """Check the call now, and send it when all calls before it have answered.
+        """Check the call now, and send it when all earlier calls have been answered.
 
-        mends: True for a call that is also sent while the client is broken.
+        mends: True for a call that is sent even if the client is broken.
         """
         self._require_open(what)
         self._show_start()
@@ -414,12 +420,12 @@ class TrainerClient(Client):
             return await send(*arguments)
 
     async def _first(self, endpoint: str, *args: object) -> Any:
-        """Rank 0's answer."""
+        """The answer of rank 0."""
         return (await self._ordered(endpoint, *args))[0]
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
-        """All ranks' answers to the next request of this client's session."""
-        # A number is used only when its request can be sent. The ranks would refuse the numbers after one that never comes.
+        """The answers of all ranks to the next request of this client's session."""
+        # Check that the arguments can be sent before a number is used. The ranks would refuse every number after one that never arrives.
         for arg in args:
             if callable(arg):
                 cloudpickle.dumps(arg)
@@ -438,5 +444,5 @@ class TrainerClient(Client):
 
 
 def _as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
-    """The loss as it is sent. A name is sent as a name, and the ranks import the loss."""
+    """The loss in the form in which it is sent. A name is sent as a name, and the ranks look it up or import it."""
     return given if isinstance(given, str) else resolved

@@ -1,4 +1,4 @@
-"""Errors of endpoints in a form that reaches the caller: Monarch ends an actor that raises an exception which cannot be pickled."""
+"""Makes the errors of endpoints reach the caller. Monarch ends an actor that raises an exception which cannot be pickled."""
 
 import functools
 import pickle
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async method: set `rank` on each exception, and replace an exception that cannot be sent by a RuntimeError with its traceback."""
+    """Wrap an async method so that its exceptions can be sent and have the attribute `rank`.
+
+    An exception that cannot be pickled is replaced by a RuntimeError with its traceback.
+    """
 
     @functools.wraps(method)
     async def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -22,9 +25,10 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            # An error that the ranks exchanged (engine/collectives.py) already has the number of the rank where it was raised.
+            # The client tells the caller this rank. An error that the ranks exchanged (engine/collectives.py) already has the rank where
+            # it was raised.
             if not hasattr(error, "rank"):
-                sent.rank = current_rank().rank  # type: ignore[attr-defined]  # the client names this rank to the caller
+                sent.rank = current_rank().rank  # type: ignore[attr-defined]
             raise sent  # noqa: B904  # `from` would attach the error that cannot be sent
 
     return call

@@ -1,4 +1,4 @@
-"""Routes for the output of a process: fd 1 and 2, logging, warnings. Knows nothing of actors or run folders."""
+"""Sends the output of a process to files: fd 1 and 2, log lines, warnings. Knows nothing of actors or run folders."""
 
 import atexit
 import ctypes
@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Environment variable of an actor's process: the file that holds its output and logs."""
+"""Environment variable of an actor's process: the file that has its output and log lines."""
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtitan", "transformers", "vllm")
-"""Loggers whose lines go to a file in a process that belongs to another program."""
+"""Libraries whose log lines go to a file in a process that another program started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogRoute:
-    """Files for the output and the logs of the processes that a client spawns: `<directory>/<name>-<rank>.log`.
+    """Files `<directory>/<name>-<rank>.log` for the output and the log lines of the processes that a client spawns.
 
-    TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)) shows each line on the terminal, too.
-    Without one, the files are in a new temporary directory; `info().result()[0].logs` says where.
+    tee=True shows each line on the terminal, too: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
+    Without a LogRoute the files are in a new temporary directory. `info().result()[0].logs` says where.
     """
 
     directory: Path
@@ -40,21 +40,21 @@ class LogRoute:
 
 @functools.cache
 def default_log_route() -> LogRoute:
-    """Files in a temporary directory, which is made once per process. It stays when the process ends, since it has the output of a crash."""
+    """Files in a temporary directory, which each process makes once. It is not deleted, because it may have the output of a crash."""
     return LogRoute(directory=Path(tempfile.mkdtemp(prefix="rl_actors_logs_")))
 
 
 def route_library_logs(name: str) -> None:
     """Send the log lines and warnings of LIBRARIES to a file, in a process that this package did not spawn.
 
-    The process belongs to another program, so its fd 1 and 2, its other loggers and its own warnings stay as they are.
-    Does nothing in a process whose output goes to a file already.
+    The process belongs to another program, so its fd 1 and 2, its other loggers and its own warnings are not changed.
+    Does nothing if the output of the process goes to a file already.
     """
     if LOG_VARIABLE in os.environ:
         return
     path = default_log_route().file(f"{name}-pid", os.getpid())
     os.environ[LOG_VARIABLE] = str(path)
-    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # vLLM would give its logger a terminal handler again
+    os.environ["VLLM_CONFIGURE_LOGGING"] = "0"  # otherwise vLLM gives its logger a handler for the terminal
     handler = logging.FileHandler(path)
     handler.setFormatter(logging.Formatter(LINE))
     for library in LIBRARIES:
@@ -72,9 +72,9 @@ def route_library_logs(name: str) -> None:
 
 
 class RoutedOutput(AbstractContextManager):
-    """A redirection of fd 1 and 2 to a file. `restore()`, leaving `with`, or the end of the process ends it.
+    """A redirection of fd 1 and 2 to a file. It ends by `restore()`, at the end of a `with` block, or with the process.
 
-    `terminal` writes to the stdout that fd 1 was before.
+    `terminal` is a text stream to the former fd 1.
     """
 
     def __init__(self, path: Path, tee_prefix: str | None):
@@ -93,8 +93,8 @@ class RoutedOutput(AbstractContextManager):
     def _follow(self, path: Path, start: int, prefix: str) -> None:
         """Copy new lines of the file to the terminal until the redirection ends.
 
-        It reads the file and not a pipe. A pipe would lose the last output of a crash, and native code that fills a pipe while it holds
-        the GIL would hang.
+        A pipe in the place of the file would lose the last output of a crash. Native code that fills a pipe while it holds the GIL would
+        hang.
         """
         partial, is_last = b"", False
         # An OSError means that the terminal is gone. The file still gets everything.
@@ -108,7 +108,7 @@ class RoutedOutput(AbstractContextManager):
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """Point fd 1 and 2 back, then show the last lines on the terminal. A second call does nothing."""
+        """Make fd 1 and 2 what they were before, and show the last lines on the terminal. A second call does nothing."""
         if not self._done.is_set():
             _point_output(self._originals)
             self._done.set()
@@ -119,17 +119,17 @@ class RoutedOutput(AbstractContextManager):
 
 
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
-    """Append to a file everything that this process and its later children write to fd 1 and 2, also from C++ and Rust.
+    """Append everything to a file that this process and its later children write to fd 1 and 2, also from C++ and Rust.
 
-    route_process_output("trainer-0.log", tee_prefix="[trainer 0] ") also writes each line to the former fd 2, within 0.2 s.
+    With tee_prefix="[trainer 0] " each line also appears on the former fd 2, after this prefix and within 0.2 s.
     """
     return RoutedOutput(Path(path), tee_prefix)
 
 
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
-    """Send the log lines and warnings of this process to a file. verbose: also to stderr, after `[label]`.
+    """Send the log lines and warnings of this process to a file. With verbose=True they also go to stderr, after `[label]`.
 
-    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal.
+    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. They would appear twice.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     in_file: logging.Handler = logging.FileHandler(path)
@@ -141,18 +141,18 @@ def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
         handlers.append(on_terminal)
     logging.basicConfig(level=logging.INFO, handlers=handlers, force=True)
     logging.captureWarnings(True)
-    # Some libraries give their logger a handler that writes to the terminal.
+    # Some libraries give their logger a handler that writes to the terminal. Remove it.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger) and any(type(h) is logging.StreamHandler for h in logger.handlers):
             logger.handlers, logger.propagate = [], True
 
 
 def _point_output(targets: tuple[int, int]) -> None:
-    """Make fd 1 and 2 copies of the two targets, and flush what was written before."""
+    """Flush earlier output, and make fd 1 and 2 copies of the two targets."""
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
-        with suppress(AttributeError, ValueError, OSError):  # the stream is None, closed, or no text file
-            # This flushes. Line buffering also leaves the last lines of a killed process in the file.
+        with suppress(AttributeError, ValueError, OSError):  # the stream is None, is closed, or is not a text stream
+            # This also flushes. With line buffering the last lines of a killed process are in the file.
             stream.reconfigure(line_buffering=True)
         ctypes.CDLL(None).fflush(None)
         os.dup2(target, fd)

@@ -1,6 +1,6 @@
-"""Processes for actors on this host. Spawning sets up the rendezvous and the logs of the ranks; importing this module changes nothing.
+"""Processes for actors on this host, with their rendezvous and their logs. Importing this module changes nothing; spawning does.
 
-A spawned process ends within seconds when the process that spawned it ends, also after kill -9.
+A spawned process ends within seconds after the process that spawned it, even if that one was killed with kill -9.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 logger = logging.getLogger(__name__)
 
-# Monarch notices a dead process after nine seconds; with these values it takes less. A value that the user set stays.
+# By default Monarch notices a dead process after nine seconds. With these values it takes about one. A user's own value is kept.
 _SUPERVISION = {
     "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s",
     "HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE": "3s",
@@ -49,11 +49,11 @@ _SUPERVISION = {
 
 
 class Probe(Actor):
-    """Second actor on each process, which answers while a call runs in the first."""
+    """A second actor on each process. It answers while a call runs in the first."""
 
     @endpoint
     async def who(self) -> tuple[int, int]:
-        """Rank and pid."""
+        """(rank, pid) of this process."""
         return int(os.environ["RANK"]), os.getpid()
 
 
@@ -70,7 +70,9 @@ class Process:
 
     rank: int
     pid: int
-    handle: int = field(repr=False)  # from pidfd_open; unlike a pid it is never used again for another process
+    handle: int = field(
+        repr=False
+    )  # from pidfd_open; the system may give a pid to another process later, but not this handle
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
@@ -90,16 +92,16 @@ class ProcessMesh:
     """Processes that were spawned together."""
 
     mesh: ProcMesh
-    probe: Probe  # a mesh of them, one on each process; Monarch types a mesh as its actor
+    probe: Probe  # a mesh with one Probe on each process; Monarch gives a mesh the type of its actor
     processes: list[Process]
-    # The rendezvous of the ranks lives as long as they do.
-    rendezvous: TCPStore = field(repr=False)
+    rendezvous: TCPStore = field(repr=False)  # kept here because the ranks need it as long as they live
 
     async def first_end(self) -> Process:
-        """Wait until one of the processes has ended, for whatever reason."""
+        """Wait until one of the processes has ended for any reason, and return it."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
-        handles = {os.dup(process.handle): process for process in self.processes}  # a loop takes one reader per handle
+        # Copies of the handles, because a loop takes one reader per handle and several callers may wait.
+        handles = {os.dup(process.handle): process for process in self.processes}
 
         def tell(process: Process) -> None:
             if not first.done():
@@ -115,9 +117,9 @@ class ProcessMesh:
                 os.close(handle)
 
     async def stop(self) -> None:
-        """End the processes; a second call does nothing."""
+        """End the processes. A second call does nothing."""
         processes, self.processes = self.processes, []
-        # Monarch would wait for an answer of a process that has ended already.
+        # If a process has ended already, the others are killed, because Monarch would wait for its answer.
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
             for process in processes:
                 process.kill()
@@ -138,8 +140,8 @@ async def spawn_processes(
 ) -> ProcessMesh:
     """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
 
-    The rendezvous store is bound here, on a port that the system chose, so no rank can find the port taken.
-    Raises TimeoutError if the processes are not up within START_TIMEOUT.
+    The caller's process serves the rendezvous store, on a port that the system chose. So no rank can find the port taken.
+    Raises TimeoutError if the processes have not started within START_TIMEOUT.
     """
     _prepare_this_process()
     rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -147,8 +149,8 @@ async def spawn_processes(
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(rendezvous.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank is a client of our store
-        # The ranks get the caller's import path, because messages hold losses and actors of the caller's modules. A rank that cannot
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
+        # The ranks get the caller's import path, because messages have losses and actors of the caller's modules. A rank that cannot
         # unpickle a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
@@ -161,7 +163,7 @@ async def spawn_processes(
         of_rank = {
             "RANK": str(point.rank),
             "LOCAL_RANK": str(point["gpus"]),
-            "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # also for people who look at a process list
+            "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks our processes, also for people who look at the process list
         }
         if logs is not None:
             of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
@@ -181,7 +183,7 @@ async def spawn_processes(
 
 
 async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -> list[T]:
-    """All ranks' answers, in the order in which they come.
+    """The answers of all ranks, in the order in which they arrive.
 
     Raises the first error at once, because other ranks may wait in a collective for the rank that failed.
     """
@@ -189,8 +191,8 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
-    # A terminal sends Ctrl-C, and a scheduler SIGTERM, to all processes of the program. Only the spawning process answers: it may still
-    # need the ranks for a checkpoint. The ranks end when it stops them or ends, by messages and SIGKILL.
+    # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both, because the spawning
+    # process may still need them for a checkpoint. They end when it stops them, or when it ends.
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM):
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))
@@ -204,7 +206,7 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
 def _prepare_this_process() -> None:
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch's hook ends this process when any actor dies. It is not needed: a call to a dead actor raises an exception.
+    # Monarch's hook ends this process when any actor dies. Nobody needs that, because a call to a dead actor raises an exception.
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 

@@ -1,14 +1,11 @@
-"""Host threads and memory of a process that computes on a CPU, and host threads of a process beside a GPU.
+"""Settings of threads and memory in a process that computes on a CPU, and of threads in a process that uses a GPU.
 
-A CPU process gets accurate vector functions, keeps its memory, and has one pool of worker threads.
+A process on a CPU gets accurate vector functions, keeps its memory, and has one pool of worker threads. `choose_kernels`, `keep_memory` and
+`keep_one_pool` say why.
 
-MKL's vector functions choose their kernel at their first call. Threads that make this call together may get a kernel of low accuracy.
-PyTorch 2.13 splits the first large cos or exp of a process among threads. One process in fifty then kept a rotary embedding
-with errors of 1.5e-4 for its whole life (pytorch/pytorch issue 188792).
-
-A process beside a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation over
-some ten thousand numbers. With several such processes on 64 shared cores, a scan of the ids of 65,536 positions took 170 to 200 ms;
-with four threads it took 1.4 ms.
+A process that uses a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation over
+some ten thousand numbers. With several such processes on 64 shared cores, a scan of the ids of 65,536 positions took 170 to 200 ms.
+With four threads it took 1.4 ms.
 """
 
 import ctypes
@@ -23,14 +20,19 @@ HOST_THREADS = 4
 
 
 def prepare_cpu_process() -> None:
-    """Set up the process. Call it from the one thread that will compute with several cores, after setting the number of threads."""
+    """Set up a process that computes on a CPU. First set the number of threads, and then call it from the one thread that will compute."""
     choose_kernels()
     keep_memory()
     keep_one_pool()
 
 
 def choose_kernels() -> None:
-    """Call every vector function once, from one thread, so that each gets its accurate kernel."""
+    """Call every vector function once, from one thread, so that each gets its accurate kernel.
+
+    MKL's vector functions choose their kernel at their first call. Threads that make this call together may get a kernel of low accuracy.
+    PyTorch 2.13 splits the first large cos or exp of a process among threads. One process in fifty then kept a rotary embedding with
+    errors of 1.5e-4 for its whole life (pytorch/pytorch issue 188792).
+    """
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
         for name in VECTOR_FUNCTIONS:
@@ -40,7 +42,8 @@ def choose_kernels() -> None:
 def keep_memory() -> None:
     """Keep freed memory in the process.
 
-    By default glibc gives the memory of activations back to the system after every step. A fifth of the next step then is page faults.
+    By default glibc gives the memory of activations back to the system after every step. A fifth of the next step is then spent on page
+    faults.
     """
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 << 20)
@@ -48,12 +51,12 @@ def keep_memory() -> None:
 
 
 def keep_one_pool() -> None:
-    """Let every other thread, such as gloo's, compute without workers.
+    """Make every other thread, such as gloo's, compute without workers.
 
-    OpenMP makes a pool of workers for each thread that computes with more than one. With more workers than cores libgomp lets all of
-    them sleep between two kernels. A checkpoint's collectives made such a pool, and from then on a step took twice the time.
+    OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than cores, libgomp lets
+    all of them sleep between two kernels. The collectives of a checkpoint made a second pool, and from then on a step took twice the time.
     """
-    # This fixes the number of this thread. The other thread below changes only the default for threads that have none of their own.
+    # This fixes the number for this thread. The other thread then changes only the default, which holds for threads without a number.
     torch.set_num_threads(torch.get_num_threads())
     other = threading.Thread(target=torch.set_num_threads, args=(1,))
     other.start()
@@ -61,7 +64,7 @@ def keep_one_pool() -> None:
 
 
 def gpu_environment() -> dict[str, str]:
-    """Environment that limits the host threads of a new process beside a GPU. Empty without a GPU, or if the user set OMP_NUM_THREADS."""
+    """Environment that limits the host threads of a new process that uses a GPU. Empty without a GPU, or if the user set OMP_NUM_THREADS."""
     if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(HOST_THREADS)}
     return {}

@@ -1,7 +1,7 @@
-"""Weights on their way from a trainer's ranks to generators: versions, commit and completeness. Subclasses of Transport move the bytes.
+"""The way of weights from a trainer's ranks to generators: versions, and how one is published and found. Subclasses of Transport move bytes.
 
-A version is published in two steps. First every rank puts its shards. When all ranks have done so, rank 0 writes the manifest.
-Tensors without a manifest cannot be read, so an interrupted push is never taken for a whole one.
+A version is published in two steps. First every rank puts its shards. When all ranks have done so, rank 0 writes the manifest. A generator
+reads only tensors that a manifest lists, so it never reads half a push.
 """
 
 import asyncio
@@ -18,22 +18,23 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 POLL_SECONDS = 0.05
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-"""dtypes in which generators compute, widest first."""
+"""The dtypes in which generators may compute, widest first."""
 
 Value = TypeVar("Value")
 
 
 class Gather(Protocol):
-    """A collective: gives every rank the values of all ranks, in the order of the ranks."""
+    """A collective that gives every rank the values of all ranks, in the order of the ranks."""
 
     def __call__(self, value: Value, /) -> list[Value]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Names, shapes and dtypes of one published version.
+    """Names, shapes and dtypes of the tensors of one published version.
 
-    A stream is one lineage of versions: a trainer that went back to version 6 publishes another version 7 than before.
+    A stream is one lineage of versions. A trainer that goes back to version 6 begins a new stream, because its next version 7 is not the
+    former one.
     """
 
     stream: str
@@ -46,25 +47,25 @@ class Manifest:
 
 
 class Transport(ABC):
-    """A picklable handle that trainer and generator actors share. The process that made it opens and closes it."""
+    """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
-        """Start the processes or create the directories of the transport: once, in the process that made it."""
+        """Start the processes or create the directories of the transport. Call it once, in the process that made the transport."""
 
     async def close(self) -> None:  # noqa: B027
-        """Stop and remove what `open` started and created."""
+        """Stop the processes and remove the directories of `open`."""
 
     @abstractmethod
     async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Put this rank's shards of DTensors, and plain tensors whole."""
+        """Put this rank's shards of the DTensors, and all of a plain tensor."""
 
     @abstractmethod
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        """Whole tensors on the CPU."""
+        """The tensors of a version, whole and on the CPU."""
 
     @abstractmethod
     async def put_object(self, key: str, value: object) -> None:
-        """Put a small picklable value. It replaces the former value at once."""
+        """Put a small picklable value. A reader sees the former value or this one, nothing between."""
 
     @abstractmethod
     async def get_object(self, key: str) -> object | None:
@@ -76,12 +77,12 @@ class Transport(ABC):
 
 
 async def announce(transport: Transport, dtype: str) -> None:
-    """Say that a generator of this dtype will pull."""
+    """Say that a generator that computes in this dtype will pull."""
     await transport.put_object(f"generators/{dtype}", True)
 
 
 async def transfer_dtype(transport: Transport) -> torch.dtype:
-    """dtype of a push: the widest that a generator announced. It is float32 before any generator has announced one."""
+    """The dtype of a push: the widest that a generator announced, or float32 if none has announced one."""
     for name, dtype in DTYPES.items():
         if await transport.get_object(f"generators/{name}"):
             return dtype
@@ -93,11 +94,11 @@ async def publish(
 ) -> Manifest:
     """Put this rank's part of a version. Every rank calls it.
 
-    Raises the error of this rank, or RuntimeError naming the ranks that failed and their errors. The version then stays unreadable.
+    Raises the error of this rank, or RuntimeError naming the other ranks that failed and their errors. Nobody can then read the version.
     """
     shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
     everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for of_rank in gather(shapes):  # under pipeline parallelism each stage's ranks have other names
+    for of_rank in gather(shapes):  # in a pipeline the ranks of different stages have different names
         everywhere |= of_rank
     manifest = Manifest(stream=stream, version=version, tensors=everywhere)
     await _on_all_ranks(transport.put_tensors(manifest.key, tensors, rank), version, gather)
@@ -128,9 +129,9 @@ async def _on_all_ranks(work: Awaitable[None], version: int, gather: Gather) -> 
 
 
 async def find(transport: Transport, version: int, timeout: float) -> Manifest:
-    """Wait until `version` of the newest stream is published. All its tensors are there then.
+    """Wait until `version` of the newest stream is published, with all its tensors, and return its manifest.
 
-    Raises TimeoutError naming the version and the newest one.
+    Raises TimeoutError naming this version and the newest one.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -148,7 +149,7 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 
 def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's part of a tensor, on the CPU, and its offset in the whole."""
+    """(this rank's part of a tensor, on the CPU; its offset in the whole tensor)."""
     if not isinstance(tensor, DTensor):
         return tensor.detach().cpu(), (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -156,7 +157,7 @@ def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put shards together by their offsets. Replicas of a shard have the same offset, so the caller gives only one of them.
+    """Put shards together by their offsets. `shards` has only one of several replicas, because they have the same offset.
 
     Raises RuntimeError if the shards do not cover the tensor.
     """

@@ -1,4 +1,4 @@
-"""Weights through safetensors files in a directory that all processes see: for debugging, and for hosts that share only a disk."""
+"""Weights in safetensors files, in a directory that all processes see. For debugging, and for hosts that share only a disk."""
 
 import asyncio
 import json
@@ -18,7 +18,7 @@ from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
 
 
 class FilesTransport(Transport):
-    """One file per rank and version. The metadata of a file holds the offsets of its shards.
+    """One file for each rank and version. The metadata of a file has the offsets of its shards.
 
     `close` removes the directory if `open` created it.
     """
@@ -45,7 +45,7 @@ class FilesTransport(Transport):
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # safetensors refuses tensors that share storage, as tied or sliced ones may, so these are copies.
+        # safetensors refuses tensors that share storage, and tied or sliced tensors may share it. So these are copies.
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 

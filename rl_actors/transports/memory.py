@@ -1,4 +1,4 @@
-"""The simplest transport: a dictionary in one actor. For tests, and as an example. Every byte goes through Monarch's message queue."""
+"""The simplest transport: dictionaries in one actor. For tests, and as an example. It is slow, because every byte is in a Monarch message."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class MemoryStore(Actor):
 class MemoryTransport(Transport):
     """Weights in a MemoryStore, which `open` starts in a process of its own."""
 
-    store: MemoryStore  # a mesh of one, from `open` on; Monarch types a mesh as its actor
+    store: MemoryStore  # from `open` on: a mesh of one actor; Monarch gives a mesh the type of its actor
 
     def __init__(self) -> None:
         self._processes: ProcessMesh | None = None
@@ -69,9 +69,10 @@ class MemoryTransport(Transport):
 
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
         shards = await self.store.get_shards.call_one([f"{manifest.key}/{name}" for name in manifest.tensors])
-        return {
-            name: assemble(name, *spec, shards[f"{manifest.key}/{name}"]) for name, spec in manifest.tensors.items()
-        }
+        tensors: dict[str, Tensor] = {}
+        for name, (shape, dtype) in manifest.tensors.items():
+            tensors[name] = assemble(name, shape, dtype, shards[f"{manifest.key}/{name}"])
+        return tensors
 
     async def put_object(self, key: str, value: object) -> None:
         await self.store.put_object.call_one(key, value)
@@ -80,6 +81,5 @@ class MemoryTransport(Transport):
         return await self.store.get_object.call_one(key)
 
     async def delete(self, manifest: Manifest) -> None:
-        await self.store.delete.call_one(
-            [f"{manifest.key}/manifest", *(f"{manifest.key}/{name}" for name in manifest.tensors)]
-        )
+        keys = [f"{manifest.key}/{name}" for name in ("manifest", *manifest.tensors)]
+        await self.store.delete.call_one(keys)

@@ -1,6 +1,6 @@
-"""Versions that one trainer publishes: the moment, the dtype and the stream of each, and the deletion of old ones.
+"""The versions that one trainer publishes: their dtype, their stream, and the deletion of old ones.
 
-Moves no bytes: base.py puts a version into a transport.
+Moves no bytes. base.py puts a version into a transport.
 """
 
 import uuid
@@ -23,17 +23,17 @@ class Publisher:
     def __init__(self, transport: Transport, *, rank: int, gather: Gather) -> None:
         self.transport, self.rank, self.gather = transport, rank, gather
         self.published: list[Manifest] = []
-        self.dtype: torch.dtype | None = None  # of the versions of this stream
+        self.dtype: torch.dtype | None = None  # dtype of the versions of this stream; None before the first push
         self.start_stream()
 
     def start_stream(self) -> None:
-        """Begin a new lineage of versions, with the same name on all ranks. A version that was published can then be published again."""
+        """Begin a new stream, which has the same name on all ranks. The numbers of published versions can then be used again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]) -> None:
-        """Publish what make_weights(dtype) returns, in the widest dtype that a generator of the transport computes in.
+        """Publish the weights of make_weights(dtype), where dtype is the widest that a generator of the transport computes in.
 
-        Does nothing if the version was published in that dtype.
+        Does nothing if the version is already published in that dtype.
         """
         dtype = self.gather(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
         if dtype != self.dtype:

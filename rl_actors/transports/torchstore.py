@@ -1,7 +1,7 @@
-"""Weights through torchstore, the default. The store lives in a process of its own, or where the caller initialized it.
+"""Weights in a torchstore. This is the default transport. The store is in a process of its own, or where the caller initialized it.
 
-The controller of torchstore 0.1.2 does not work under Monarch 0.7, so this module replaces `torchstore.api.Controller`. Remove the line
-that does so once torchstore has a controller that works.
+Monarch 0.7 refuses the controller of torchstore 0.1.2, so this module replaces `torchstore.api.Controller`. Remove the replacement when
+torchstore has a controller that works.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ torchstore.api.Controller = AsyncController
 
 
 class TorchStoreTransport(Transport):
-    """Weights in a torchstore: TorchStoreTransport() starts one when it is opened, TorchStoreTransport(store_name) uses the caller's."""
+    """Weights in a torchstore. TorchStoreTransport() starts a store when it is opened. TorchStoreTransport(name) uses the caller's store."""
 
     def __init__(self, store_name: str | None = None) -> None:
         self.owns_store = store_name is None
@@ -71,7 +71,7 @@ class TorchStoreTransport(Transport):
             processes, self._processes = self._processes, None
             try:
                 await asyncio.wait_for(torchstore.shutdown(self.store_name), SHUTDOWN_TIMEOUT)
-            except Exception as error:  # a dead store does not answer; its processes are stopped all the same
+            except Exception as error:  # a dead store does not answer, but its processes must be stopped
                 logger.info("shutting down torchstore: %r", error)
             finally:
                 await processes.stop()
@@ -93,5 +93,5 @@ class TorchStoreTransport(Transport):
         return await torchstore.get(key, store_name=self.store_name)
 
     async def delete(self, manifest: Manifest) -> None:
-        keys = [f"{manifest.key}/manifest", *(f"{manifest.key}/{name}" for name in manifest.tensors)]
+        keys = [f"{manifest.key}/{name}" for name in ("manifest", *manifest.tensors)]
         await asyncio.gather(*(torchstore.delete(key, store_name=self.store_name) for key in keys))

@@ -1,7 +1,4 @@
-"""The part of the generator's vLLM that only a CPU needs: threads, options, repairs after a reload.
-
-gpu.py defines the same names for a GPU.
-"""
+"""vLLM's options on a CPU, the set-up of its process, and repairs after a reload of weights. gpu.py has the same names for a GPU."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,14 +12,14 @@ if TYPE_CHECKING:
     from torch import nn
     from vllm import LLMEngine
 
-# torch.compile is off, because compiling helper kernels at their first use would take twelve seconds.
+# torch.compile is off, because it would compile helper kernels for twelve seconds when they are first used.
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Limit of the tokens in one vLLM step, raised if the config needs more. Running requests wait until a step with prompt tokens is done."""
+"""Most tokens in one step of vLLM, unless the config needs more. It is a limit because running requests wait while a step reads prompts."""
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of a head for which vLLM 0.32 has an attention kernel on a CPU."""
+"""Widths of an attention head for which vLLM 0.32 has a kernel on a CPU."""
 
 SPARSE_MODEL_TYPE = "qwen3_moe"
 """model_type in the config.json of a mixture of experts."""
@@ -47,7 +44,7 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Call it on the thread that will run the engine, since it also sets up the process."""
+    """vLLM's arguments. Also sets up the process, so call it on the thread that will run the engine."""
     from vllm.platforms import current_platform
 
     threads.prepare_cpu_process()
@@ -63,17 +60,17 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 @contextlib.contextmanager
 def reloading(engine: "LLMEngine") -> Iterator[None]:
-    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of the weights, which it renews."""
+    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of the weights. It makes these anew."""
     engine.apply_model(_forget_packed_experts)
     yield
     engine.apply_model(_repack_tied_head)
 
 
 def _forget_packed_experts(model: "nn.Module") -> None:
-    """Drop the expert kernels, so that a reload rebuilds them.
+    """Drop the expert kernels, so that a reload builds them again.
 
-    vLLM packs expert weights only when it builds the kernel. With an old kernel in place a reload would write unpacked weights where
-    packed ones are read, or fail on their padding.
+    vLLM packs expert weights only when it builds the kernel. If the old kernel stayed, a reload would write unpacked weights where the
+    kernel reads packed ones, or it would fail because packed weights are padded.
     """
     if model.config.model_type != SPARSE_MODEL_TYPE:
         return
@@ -85,6 +82,6 @@ def _forget_packed_experts(model: "nn.Module") -> None:
 
 
 def _repack_tied_head(model: "nn.Module") -> None:
-    """Pack a tied head again. A reload leaves its kernel with the weights from before."""
+    """Pack a tied head again, because a reload leaves the old weights in its kernel."""
     if model.config.tie_word_embeddings:
         model.lm_head.quant_method.process_weights_after_loading(model.lm_head)

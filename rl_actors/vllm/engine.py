@@ -1,4 +1,4 @@
-"""vLLM in this process: one thread owns the engine, and callers wait on futures. Knows no actors and no transports."""
+"""vLLM's engine in this process. One thread owns it, and callers wait on futures. Knows no actors and no transports."""
 
 import contextlib
 import logging
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_VERSION = -1
-"""policy_version of weights that were not pulled."""
+"""policy_version of weights that no pull brought."""
 
-# The engine must share the actor's process.
+# Without multiprocessing the engine runs in the actor's process.
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
 
@@ -40,8 +40,10 @@ BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its mo
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
     "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
-    "ParallelLMHead: Failed to load weights",  # a tied head's weights are the embedding's; a pull refuses any other head without weights
+    # A tied head has the weights of the embedding. A pull refuses any other head without weights.
+    "ParallelLMHead: Failed to load weights",
 }
+"""Warnings of a reload that are dropped, because these layers never have weights of their own to load."""
 
 
 class Machine(Protocol):
@@ -60,27 +62,27 @@ class Machine(Protocol):
 
 
 def this_machine() -> Machine:
-    """vllm/gpu.py if torch sees a GPU, else vllm/cpu.py."""
+    """vllm/gpu.py if torch sees a GPU, otherwise vllm/cpu.py."""
     if torch.cuda.is_available():
         return gpu
     return cpu
 
 
 def require_machine(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if vLLM cannot run this config on a machine without a GPU.
+    """Raises ValueError naming the value and the reason if this machine has no GPU and vLLM cannot run the config on a CPU.
 
-    The limits of a GPU are checked in the generator's process, because reading them initializes CUDA, which takes memory of the GPU.
+    The limits of a GPU are checked in the generator's process. Reading them initializes CUDA, which takes memory of the GPU.
     """
     if not torch.cuda.is_available():
         cpu.require_possible(config)
 
 
 def start_vllm(config: GeneratorConfig) -> "LLMEngine":
-    """Start an LLMEngine in this process: on the weights of config.hf_path, or on random ones until the first pull.
+    """Start an LLMEngine in this process. It has the weights of config.hf_path, or without a path random ones until the first pull.
 
-    The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without the room it would
-    refuse logprobs of a sequence of max_model_len tokens.
-    Raises ValueError for adapters that vLLM cannot apply on this machine, and for a batch-invariant mode that vLLM does not have on it.
+    The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without this room it would
+    refuse to compute logprobs of a sequence of max_model_len tokens.
+    Raises ValueError for a config that vLLM cannot run on this machine.
     """
     machine = this_machine()
     machine.require_possible(config)
@@ -93,7 +95,7 @@ def start_vllm(config: GeneratorConfig) -> "LLMEngine":
 
 @contextlib.contextmanager
 def model_directory(config: GeneratorConfig) -> Iterator[str]:
-    """A directory that holds the model's config.json."""
+    """A directory with the model's config.json: config.hf_path, or a temporary one."""
     if config.hf_path:
         yield config.hf_path
         return
@@ -109,7 +111,8 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
     if config.lora.syncs_adapter:
         options |= adapter_options(config.lora)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # vLLM's check of max_model_len needs this. The model never gets the extra position: the last sampled token is not an input.
+        # vLLM would refuse the extra token, because the model has no position for it. The model never needs this position, because the
+        # last sampled token is not an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
     args = EngineArgs(
         model=directory,
@@ -118,7 +121,7 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
         dtype=config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.max_num_seqs,
-        # These are log_softmax(logits / temperature) after top-p and top-k: logprobs of the distribution that was sampled from.
+        # "processed": log_softmax(logits / temperature) after top-p and top-k. This is the distribution that was sampled from.
         logprobs_mode="processed_logprobs",
         seed=config.seed,
         disable_log_stats=True,
@@ -128,7 +131,7 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
 
 
 def adapter_options(config: LoRAConfig) -> dict[str, object]:
-    """vLLM's arguments for one adapter at a time, only on the modules of the config."""
+    """vLLM's arguments for one adapter, which has only the modules of the config."""
     from vllm.config.lora import MaxLoRARanks
 
     return {
@@ -145,7 +148,7 @@ class WholeWeights:
     request: "LoRARequest | None" = None
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Leave the weights with which the engine was started."""
+        """Does nothing: the engine keeps the weights that it was started with."""
 
     def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
         with this_machine().reloading(engine), _quiet_about_layers_without_weights():
@@ -154,7 +157,7 @@ class WholeWeights:
 
 @contextlib.contextmanager
 def _quiet_about_layers_without_weights() -> Iterator[None]:
-    """Drop vLLM's warning at a reload of layers that never have weights of their own. It would come at every pull."""
+    """Drop the warnings in NO_WEIGHTS_TO_LOAD, which vLLM would log at every pull."""
     logger = logging.getLogger(RELOAD_LOGGER)
     logger.addFilter(_is_of_a_layer_with_weights)
     try:
@@ -168,7 +171,7 @@ def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
 
 
 class OneAdapter:
-    """A pull replaces the adapter that every request uses. The weights under it stay."""
+    """A pull replaces the adapter that every request uses. The model's own weights stay."""
 
     request: "LoRARequest | None" = None
 
@@ -178,9 +181,9 @@ class OneAdapter:
         self.shapes = shapes
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros, so that requests from before the first pull refer to it and continue with the pulled weights."""
+        """Load an adapter of zeros. A request that is added before the first pull refers to it, and so continues with the pulled weights."""
         self.load(engine, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
-        # vLLM finds a loaded adapter by its id. It reads the path only of one that is not loaded.
+        # vLLM finds a loaded adapter by its id. It reads the path only if the adapter is not loaded.
         self.request = _adapter_request("loaded")
 
     def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
@@ -197,7 +200,7 @@ def _adapter_request(path: str, **options: bool) -> "LoRARequest":
 
 @dataclass(slots=True, kw_only=True)
 class GenerateCall(Generic[T]):
-    """One generate or compute_logprobs call. Its requests finish in any order; its future gets the results when all have finished."""
+    """One generate or compute_logprobs call. Its requests finish in any order. Its future gets the results when all have finished."""
 
     future: "Future[list[T]]"
     num_requests: int
@@ -206,20 +209,20 @@ class GenerateCall(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class _Request(Generic[T]):
-    """One request of a call: vLLM makes one completion or one list of logprobs for it."""
+    """One request of a call. vLLM answers it with one completion or one list of logprobs."""
 
     call: GenerateCall[T]
     index: int  # in the call
     read: "Callable[[RequestOutput, _Request[T]], T]"  # turns vLLM's output into the result
-    # (index of the first token, policy_version) of each stretch of tokens that one version produced
+    # (index of the first token, policy_version) for each run of tokens that one version produced
     versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 class EngineThread:
     """An LLMEngine and the one thread that may touch it.
 
-    The thread also starts the engine, because OpenMP keeps a pool of workers for each thread that computes. With two pools on the
-    same cores the workers sleep between kernels.
+    The thread also starts the engine, because OpenMP makes a pool of workers for each thread that computes. If two pools share the cores,
+    their workers go to sleep between kernels, which slows every step.
     """
 
     engine: "LLMEngine"
@@ -250,9 +253,9 @@ class EngineThread:
         make_params: Callable[[int], list["VLLMParams"]],
         read: Callable[["RequestOutput", _Request[T]], T],
     ) -> "Future[list[T]]":
-        """Start all requests of a call. Its future gets their results in order, or the first error.
+        """Start all requests of a call. The future gets their results in order, or the first error.
 
-        make_params(index of a prompt) gives the parameters of its requests; `read` turns vLLM's output into a result.
+        make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output into a result.
         """
         self._require_alive()
         future: Future[list[T]] = _running_future()
@@ -288,13 +291,18 @@ class EngineThread:
         return request_id
 
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the weights. Call it on the engine's thread. Running requests continue with the new weights, as their versions show."""
+        """Replace the weights. Call it on the engine's thread.
+
+        Running requests continue with the new weights. Their `versions` say from which token on.
+        """
         self.version = NO_VERSION  # it stays NO_VERSION if the load fails
         self.weights.load(self.engine, tensors)
-        # Keys and values of the old weights must not be used with the new ones, so vLLM computes those of running requests again.
+        # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version
-        for state in self.engine.output_processor.request_states.values():  # the keys are vLLM's own ids, not ours
+        for (
+            state
+        ) in self.engine.output_processor.request_states.values():  # its keys are vLLM's ids; external_req_id is ours
             request = self.requests[state.external_req_id]
             request.versions.append((len(state.detokenizer.output_token_ids), version))
 
@@ -312,7 +320,7 @@ class EngineThread:
         started.set_result(None)
         try:
             self._serve()
-        except BaseException as error:  # the thread ends, so it answers its callers now
+        except BaseException as error:  # the thread ends now, so all callers must get this error
             self.failure = error
             for request in self.requests.values():
                 if not request.call.future.done():
@@ -320,7 +328,7 @@ class EngineThread:
             raise
 
     def _serve(self) -> None:
-        """Run commands, and steps while there are requests. Without requests wait for a command."""
+        """Run the commands that are waiting, then one step of the engine, again and again. Without requests wait for a command."""
         while True:
             while not self.commands.empty() or not self.requests:
                 self.commands.get()()
@@ -329,7 +337,7 @@ class EngineThread:
                     if output.finished:
                         self._finish(output)
             except Exception as error:
-                # vLLM makes no progress until the requests that it was running are gone.
+                # After an error vLLM makes no progress until the requests that it was running are aborted.
                 failed = {id(request.call): request.call for request in self.requests.values()}
                 self._abort(list(self.requests))
                 for call in failed.values():
@@ -350,7 +358,7 @@ class EngineThread:
 
 
 def _running_future() -> "Future[T]":
-    """A future that its caller cannot cancel, so that the engine's thread can always set it."""
+    """A future that is running already. Nobody can cancel it, so the engine's thread can always set its result."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -365,7 +373,7 @@ def _run_into(future: "Future[T]", function: Callable[[], T]) -> None:
 
 
 def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
-    """One vLLM request per completion. Every completion then has its own seed and its own policy versions.
+    """Parameters of one vLLM request for each completion, so that each has its own seed and its own policy versions.
 
     prompt: index of the prompt in its call.
     """
@@ -408,6 +416,6 @@ def read_completion(output: "RequestOutput", request: _Request[Completion]) -> C
 
 
 def read_prompt_logprobs(output: "RequestOutput", _: _Request[Tensor]) -> Tensor:
-    """Logprobs of the prompt's tokens after the first, which has none: [T - 1] float32."""
+    """Logprobs of the prompt's tokens, [T - 1] float32. The first token has none."""
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([by_token[token].logprob for token, by_token in pairs])

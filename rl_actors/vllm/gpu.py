@@ -1,7 +1,4 @@
-"""The part of the generator's vLLM that only a GPU needs: CUDA graphs, and checks of what vLLM's GPU kernels support.
-
-cpu.py defines the same names for a CPU.
-"""
+"""vLLM's options on a GPU, such as CUDA graphs, and the limits of its GPU kernels. cpu.py has the same names for a CPU."""
 
 import contextlib
 from typing import TYPE_CHECKING
@@ -14,10 +11,10 @@ from rl_actors.processes import threads
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
-# FlashInfer's sampler is off, because it compiles for minutes at its first use and needs nvcc.
+# FlashInfer's sampler is off, because it compiles for minutes when it is first used, and needs nvcc.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Limit of the tokens in one vLLM step, raised if the config needs more. Running requests wait until a step with prompt tokens is done."""
+"""Most tokens in one step of vLLM, unless the config needs more. It is a limit because running requests wait while a step reads prompts."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 
 
@@ -38,9 +35,9 @@ def require_possible(config: GeneratorConfig) -> None:
 
 
 def options(config: GeneratorConfig) -> dict[str, object]:
-    """vLLM's arguments. Decoding runs in CUDA graphs, but the model is not compiled, which would take minutes.
+    """vLLM's arguments. Decoding runs in CUDA graphs. The model is not compiled, because that would take minutes.
 
-    Call it on the thread that will run the engine, since it also sets up the process.
+    Also sets up the process, so call it on the thread that will run the engine.
     """
     from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 
@@ -61,7 +58,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes, in sequences, for which a CUDA graph is captured. A batch of another size is padded to the next larger one.
+    """Numbers of sequences for which a CUDA graph is captured. A batch of another size is padded to the next larger one.
 
     graph_sizes(200) -> [1, 2, 4, …, 32, 64, 128, 192, 200]
     """
