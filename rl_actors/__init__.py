@@ -1,4 +1,4 @@
-"""An RL post-training service of Monarch actors. Importing it loads neither vLLM nor CUDA: the actors and transports load on first use."""
+"""An RL post-training service of Monarch actors. Importing it loads neither vLLM nor CUDA. Actors and transports are imported at first use."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

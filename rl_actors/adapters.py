@@ -1,10 +1,11 @@
-"""Low-rank adapters under peft's names: their modules, their tensors, and the directory that peft and vLLM load. Knows no model.
+"""Low-rank adapters in peft's form: the names of modules and tensors, and the directory that peft and vLLM load. Knows no model.
 
 R rank, I inputs and O outputs of a linear layer.
 """
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
 from safetensors.torch import save_file
@@ -12,14 +13,14 @@ from torch import Tensor
 
 from rl_actors.config import LoRAConfig
 
-# torchtitan's config of a layer -> peft's names of its modules. torchtitan builds wk and wv from one config.
+# torchtitan's name of a layer's config -> peft's names of its modules. torchtitan builds wk and wv from one config, wkv.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
 MLP = {"w1": ("gate_proj",), "w2": ("down_proj",), "w3": ("up_proj",)}
 UNEMBED = {"lm_head": ("lm_head",)}
 
 
 def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
-    """Layers that get adapters: torchtitan's name -> peft's names."""
+    """The layers that get adapters: torchtitan's name -> peft's names."""
     found: dict[str, tuple[str, ...]] = {}
     if config.train_attn:
         found |= ATTENTION
@@ -31,8 +32,8 @@ def targets(config: LoRAConfig) -> dict[str, tuple[str, ...]]:
 
 
 def modules(config: LoRAConfig) -> list[str]:
-    """Layers that get adapters, only by peft's names: ["q_proj", "k_proj", ...]"""
-    return [name for names in targets(config).values() for name in names]
+    """The layers that get adapters, by peft's names: ["q_proj", "k_proj", ...]"""
+    return list(chain.from_iterable(targets(config).values()))
 
 
 def names(weight: str) -> tuple[str, str]:
@@ -57,7 +58,7 @@ def shapes(config: LoRAConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *, base: str) -> None:
-    """Write whole tensors into an existing directory, in the form in which peft and vLLM load adapters of the weights in `base`."""
+    """Write whole tensors into an existing directory, in the form in which peft and vLLM load adapters for the model in `base`."""
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,4 +1,4 @@
-"""Configs of the trainer and the generator: plain dataclasses, importable without Monarch, vLLM or a GPU."""
+"""Configs of the trainer and the generator: plain dataclasses that can be imported without Monarch, vLLM or a GPU."""
 
 import pkgutil
 import re
@@ -15,7 +15,7 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""Kinds of parallelism whose degrees multiply to the number of processes."""
+"""The kinds of parallelism. The product of their degrees is the number of processes."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 
@@ -29,10 +29,10 @@ class OptimizerConfig:
     arguments: dict[str, float | bool] = field(default_factory=dict)
     """Arguments of the optimizer's constructor, without those that come with each optim_step: {"momentum": 0.9}."""
     groups: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Regular expression, searched in torchtitan's parameter names -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}.
-    A parameter belongs to the first expression that matches it. Parameters that match none have multipliers of 1."""
+    """Regular expression -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}. The expression is searched in torchtitan's
+    parameter names. A parameter belongs to the first expression that matches its name. If none matches, its multipliers are 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of AdamW and Adam. An optimizer by import path gets its own from `arguments`."""
+    """torch's implementation of AdamW and Adam. For an optimizer by import path this field has no effect; `arguments` may choose."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if the optimizer cannot be built."""
@@ -72,7 +72,7 @@ def _validate_group(pattern: str, multipliers: tuple[float, float]) -> None:
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters on frozen weights (arXiv 2106.09685), in Tinker's terms."""
+    """Low-rank adapters on frozen weights (arXiv 2106.09685). The fields are named as in Tinker."""
 
     rank: int = 0
     """Rank of the adapters. 0: there are no adapters and every weight is trained."""
@@ -87,12 +87,12 @@ class LoRAConfig:
     seed: int = 0
     """Seed of the adapters' initial values. The values are the same in every layout."""
     sync: Literal["merged", "adapter"] = "merged"
-    """Content of a push. merged: whole weights with the adapters merged into them. adapter: only the adapters, which the generator's vLLM
-    applies to the weights of hf_path."""
+    """Content of a push. merged: all weights, with the adapters merged into them. adapter: only the adapters; the generator's vLLM then
+    applies them to the weights of hf_path."""
 
     @property
     def syncs_adapter(self) -> bool:
-        """True if there are adapters and a push publishes only them."""
+        """True if there are adapters and a push publishes only the adapters."""
         return self.rank > 0 and self.sync == "adapter"
 
     def validate(self, model: ModelConfig, hf_path: str) -> None:
@@ -122,7 +122,7 @@ class LoRAConfig:
 
 
 def _parallelism() -> ParallelismConfig:
-    # "spmd_types", torchtitan's default, fails on torch 2.13 in every world larger than one process.
+    # torchtitan's default, "spmd_types", fails on torch 2.13 with more than one process.
     return ParallelismConfig(data_parallel_shard_degree=1, spmd_backend="partial_dtensor")
 
 
@@ -156,16 +156,16 @@ class TrainerConfig:
     max_sequence_length: int = 4096
     """Longest sample in positions. Longer samples are refused."""
     tokens_per_row: int = 4096
-    """Positions of a row, at most. The number is rounded down to a multiple of 64, or of 128 for each context-parallel rank."""
+    """Largest number of positions in a row. It is rounded down to a multiple of 64, or of 128 for each context-parallel rank."""
     rows_per_microbatch: int = 1
-    """Rows in one forward and backward pass of a data-parallel rank, at most."""
+    """Largest number of rows in one forward and backward pass of a data-parallel rank."""
     packing: PackingPolicy = "packed"
     """packed: samples share rows. token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch
     positions. fixed: one sample per row; a microbatch has at most rows_per_microbatch rows."""
     logprob_chunk_tokens: int = 1024
-    """Positions whose [tokens, vocabulary] logits exist at the same time."""
+    """Largest number of positions whose logits, a row of the vocabulary's size each, exist at the same time."""
     max_call_bytes: int = 1 << 30
-    """Bytes that the samples of one call may hold."""
+    """Largest number of bytes of the samples of one call."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
     """None: the trainer only infers and has neither gradients nor optimizer state."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
@@ -176,9 +176,9 @@ class TrainerConfig:
     deterministic: bool = False
     """Use only deterministic kernels, which are slower."""
     setup_timeout: float = 300.0
-    """Seconds until the model must be built and loaded."""
+    """Seconds in which the model must be built and loaded."""
     call_timeout: float = 600.0
-    """Seconds until every other call must answer."""
+    """Seconds in which every other call must answer."""
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
@@ -257,14 +257,14 @@ class GeneratorConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the weights and of the forward pass."""
     max_model_len: int = 4096
-    """Longest prompt plus completion in tokens."""
+    """Largest number of tokens of a prompt and its completion together."""
     max_num_seqs: int = 256
-    """Sequences that run at the same time. Further ones queue."""
+    """Largest number of sequences that run at the same time. Others wait in a queue."""
     kv_cache_bytes: int | None = None
-    """Bytes of the key-value cache. None: 256 MiB on a CPU, the rest of gpu_memory_utilization on a GPU. vLLM measures that rest while it
-    starts; meanwhile nothing else may take or free memory of the GPU."""
+    """Bytes of the key-value cache. None: 256 MiB on a CPU; on a GPU the memory of gpu_memory_utilization that weights and activations leave.
+    vLLM measures this memory while it starts. Meanwhile nothing else may take or free memory of the GPU."""
     gpu: int | None = None
-    """Index of the GPU among those that the program sees. None: the first, which the trainer's first rank uses too."""
+    """Index of the GPU among those that the program sees. None: the first one, which the first rank of a trainer uses, too."""
     gpu_memory_utilization: float = 0.8
     """Fraction of the GPU's memory that the engine may take."""
     enforce_eager: bool = False
@@ -273,17 +273,17 @@ class GeneratorConfig:
     """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later. In this mode the answer to a request with its own seed does
     not depend on the other requests in the batch. It is slower."""
     num_threads: int | None = None
-    """CPU threads of the process. None: OMP_NUM_THREADS; without that, four beside a GPU, and one per core on a CPU."""
+    """CPU threads of the process. None: OMP_NUM_THREADS; if that is not set, four on a machine with a GPU, otherwise one per core."""
     seed: int = 0
-    """Seed of requests that have none."""
+    """Seed of requests that have no seed of their own."""
     setup_timeout: float = 300.0
-    """Seconds until the engine must be up."""
+    """Seconds in which the engine must start."""
     call_timeout: float = 600.0
-    """Seconds until every other call must answer."""
+    """Seconds in which every other call must answer."""
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters, with room for its longest samples. Shares no object with `trainer`."""
+        """Config of a generator for the trainer's model and adapters, with room for its longest samples. All its fields are copies."""
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""

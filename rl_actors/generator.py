@@ -1,4 +1,4 @@
-"""The generator as a Monarch actor around a vLLM engine, with the model in Hugging Face layout. Many callers may call at the same time."""
+"""The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Generator(Actor):
-    """One process with one engine, which samples for many callers. Weights are replaced in place."""
+    """One process with one engine. Many callers may call it at the same time. A pull replaces the weights in place."""
 
     vocab_size: int  # from setup on
     expected: dict[str, tuple[int, ...]]  # from setup on: name and shape of every tensor of a pull
@@ -41,14 +41,14 @@ class Generator(Actor):
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
         self.config = config
         self.transport = transport
-        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty: none were pulled
+        self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty if no pull brought them
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()
 
     @concurrent_endpoint
     @sends_errors
     async def setup(self) -> GeneratorInfo:
-        """Start vLLM on the first call."""
+        """Start vLLM, if no earlier call has started it."""
         async with self.setting_up:
             if self._engine is None:
                 route_library_logs("generator")
@@ -93,15 +93,15 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-        """n completions of every prompt, in order. Many calls may run at the same time.
+        """params.n completions of every prompt, in the order of the prompts. Many calls may run at the same time.
 
-        Raises ValueError for a prompt that is empty or not shorter than max_model_len, and for parameters out of range.
+        Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # The engine itself takes one token more than max_model_len; see start_vllm.
+            # The engine takes one token more than max_model_len (see start_vllm), so the limit is kept here.
             room = self.config.max_model_len - len(prompts[index])
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), index)
 
@@ -129,9 +129,9 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> int:
-        """Replace the weights, or the adapter, by a published version. Does nothing if the engine has that version.
+        """Replace the weights, or the adapter, by a published version. Does nothing if the engine has this version already.
 
-        Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or misshapen.
+        Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or of a wrong shape.
         """
         validate_pull(version, timeout)
         if self.transport is None:
@@ -143,7 +143,7 @@ class Generator(Actor):
         check_tensors(tensors, self.expected, manifest)
         dtype = getattr(torch, self.config.dtype)
         cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-        self.loaded_version_key = ""  # it stays empty if the load fails, so that the next pull loads again
+        self.loaded_version_key = ""  # if the load fails it stays empty, so that the next pull loads again
         await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
         self.loaded_version_key = manifest.key
         return version
@@ -181,7 +181,7 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 
 def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], manifest: Manifest) -> None:
-    """Raises ValueError listing missing, unknown and misshapen parameters, at most MAX_NAMES_REPORTED."""
+    """Raises ValueError listing parameters that are missing, unknown or of a wrong shape or dtype, at most MAX_NAMES_REPORTED."""
     wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
     wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
     for name in sorted(expected.keys() & tensors.keys()):

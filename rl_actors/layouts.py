@@ -1,4 +1,4 @@
-"""Layouts that a config can have, and the nearest ones to a layout that is impossible. Starts nothing, needs no torch."""
+"""Checks whether a trainer can have a config's layout, and finds the nearest layouts that it can have. Starts nothing, needs no torch."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ if TYPE_CHECKING:
     from rl_actors.config import TrainerConfig
 
 ROW_MULTIPLE = 64
-"""Row lengths are multiples of this number, so that few shapes occur and the logprob chunks divide them."""
+"""Row lengths are multiples of this number, so that there are few shapes and chunks of logits divide a row."""
 
 NUM_SUGGESTIONS = 3
+"""Largest number of possible layouts in an error text."""
 
 PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
-"""Schedules whose results equal those of one process -> stages per rank that the schedule has by default."""
+"""Schedules that give the results of one process, with the number of stages per rank that each has by default."""
 
 LOAD_BALANCERS = (None, "headtail", "ptrr")
 
-NOT_SHOWN = "refused, because no test compares it with one process"
+NOT_VERIFIED = "refused, because no test compares it with one process"
 
 
 def row_multiple(config: TrainerConfig) -> int:
-    """Number that divides the length of every row."""
+    """A number that divides the length of every row."""
     context, tensor = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
     # Masks come in blocks of 128 positions, and every context-parallel rank gets whole blocks.
     parts = 128 * context if context > 1 else 1
-    # Under expert parallelism the tensor-parallel ranks divide the positions of their context-parallel rank equally for routing.
+    # Under expert parallelism the tensor-parallel ranks share the routing: each takes an equal part of the positions.
     if config.parallelism.expert_parallel_degree > 1:
         parts = math.lcm(parts, context * tensor)
     return math.lcm(ROW_MULTIPLE, parts)
@@ -47,7 +48,7 @@ def in_multiples(length: int, multiple: int) -> int:
 
 
 def all_degrees(config: TrainerConfig) -> dict[str, int]:
-    """Degrees of the layout, and the degree of expert_parallel, which needs no ranks of its own."""
+    """Degrees of the layout and of expert_parallel, which uses the ranks of the other kinds."""
     return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
 
 
@@ -57,7 +58,7 @@ def described(layout: dict[str, int]) -> str:
 
 
 def validate(config: TrainerConfig) -> None:
-    """Raises ValueError with the numbers of an impossible layout, and with the nearest possible layouts of as many processes."""
+    """Raises ValueError if no trainer can have this layout. The text has its numbers and the nearest possible layouts of as many processes."""
     num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
     if expert < 1:
         raise ValueError(f"parallelism.expert_parallel_degree={expert}; it must be at least 1")
@@ -69,7 +70,7 @@ def validate(config: TrainerConfig) -> None:
 
 
 def require_possible(config: TrainerConfig) -> None:
-    """Raises ValueError with the numbers if no trainer can have this layout."""
+    """Raises ValueError with the numbers of the layout if no trainer can have it."""
     model, parallel = config.model, config.parallelism
     tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
     balancer, attention = parallel.context_parallel_load_balancer, config.attention
@@ -106,7 +107,7 @@ def require_possible(config: TrainerConfig) -> None:
     if parallel.pipeline_parallel_degree > 1:
         _require_pipeline(config)
         _require_stages(config)
-    _require_shown(config)
+    _require_verified(config)
     capacity = row_capacity(config)
     if capacity < config.max_sequence_length:
         raise ValueError(
@@ -122,8 +123,8 @@ def _refuse_first(*refusals: tuple[bool, str]) -> None:
             raise ValueError(message)
 
 
-def _require_shown(config: TrainerConfig) -> None:
-    """Refuse layouts that no test compares with one process. They may work; tests/engine/test_parallel_layouts.py lists the verified ones."""
+def _require_verified(config: TrainerConfig) -> None:
+    """Refuse layouts that no test compares with one process. They may work. tests/engine/test_parallel_layouts.py has the verified ones."""
     degrees = all_degrees(config)
     context, tensor = degrees["context_parallel"] > 1, degrees["tensor_parallel"] > 1
     expert, pipeline = degrees["expert_parallel"] > 1, degrees["pipeline_parallel"] > 1
@@ -141,25 +142,25 @@ def _require_shown(config: TrainerConfig) -> None:
         f"with lora.rank={config.lora.rank}",
     )
     _refuse_first(
-        (context and float8, f"{of_context} with float8={float8}: {NOT_SHOWN}"),
-        (context and compiles, f"{of_context} with compile.enable={compiles}: {NOT_SHOWN}"),
-        (expert and float8, f"{of_expert} with float8={float8}: {NOT_SHOWN}"),
-        (expert and compiles, f"{of_expert} with compile.enable={compiles}: {NOT_SHOWN}"),
-        (context and tensor and not expert and has_experts, f"{of_both} {with_experts}: {NOT_SHOWN}"),
-        (context and tensor and not expert and has_adapters, f"{of_both} {with_adapters}: {NOT_SHOWN}"),
-        (pipeline and (len(beside_pipeline) > 1 or expert), f"{of_pipeline}: {NOT_SHOWN}"),
+        (context and float8, f"{of_context} with float8={float8}: {NOT_VERIFIED}"),
+        (context and compiles, f"{of_context} with compile.enable={compiles}: {NOT_VERIFIED}"),
+        (expert and float8, f"{of_expert} with float8={float8}: {NOT_VERIFIED}"),
+        (expert and compiles, f"{of_expert} with compile.enable={compiles}: {NOT_VERIFIED}"),
+        (context and tensor and not expert and has_experts, f"{of_both} {with_experts}: {NOT_VERIFIED}"),
+        (context and tensor and not expert and has_adapters, f"{of_both} {with_adapters}: {NOT_VERIFIED}"),
+        (pipeline and (len(beside_pipeline) > 1 or expert), f"{of_pipeline}: {NOT_VERIFIED}"),
         (
             pipeline and has_experts and not set(beside_pipeline) <= {"data_parallel_shard"},
-            f"{of_pipeline} {with_experts}: {NOT_SHOWN}",
+            f"{of_pipeline} {with_experts}: {NOT_VERIFIED}",
         ),
         (
             pipeline and has_adapters and not set(beside_pipeline) <= {"data_parallel_shard", "context_parallel"},
-            f"{of_pipeline} {with_adapters}: {NOT_SHOWN}",
+            f"{of_pipeline} {with_adapters}: {NOT_VERIFIED}",
         ),
-        (interleaved and has_experts, f"{of_schedule} {with_experts}: {NOT_SHOWN}"),
+        (interleaved and has_experts, f"{of_schedule} {with_experts}: {NOT_VERIFIED}"),
         (
             interleaved and context,
-            f"{of_schedule} with context_parallel_degree={degrees['context_parallel']}: {NOT_SHOWN}",
+            f"{of_schedule} with context_parallel_degree={degrees['context_parallel']}: {NOT_VERIFIED}",
         ),
     )
 
@@ -233,7 +234,7 @@ def _require_pipeline(config: TrainerConfig) -> None:
         ),
         (
             lora.rank > 0 and not (lora.train_attn or lora.train_mlp),
-            f"{pipeline} with an adapter only on the output projection: no stage but the last would train anything",
+            f"{pipeline} with an adapter only on the output projection: only the last stage would train anything",
         ),
         (
             config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
@@ -275,14 +276,14 @@ def _require_stages(config: TrainerConfig) -> None:
 
 
 def num_units(config: TrainerConfig) -> int:
-    """Layers that torchtitan distributes over the stages of a pipeline: the blocks, plus some for the embedding and some for the head."""
+    """Number of layers that torchtitan distributes over the stages of a pipeline. The embedding and the head count as some layers each."""
     parallel = config.parallelism
     ends = parallel.pipeline_parallel_first_stage_less_layers + parallel.pipeline_parallel_last_stage_less_layers
     return config.model.num_hidden_layers + ends
 
 
 def num_stages(config: TrainerConfig) -> int:
-    """Stages of all ranks of a pipeline together."""
+    """Number of stages of all ranks of a pipeline."""
     parallel = config.parallelism
     per_stage = parallel.pipeline_parallel_layers_per_stage
     if per_stage is not None:
@@ -291,7 +292,7 @@ def num_stages(config: TrainerConfig) -> int:
 
 
 def stage_blocks(config: TrainerConfig) -> list[range]:
-    """Blocks of every stage. torchtitan counts the embedding and the head as some blocks each, and gives the remainder to the first stages."""
+    """The blocks of every stage. If the layers (see num_units) do not divide evenly, torchtitan gives the first stages one more each."""
     num_layers, stages = config.model.num_hidden_layers, num_stages(config)
     first = config.parallelism.pipeline_parallel_first_stage_less_layers
     size, longer = divmod(num_units(config), stages)
@@ -327,7 +328,7 @@ def nearest(config: TrainerConfig) -> list[dict[str, int]]:
 
 
 def _distance(layout: dict[str, int], wanted: dict[str, int]) -> tuple[float, int]:
-    """Sort key of layouts: the sum of |log2(degree / wanted degree)|. Among equals the layout with the most sharding comes first."""
+    """Sort key of layouts: the sum of |log2(degree / wanted degree)|. Among equals, more data_parallel_shard comes first."""
     steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)
     return round(steps, 6), -layout["data_parallel_shard"]
 

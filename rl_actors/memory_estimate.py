@@ -1,4 +1,4 @@
-"""Memory of one rank of a layout, computed from the config. docs/layouts.md has the formulas in words. Starts nothing, needs no torch.
+"""Estimate of the memory of one rank, computed from the config. docs/layouts.md has the formulas in words. Starts nothing, needs no torch.
 
 D hidden size, H query heads, K key-value heads, W head width, I MLP width, V vocabulary, E experts, N positions of a microbatch.
 """
@@ -24,18 +24,18 @@ class Weight:
 
     shape: tuple[int, ...]
     count: int = 1  # number of such parameters
-    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None: each rank has the whole
+    tensor_dim: int | None = None  # dimension that tensor parallelism splits; None: each rank has all of it
     is_expert: bool = False
     is_trained: bool = True
 
 
 Part = tuple[int | None, list[Weight]]
-"""(number of a block, its parameters). None stands for the parameters before or after the blocks."""
+"""(number of a block, its parameters). The number is None for the parameters before or after the blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of the rank that holds the most."""
+    """Bytes of the rank that needs the most."""
 
     parameters: int
     gradients: int
@@ -51,8 +51,8 @@ class Memory:
 def memory(config: TrainerConfig) -> Memory:
     """Memory of a rank at the peak of a forward_backward, by the formulas of docs/layouts.md.
 
-    Everything except the activations is exact. For a pipeline it is the memory of the rank with the most parameters.
-    An optimizer by import path is counted as Adam.
+    The activations are an estimate, everything else is exact. In a pipeline the rank is the one with the most parameters.
+    An optimizer by import path is counted like Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
     for layer, weights in _held_parts(config):
@@ -84,7 +84,7 @@ def block_weights(config: TrainerConfig, layer: int) -> list[Weight]:
     weights = [Weight(shape=(d,), count=2, is_trained=is_base_trained)]
     if model.has_qk_norm:
         weights.append(Weight(shape=(w,), count=2, is_trained=is_base_trained))
-    # Query, key and value are one matrix. With adapters they are three, because an adapter belongs to one projection.
+    # Query, key and value are one matrix. With adapters they are three matrices, because an adapter belongs to one projection.
     inputs = [(h + 2 * k, d)] if is_base_trained else [(h, d), (k, d), (k, d)]
     attention = [Weight(shape=shape, tensor_dim=0, is_trained=is_base_trained) for shape in inputs]
     attention.append(Weight(shape=(d, h), tensor_dim=1, is_trained=is_base_trained))
@@ -116,7 +116,8 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
 def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
     """Adapters A [rank, inputs] and B [outputs, rank] of each weight [outputs, inputs].
 
-    Tensor parallelism splits A along the inputs or B along the outputs, as it splits the weight, and leaves the other whole.
+    Tensor parallelism splits a weight along its inputs or its outputs. In the first case it splits A along the inputs, in the second B
+    along the outputs. It does not split the other one.
     """
     if not rank:
         return []
@@ -136,9 +137,9 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
 
 
 def _held_parts(config: TrainerConfig) -> list[Part]:
-    """Parts of the pipeline rank with the most parameters.
+    """The parts that the pipeline rank with the most parameters holds. Without a pipeline it holds all.
 
-    torchtitan gives the stages to the ranks in turn: of p ranks, rank r has the stages r, r + p, r + 2 p, …
+    torchtitan gives the stages to the ranks in turn. With p ranks, rank r has the stages r, r + p, r + 2 p, …
     """
     num_layers, num_ranks = config.model.num_hidden_layers, config.parallelism.pipeline_parallel_degree
     before, after = outer_weights(config)
@@ -154,21 +155,22 @@ def _held_parts(config: TrainerConfig) -> list[Part]:
 
 def _num_elements(parts: list[Part]) -> int:
     """Number of elements of the parameters before they are sharded."""
-    return sum(weight.count * math.prod(weight.shape) for _, weights in parts for weight in weights)
+    weights = chain.from_iterable(weights for _, weights in parts)
+    return sum(weight.count * math.prod(weight.shape) for weight in weights)
 
 
 def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = False) -> list[int]:
-    """Shape of the first rank's shard. It is the largest, because shards are rounded up.
+    """Shape of the first rank's shard. No shard is larger, because sizes are rounded up.
 
-    gathered=True: the shape after FSDP's all-gather, with which the rank computes.
+    gathered=True: the shape after FSDP's all-gather. The rank computes with this shape.
     """
     parallel = config.parallelism
     shard = parallel.data_parallel_shard_degree * parallel.context_parallel_degree
     tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     local, sharded_dim = list(weight.shape), 0
     if weight.is_expert and expert > 1:
-        # Expert parallelism splits the experts first. FSDP then shards a rank's experts over the ranks that have the same experts,
-        # except for data-parallel replicas.
+        # Expert parallelism splits the experts first. FSDP then shards the experts of a rank over the ranks that have the same ones.
+        # Data-parallel replicas are not among these.
         local[0] = -(-local[0] // expert)
         shard = shard * tensor // expert
         sharded_dim = int(shard * expert > weight.shape[0])
@@ -185,8 +187,8 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
 def _activations(config: TrainerConfig) -> int:
     """Bytes of activations and of other temporary tensors.
 
-    They are the activations saved for the backward pass, those of the block that is running, a chunk of logits, and the weights that
-    FSDP gathered.
+    These are the activations that are saved for the backward pass, those of the block that is running, a chunk of logits, and the weights
+    that FSDP has gathered.
     """
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree
@@ -204,14 +206,14 @@ def _activations(config: TrainerConfig) -> int:
         running = max(running, saved)
     if config.optimizer is None:
         kept = 0.0
-    blocks = positions * size * (kept * _under_way(config) + running)
+    blocks = positions * size * (kept * _microbatches_held(config) + running)
     hidden = positions * model.hidden_size * (size + FLOAT32)  # the input of the head, and its gradient
     logits = 4 * size * min(config.logprob_chunk_tokens, positions) * model.vocab_size / tensor
     return int(blocks + hidden + logits + _gathered(config, size))
 
 
-def _under_way(config: TrainerConfig) -> float:
-    """Activations that the first rank of a pipeline holds at the same time, as a multiple of one microbatch's activations in all blocks.
+def _microbatches_held(config: TrainerConfig) -> float:
+    """Activations that the first rank of a pipeline holds at the same time. The unit is one microbatch's activations in all blocks.
 
     With p ranks of v stages each, the first rank runs p (v - 1) + 2 (p - 1) forwards of a stage before forwards and backwards
     alternate. With one stage per rank it runs p - 1.
@@ -225,11 +227,11 @@ def _under_way(config: TrainerConfig) -> float:
 
 
 def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Elements that a block saves per position. Context parallelism gathers the keys and values of whole rows for attention."""
+    """Number of elements that a block saves per position. For attention, context parallelism gathers the keys and values of whole rows."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
-    # A block saves the four tensors of width D that norms and projections read. It also saves q and k before their norms, if there are
-    # any, q, k and v in attention, and the output of attention twice.
+    # A block saves the four tensors of width D that norms and projections read. It also saves q and k before their norms, if they have
+    # norms, the q, k and v that attention reads, and the output of attention twice.
     before_norms = q + kv if model.has_qk_norm else 0
     attention = 4 * d + before_norms + (q + 2 * kv * context) + 2 * q
     if not model.has_experts(layer):
@@ -239,24 +241,24 @@ def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, conte
 
 
 def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Elements per position that selective recomputation saves: the block's input, attention, and every second matrix product."""
+    """Number of elements that selective recomputation saves per position: the block's input, attention, and every second matrix product."""
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
     return 2 * d + (q + 2 * kv * context) + q + _width(model, layer) / tensor
 
 
 def _width(model: ModelConfig, layer: int) -> int:
-    """Inner width of the MLP, or of all experts of a token together."""
+    """Inner width of the MLP. In a block with experts, the widths of the experts of one token, added up."""
     if model.has_experts(layer):
         return model.num_experts_per_tok * model.moe_intermediate_size
     return model.intermediate_size
 
 
 def _gathered(config: TrainerConfig, size: int) -> float:
-    """Bytes of weights that FSDP gathered in the compute dtype, and of their float32 gradients that wait for reduction.
+    """Bytes of the weights that FSDP has gathered in the compute dtype, and of their float32 gradients that wait for reduction.
 
-    These are the embedding, the head and two whole blocks at a time. A pipeline holds all gradients of the rank until the call ends,
-    and by torchtitan's default all weights too.
+    FSDP holds the embedding, the head and two whole blocks at a time. A pipeline holds all gradients of the rank until the call ends and,
+    by torchtitan's default, all its weights, too.
     """
     parallel = config.parallelism
     if parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1 and size == FLOAT32:
@@ -270,7 +272,7 @@ def _gathered(config: TrainerConfig, size: int) -> float:
 
 
 def _gathered_elements(config: TrainerConfig, *, all_blocks: bool, only_trained: bool) -> int:
-    """Number of elements of the gathered embedding and head, plus those of all blocks or else twice those of the largest block."""
+    """Number of gathered elements: those of the embedding and the head, and those of all blocks or of twice the largest block."""
     outside, blocks = 0, []
     for layer, weights in _held_parts(config):
         elements = 0

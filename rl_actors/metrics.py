@@ -1,6 +1,7 @@
-"""Metrics named `name:reduction` that merge over chunks, microbatches, ranks and calls. Results are floats; tensors stay inside.
+"""Metrics named `name:reduction`, which can be merged over chunks, microbatches, ranks and calls.
 
-A partial is a scalar for sum, min and max, and a pair (numerator, denominator) for mean.
+A partial is the form in which a metric merges: a scalar for sum, min and max, and a pair (numerator, denominator) for mean. Partials may
+be tensors on a device. The finished metrics are floats.
 """
 
 import math
@@ -15,11 +16,11 @@ Partial: TypeAlias = Scalar | tuple[Scalar, Scalar]
 Partials: TypeAlias = dict[str, Partial]
 REDUCTIONS = ("sum", "mean", "max", "min")
 OVER_NOTHING = {"max": -math.inf, "min": math.inf}
-"""Extremes over no values. Merging one of them with a value gives that value."""
+"""The maximum and the minimum of no values. Merging one of them with a value gives that value."""
 
 
 class HostCopy:
-    """A tensor that is on the host already. The subclass in engine/gpu.py copies one from a GPU."""
+    """The copy of a tensor to the host. In this class the tensor is there already. The subclass in engine/gpu.py copies it from a GPU."""
 
     def __init__(self, tensor: Tensor) -> None:
         """Begin the copy."""
@@ -31,7 +32,7 @@ class HostCopy:
 
 
 class PartialsCopy:
-    """Partials of device scalars on their way to the host, all scalars in one transfer."""
+    """The copy of partials to the host. All their device scalars are in one transfer."""
 
     def __init__(self, partials: Mapping[str, Partial], to_host: type[HostCopy] = HostCopy) -> None:
         """Begin the copy."""
@@ -66,12 +67,12 @@ def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
 
 
 def to_numbers(partials: Mapping[str, Partial]) -> Partials:
-    """Partials of scalars on the host as numbers."""
+    """Turn partials whose scalars are on the host into numbers."""
     return PartialsCopy(partials).wait()
 
 
 def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
-    """finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}; a mean or an extreme over nothing is 0."""
+    """finish({"a:sum": 3, "b:mean": (3, 5)}) -> {"a:sum": 3.0, "b:mean": 0.6}. A mean, maximum or minimum of no values is 0."""
     finished: dict[str, float] = {}
     for name, value in partials.items():
         if isinstance(value, tuple):
@@ -99,7 +100,7 @@ def _combine(name: str, a: Partial, b: Partial) -> Partial:
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    """NaN when either is NaN. Python's max(1.0, nan) depends on the order."""
+    """The larger of two numbers, or NaN if one of them is NaN. The result of Python's max(1.0, nan) depends on the order."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b)
     return a if a > b or a != a else b

@@ -1,4 +1,4 @@
-"""Dimensions of a model, and their form in Hugging Face's config.json. ARCHITECTURES lists the models that there are."""
+"""Dimensions of a model, and their form in Hugging Face's config.json. ARCHITECTURES lists the supported kinds of models."""
 
 import json
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """A kind of decoder: how it differs from the others, and its names at Hugging Face."""
+    """A kind of decoder: its class in transformers, and its differences from the other kinds."""
 
     hf_class: str
-    has_qk_norm: bool  # the heads of queries and keys are normalised
-    required: tuple[tuple[str, object], ...] = ()  # entries of config.json that must be there, with this value
+    has_qk_norm: bool  # True: the heads of queries and keys are normalised
+    required: tuple[tuple[str, object], ...] = ()  # entries that config.json must have, with their values
 
 
 ARCHITECTURES = {
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
     "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
     "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
-    # Absent, it would be 4096: transformers' default.
+    # If sliding_window is missing, transformers takes 4096.
     "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
 }
 """model_type in config.json -> architecture."""
@@ -42,23 +42,23 @@ SUPPORTED_VALUES = {
     "hidden_act": "silu",
     "use_sliding_window": False,
 }
-"""Entries of config.json that have one supported value. They may be absent."""
+"""Entries of config.json for which only one value is supported. They may be missing."""
 
 
 LLAMA3_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Entries of the rotary embedding with rope_type llama3: longer wavelengths than the original's longest are stretched by `factor`."""
+"""Entries of the rotary embedding in config.json with rope_type llama3."""
 
 
 @dataclass(kw_only=True)
 class ModelConfig:
-    """A Qwen3, dense or mixture of experts, a Llama or a Mistral, in the terms of its Hugging Face config.json."""
+    """A Qwen3 (dense or a mixture of experts), a Llama or a Mistral. The fields are named as in Hugging Face's config.json."""
 
     architecture: Literal["qwen3", "llama", "mistral"] = "qwen3"
-    """Kind of decoder: model_type in config.json, where a Qwen3 with experts is qwen3_moe."""
+    """Kind of decoder. It is model_type in config.json, except that a Qwen3 with experts is qwen3_moe there."""
     vocab_size: int = 151_936
     """Rows of the embedding."""
     hidden_size: int = 1024
-    """Width of the residual stream."""
+    """Width of the hidden states between blocks."""
     intermediate_size: int = 3072
     """Inner width of the MLP."""
     num_hidden_layers: int = 28
@@ -75,9 +75,9 @@ class ModelConfig:
     """Base of the rotary embedding."""
     rope_scaling: dict[str, float] = field(default_factory=dict)
     """Llama 3's scaling of the rotary embedding: factor, low_freq_factor, high_freq_factor, original_max_position_embeddings.
-    Empty: none."""
+    Empty: the rotary embedding is not scaled."""
     rms_norm_eps: float = 1e-6
-    """Added to the mean square in every norm."""
+    """Number that every norm adds to the mean square."""
     tie_word_embeddings: bool = True
     """True: the output projection is the embedding matrix."""
     num_experts: int = 0
@@ -91,7 +91,7 @@ class ModelConfig:
     decoder_sparse_step: int = 1
     """Distance between two blocks with experts: 1 gives every block experts, 2 every second one."""
     mlp_only_layers: tuple[int, ...] = ()
-    """Exceptions to decoder_sparse_step: these blocks, counted from 0, have one MLP."""
+    """Exceptions to decoder_sparse_step: blocks, counted from 0, that have one MLP."""
 
     def require_same(self, path: str) -> None:
         """Raises ValueError listing every dimension that differs from the config.json of a Hugging Face directory."""
@@ -106,7 +106,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, path: str | Path) -> "ModelConfig":
-        """Read config.json of a Hugging Face directory. Raises ValueError naming the entry if it is not a supported Qwen3."""
+        """Read config.json of a Hugging Face directory. Raises ValueError naming the entry if the model is not supported."""
         file = Path(path) / "config.json"
         if not file.is_file():
             raise ValueError(f"{path} holds no config.json, so it is not a Hugging Face model directory")
@@ -172,7 +172,7 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type].has_qk_norm
 
     def save(self, directory: str | Path) -> None:
-        """Write config.json. A generator needs nothing else besides weights."""
+        """Write config.json. Besides weights, a generator needs nothing else."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
 
@@ -182,7 +182,7 @@ class ModelConfig:
         return is_sparse and layer not in self.mlp_only_layers
 
     def validate(self) -> None:
-        """Raises ValueError naming the value and the limit if the dimensions make no model."""
+        """Raises ValueError naming the value and the limit if no model can have these dimensions."""
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -214,7 +214,7 @@ class ModelConfig:
 
 def _rope(file: Path, values: dict[str, Any]) -> dict[str, Any]:
     """rope_theta and rope_scaling from the content of a config.json."""
-    # transformers 5 moved the rotary embedding into rope_parameters; before, rope_type was also written as type.
+    # transformers 5 writes the rotary embedding into rope_parameters. Older directories have it in rope_scaling, with rope_type or type.
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     rope_type = rope.get("rope_type", rope.get("type", "default"))

@@ -1,6 +1,6 @@
-"""The trainer as a Monarch actor: one instance a rank, each a thin shell over its TrainEngine. Holds no other actor.
+"""The trainer as a Monarch actor. Each rank has one instance, a thin shell over its TrainEngine. Holds no other actor.
 
-Every rank must get the same calls in the same order, so one TrainerClient sends them; see `Order`.
+Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this.
 """
 
 import asyncio
@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """Number of a call in the session of a client.
+    """The number of a call in the session of a client.
 
-    A repeated number gets the first answer again. A number that is neither repeated nor the next is an error.
+    A call that repeats the last number gets the last answer again. Any other number that is not the next is an error.
     """
 
     session: str
@@ -45,7 +45,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Generic[T]):
-    """The outcome of a call, kept so that a repetition of the call gets the same."""
+    """The answer or the error of a call. It is kept, so that a repetition of the call gets the same."""
 
     value: T | None = None
     error: Exception | None = None
@@ -57,9 +57,10 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """Endpoints take an Order. A call without an Order runs as soon as it arrives, so its caller must be the only one."""
+    """Endpoints take an Order. A call without one runs as soon as it arrives, so its caller must be the only caller."""
 
-    engine: "TrainEngine"  # this and the next two exist after setup
+    # These three exist after setup.
+    engine: "TrainEngine"
     compiler_context: contextvars.Context
     rank: int
 
@@ -70,7 +71,7 @@ class PolicyTrainer(Actor):
         self.last_number = 0
         self.last_reply: Reply[object] | None = None
         self.publisher: Publisher | None = None  # None before setup, and without a transport
-        self.written: Future[None] | None = None  # of the last save_checkpoint
+        self.written: Future[None] | None = None  # done when the checkpoint of the last save_checkpoint is on disk
 
     def __repr__(self) -> str:
         return f"PolicyTrainer({self.rank if hasattr(self, 'rank') else 'not set up'})"
@@ -86,19 +87,20 @@ class PolicyTrainer(Actor):
 
     def build(self) -> None:
         route_library_logs("trainer")
-        # Imported here, so that only a rank's process imports torchtitan, and the caller gets an ImportError as it is.
+        # Imported here, so that only the process of a rank imports torchtitan. If the import fails, the caller gets the ImportError.
         from rl_actors.engine.collectives import by_rank
         from rl_actors.engine.train_engine import TrainEngine
 
         self.engine = TrainEngine(self.config)
-        # torch keeps its compiler's settings in context variables, and each message has a context of its own.
+        # torch keeps the settings of its compiler in context variables, and Monarch runs each message in a context of its own. So every
+        # call runs in this copy.
         self.compiler_context = contextvars.copy_context()
         self.rank = dist.get_rank()
         if self.transport is not None:
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # Only in a process that this package spawned. The garbage collector of another program's process is left as it is.
+        # Only in a process that this package spawned, because another program's garbage collector is not ours to change.
         if "RL_ACTORS_PROCESS" in os.environ:
-            # Freeze what setup created; otherwise every garbage collection scans all of it, whenever samples arrive.
+            # Freeze all objects that setup made. Otherwise garbage collections, which run when samples arrive, would scan them each time.
             gc.collect()
             gc.freeze()
             atexit.register(gc.unfreeze)  # otherwise some C extensions report leaks when the process ends
@@ -110,7 +112,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def probe(self) -> Probe:
-        """A Probe beside this actor. It answers also while a call runs here."""
+        """A Probe on the process of this actor. It answers also while this actor runs a call."""
         return await probe_here()
 
     @endpoint
@@ -121,7 +123,7 @@ class PolicyTrainer(Actor):
         entropy: bool = False,
         order: Order | None = None,
     ) -> RankOutput:
-        """Logprobs of the targets and, with a loss, its metrics; changes nothing."""
+        """Logprobs of the targets and, with a loss, its metrics. Changes nothing."""
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
@@ -133,7 +135,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
-        """Divide, clip, step, clear. Advances policy_version by one."""
+        """Divide and clip the gradients, step the optimizer, clear the gradients. Advances policy_version by one."""
         return await self.in_order(order, lambda: self.engine.optim_step(params))
 
     @endpoint
@@ -143,7 +145,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Copy model, optimizer and version, and begin to write them; returns the version."""
+        """Copy model, optimizer and version, and begin to write them. Returns the version."""
         return await self.in_order(order, lambda: self.begin_checkpoint(path, optimizer))
 
     def begin_checkpoint(self, path: str, optimizer: bool) -> int:
@@ -153,13 +155,13 @@ class PolicyTrainer(Actor):
     @concurrent_endpoint
     @sends_errors
     async def wait_for_checkpoint(self) -> None:
-        """Answer when the checkpoint that save_checkpoint began is whole on disk, or raise why it is not. Other calls run meanwhile."""
+        """Answer when the checkpoint of the last save_checkpoint is complete on disk, or raise the error. Other calls run meanwhile."""
         if self.written is not None:
             await asyncio.wrap_future(self.written)
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read model, optimizer and version. Versions that are published after it are a new stream, see Manifest."""
+        """Read model, optimizer and version. Later pushes publish a new stream; see Manifest."""
         return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
     def read_checkpoint(self, path: str, optimizer: bool) -> int:
@@ -175,7 +177,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def export_lora(self, path: str, order: Order | None = None) -> None:
-        """Write the adapters as peft reads them."""
+        """Write the adapters in the form that peft reads."""
         return await self.in_order(order, lambda: self.engine.export_lora(path))
 
     @endpoint
@@ -185,10 +187,9 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish the weights under policy_version, each rank its own shards, in the widest dtype that a generator of the transport
-        computes in.
+        """Publish the weights under policy_version. Each rank publishes its own shards.
 
-        Does nothing when they are published already.
+        Their dtype is the widest in which a generator of the transport computes. Does nothing if they are published already.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -203,7 +204,7 @@ class PolicyTrainer(Actor):
     async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
         """Run `call` if it is its turn, and keep its answer or its error for a repetition.
 
-        Raises RuntimeError for the order of a session that was replaced, and for a number that does not follow.
+        Raises RuntimeError if the session of the order was replaced, or if its number does not follow the last one.
         """
         if order is None:
             return await _settle(self.compiler_context.run(call))

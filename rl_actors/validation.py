@@ -1,4 +1,4 @@
-"""Checks of a caller's arguments before any rank works. They are pure: the client and every rank run the same checks."""
+"""Checks of a caller's arguments, which run before any rank works. Client and ranks run the same checks, so all refuse the same calls."""
 
 import math
 import pkgutil
@@ -55,7 +55,7 @@ def _validate_names(
 
 
 def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> None:
-    """All samples of a call have the same optional columns and the same K."""
+    """Raises ValueError unless all samples of a call have the same optional columns and the same K."""
     first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
         if sample.columns.keys() == first.keys() and first.keys().isdisjoint(TOP_K_COLUMNS):
@@ -71,7 +71,10 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """target_ids and target_weights come together, with the K of the first sample."""
+    """Raises ValueError unless target_ids and target_weights have the same K, which is that of the first sample.
+
+    needs_weights: the loss reads target_weights, so both columns must be there.
+    """
     sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"sample {index}: K differs: {sizes}; target_ids and target_weights must have the same shape")
@@ -133,7 +136,7 @@ class _BadValue(NamedTuple):
 
 
 def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
-    """Every token and target is an id of the vocabulary, and every column is finite."""
+    """Raises ValueError unless every token and target is an id of the vocabulary and every column is finite."""
     limit = f"ids are 0 to {vocab_size - 1} (vocab_size={vocab_size})"
 
     def is_unknown(ids: np.ndarray) -> np.ndarray:
@@ -160,7 +163,7 @@ def _validate_values(samples: Sequence[Sample], vocab_size: int) -> None:
 
 
 def _tensors_of(column: str, samples: Sequence[Sample]) -> dict[int, Tensor]:
-    """The column of every sample that has it, by the index of the sample."""
+    """Index of a sample -> its column of this name. Samples without the column are left out."""
     return {index: sample.columns[column] for index, sample in enumerate(samples) if column in sample.columns}
 
 
@@ -169,9 +172,10 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 
 
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
-    """Check all tensors together, which is faster, and then single tensors only if some value is bad.
+    """The first bad value in the tensors, or None.
 
-    The checks use numpy. For so many positions torch would wake a thread for every core of the host, which can take longer than a step.
+    All tensors are checked together, which is faster. Only if some value is bad, they are checked one by one. The checks use numpy, because
+    torch would wake a thread for every core of the host for so many positions, which can take longer than a step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -183,7 +187,7 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError if the trainer has no optimizer. Used by calls that train or that read or write the optimizer's state."""
+    """Raises ValueError if the trainer has no optimizer. For calls that train, and calls that read or write the optimizer's state."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
@@ -202,7 +206,7 @@ def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
 
 
 def require_gpus(config: "TrainerConfig") -> None:
-    """Raises ValueError if the layout takes more GPUs than this program sees. On a machine without GPUs any layout passes."""
+    """Raises ValueError if the layout takes more GPUs than this program sees. Does nothing on a machine without GPUs."""
     taken, count = config.num_processes(), torch.cuda.device_count()
     if torch.cuda.is_available() and taken > count:
         layout = layouts.described(layouts.all_degrees(config))
@@ -210,7 +214,7 @@ def require_gpus(config: "TrainerConfig") -> None:
 
 
 def require_gpu(config: "GeneratorConfig") -> None:
-    """Raises ValueError if this program does not see the generator's GPU. On a machine without GPUs any index passes."""
+    """Raises ValueError if this program does not see the generator's GPU. Does nothing on a machine without GPUs."""
     count = torch.cuda.device_count()
     if torch.cuda.is_available() and config.gpu is not None and config.gpu >= count:
         raise ValueError(
@@ -220,16 +224,16 @@ def require_gpu(config: "GeneratorConfig") -> None:
 
 
 HYPERPARAMETERS = {"beta1": "betas", "beta2": "betas", "eps": "eps", "weight_decay": "weight_decay"}
-"""Fields of OptimParams that an optimizer may lack, with torch's names for them."""
+"""Fields of OptimParams that an optimizer may lack -> the keys of torch's parameter groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Limit:
-    """The type and the range of a value, and the words for both."""
+    """The type and the range of a value."""
 
     has_type: Callable[[object], bool]
-    is_in_range: Callable[[Any], bool]  # called with a value that has the type
-    words: str
+    is_in_range: Callable[[Any], bool]  # called only with a value of that type
+    words: str  # the type and the range in words, for error texts
 
     def require(self, name: str, value: object) -> None:
         """Raises TypeError or ValueError naming the value and the limit."""
@@ -239,7 +243,7 @@ class _Limit:
             raise ValueError(f"{name}={value!r}; it must be {self.words}")
 
 
-# True and False are instances of int, but here they are not numbers.
+# True and False are instances of int. Where a number is expected they are a mistake, so they are refused.
 def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -271,7 +275,7 @@ _INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,
     "n": _COUNT,
-    # vLLM would sample at 0.01 if the temperature is lower, and only log a warning.
+    # At a lower temperature vLLM would sample at 0.01 and only log a warning.
     "temperature": _Limit(_is_number, lambda x: x == 0 or 0.01 <= x <= 2, "a number: 0 (greedy) or in [0.01, 2]"),
     "top_p": _Limit(_is_number, lambda x: 0 < x <= 1, "a number in (0, 1]"),
     "top_k": _INDEX,
@@ -287,7 +291,7 @@ _TIMEOUT = _Limit(_is_number, lambda x: x >= 0, "a number of seconds, at least 0
 
 
 def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has. A pair of eps, as in Adafactor, does not count."""
+    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has. An eps that is a pair, as in Adafactor, does not count."""
     has_betas = len(param_group.get("betas", ())) == 2
     supported = []
     for name, key in HYPERPARAMETERS.items():
@@ -316,7 +320,10 @@ def validate_optim_params(
 
 
 def validate_prompts(prompts: Sequence[Sequence[int]], *, max_model_len: int, vocab_size: int) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the prompt, the value and the limit. A completion needs room for a token."""
+    """Raises ValueError (TypeError for a wrong type) naming the prompt, the value and the limit.
+
+    A prompt must be shorter than max_model_len, because its completion has at least one token.
+    """
     _validate_ids("prompt", prompts, max_model_len - 1, max_model_len, vocab_size)
 
 
@@ -341,12 +348,12 @@ def _validate_ids(what: str, lists: Sequence[Sequence[int]], longest: int, max_m
 
 
 def _are_integers(ids: Iterable[object]) -> bool:
-    # A prompt has few types and thousands of tokens, so the types are collected first.
+    # A prompt has thousands of tokens but few types, so each type is checked only once.
     return all(issubclass(kind, int) and kind is not bool for kind in set(map(type, ids)))
 
 
 def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None = None) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the parameter, its value and the limit. vocab_size: None before it is known."""
+    """Raises ValueError (TypeError for a wrong type) naming the parameter, its value and the limit. vocab_size: None if it is not known yet."""
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
     for name, limit in SAMPLING_LIMITS.items():
@@ -367,6 +374,6 @@ def validate_pull(version: int, timeout: float) -> None:
 
 
 def require_config(call: str, config: object, expected: type) -> None:
-    """Raises TypeError naming both types if `config` is not of the type that the call takes."""
+    """Raises TypeError naming both types if `config` is not an instance of `expected`."""
     if not isinstance(config, expected):
         raise TypeError(f"config is a {type(config).__name__}; {call} takes a {expected.__name__}")

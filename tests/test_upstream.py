@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "upstream.md"
 CODE = ("rl_actors", "controllers", "configs", "benchmarks")
 FOREIGN = ("torch", "torchao", "torchtitan", "torchstore", "monarch", "vllm")
+FOREIGN_PATH = re.compile(rf"({'|'.join(FOREIGN)})([.:]\w+)+")
 VARIABLES = re.compile(r"(HF|HYPERACTOR|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|VLLM)_[A-Z0-9_]+")
 TIMEOUT = 300  # seconds; it takes fifteen
 CHECKS: dict[str, Callable[[], None]] = {}
@@ -944,7 +945,7 @@ def is_private(name: str) -> bool:
 
 def own_names(trees: Sequence[ast.Module]) -> set[str]:
     """Private names that our own code defines: functions, classes, variables, attributes of self."""
-    found = {"_replace"}  # of named tuples, documented
+    found: set[str] = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
@@ -961,23 +962,58 @@ def reached_names() -> Iterator[tuple[str, str]]:
     own = own_names(list(trees.values()))
     for path, tree in trees.items():
         for node in ast.walk(tree):
-            names: list[str] = []
-            if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
-                names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            elif isinstance(node, ast.Import):
-                names = [part for alias in node.names for part in alias.name.split(".")]
-            elif isinstance(node, ast.Attribute) and node.attr not in own:
-                names = [node.attr]
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and VARIABLES.fullmatch(node.value):
-                yield f"{path}:{node.lineno}", node.value
-            yield from ((f"{path}:{node.lineno}", name) for name in names if is_private(name))
+            for name in reached_by(node, own):
+                yield f"{path}:{node.lineno}", name
+
+
+def reached_by(node: ast.AST, own: set[str]) -> list[str]:
+    """The names of `reached_names` in one node of the syntax tree. own: the private names that our code defines."""
+    names: list[str] = []
+    if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
+        names = [*node.module.split("."), *(alias.name for alias in node.names)]
+    elif isinstance(node, ast.Import):
+        names = [part for alias in node.names for part in alias.name.split(".")]
+    elif isinstance(node, ast.Attribute):
+        # Our code uses its own private names only through self, so the same name of another object is a foreign one.
+        is_own = node.attr in own and ast.unparse(node.value) in ("self", "cls", "super()")
+        names = [] if is_own or node.attr == "_replace" else [node.attr]  # named tuples document _replace
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        looked_up = node.args[1]
+        if isinstance(looked_up, ast.Constant) and ast.unparse(node.args[0]) not in ("self", "cls"):
+            names = [looked_up.value]
+    elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        if VARIABLES.fullmatch(node.value):
+            return [node.value]
+        if FOREIGN_PATH.fullmatch(node.value):  # for import_module, resolve_name or getLogger
+            names = re.split("[.:]", node.value)
+    return [name for name in names if is_private(name)]
+
+
+@pytest.mark.parametrize(
+    ("code", "reached"),
+    [
+        ("import torch._inductor", ["_inductor"]),
+        ("from torch.distributed._tools import MemTracker", ["_tools"]),
+        ("schedule._stages", ["_stages"]),
+        ("schedule._stage", ["_stage"]),  # our code has a _stage, too
+        ("self._stage", []),
+        ("getattr(schedule, '_stage')", ["_stage"]),
+        ("hasattr(self, '_stage')", []),
+        ("import_module('monarch._src.actor')", ["_src"]),
+        ("{'TORCH_LOGS': 'all'}", ["TORCH_LOGS"]),
+        ("point._replace(x=1)", []),
+    ],
+)
+def test_a_private_name_is_found_in_whatever_way_the_code_reaches_it(code, reached):
+    assert [name for node in ast.walk(ast.parse(code)) for name in reached_by(node, own={"_stage"})] == reached
 
 
 def overridden_names() -> Iterator[tuple[str, str]]:
-    """(class, name): private methods of others that classes of the engine, the transports and vllm/ replace."""
-    for package in ("rl_actors.engine", "rl_actors.transports", "rl_actors.vllm"):
-        for module in pkgutil.iter_modules([str(ROOT / package.replace(".", "/"))]):
-            for thing in vars(importlib.import_module(f"{package}.{module.name}")).values():
+    """(class, name): private methods of others that classes of rl_actors and the controllers replace."""
+    importlib.import_module("rl_actors.engine")  # first, because it sets torchtitan's device
+    for package in ("rl_actors", "controllers"):
+        for module in pkgutil.walk_packages([str(ROOT / package)], f"{package}."):
+            for thing in vars(importlib.import_module(module.name)).values():
                 if inspect.isclass(thing) and thing.__module__.startswith(package):
                     yield from ((thing.__qualname__, name) for name in overridden_in(thing))
 

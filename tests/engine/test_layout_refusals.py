@@ -161,7 +161,7 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
     [
         (
             {"lora": LoRAConfig(rank=4, train_attn=False, train_mlp=False, train_unembed=True)},
-            "an adapter only on the output projection: no stage but the last",
+            "an adapter only on the output projection: only the last stage would train",
         ),
         (
             {"model": MOE, "load_balance_coeff": 1e-3, "activation_checkpointing": "full"},

@@ -10,7 +10,7 @@ from torch.distributed.pipelining.schedules import _get_warmup_ops
 from torch.distributed.tensor import DTensor
 
 from rl_actors import PPO, LoRAConfig, ModelConfig, OptimizerConfig, OptimParams, TrainerConfig
-from rl_actors.memory_estimate import _gathered, _held_parts, _under_way, memory
+from rl_actors.memory_estimate import _gathered, _held_parts, _microbatches_held, memory
 
 DENSE = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
@@ -101,13 +101,13 @@ def of_layout(**degrees) -> TrainerConfig:
 
 
 @pytest.mark.parametrize(("num_ranks", "of_rank"), [(2, 1), (2, 2), (4, 1), (4, 2), (2, 4)])
-def test_the_first_rank_of_a_pipeline_has_as_much_under_way_as_torch_starts(num_ranks, of_rank):
+def test_the_first_rank_of_a_pipeline_holds_as_many_microbatches_as_torch_starts(num_ranks, of_rank):
     config = of_layout(pipeline_parallel=num_ranks)
     if of_rank > 1:
         config.parallelism.pipeline_parallel_schedule = "Interleaved1F1B"
         config.parallelism.pipeline_parallel_layers_per_stage = -(-16 // (num_ranks * of_rank))
     started = _get_warmup_ops(0, of_rank, num_ranks, num_ranks, 8 * num_ranks) if of_rank > 1 else num_ranks - 1
-    assert _under_way(config) == pytest.approx((started + 1) / (num_ranks * of_rank))
+    assert _microbatches_held(config) == pytest.approx((started + 1) / (num_ranks * of_rank))
     if of_rank == 1:
         assert memory(config).activations == memory(of_layout()).activations
 
