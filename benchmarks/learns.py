@@ -77,7 +77,7 @@ def figures(folder: RunFolder, seconds: float | None) -> dict[str, Any]:
         "accuracy_best": max(accuracies, default=0.0),
         "seconds": round(run_seconds, 1),
         "seconds_beside_steps": round(run_seconds - step_seconds, 1),
-        "first_step_seconds": round(_total("time/step", records[:1]), 1),
+        "first_step_seconds": round(_total("time/step", [*sft, *grpo][:1]), 1),
         "sft_steps": len(sft),
         "grpo_steps": len(grpo),
         **{f"{name}_seconds": round(value, 1) for name, value in part_seconds.items()},

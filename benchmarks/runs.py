@@ -101,7 +101,8 @@ def measure(name: str, further: list[str]) -> None:
     updates = [record for record in records if record["phase"] == "grpo" and not record.get("skipped")]
     if status or not updates:
         raise SystemExit(f"exit status {status} after {len(records)} steps and {len(updates)} updates: {folder.path}")
-    found = figures(records[0], updates) | {"seconds": round(seconds, 1)}
+    first = next(record for record in records if record["step"] > 0)
+    found = figures(first, updates) | {"seconds": round(seconds, 1)}
     peaks = memory.between()
     if peaks:  # empty without a GPU
         found["peak_gib"] = [round(max(values) / MIB_PER_GIB, 1) for values in peaks.values()]

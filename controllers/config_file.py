@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tomli_w
 import yaml
@@ -187,11 +187,14 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """Names of the fields of the dataclass to which a path of field names leads. Empty if the path leads through a list or a dict."""
+    """Names of the fields of the dataclass to which a path of field names and keys leads. Empty if the path leads through a list."""
     for part in path:
+        if get_origin(cls) is dict:  # the part is a key
+            cls = get_args(cls)[1]
+            continue
         kind = get_type_hints(cls).get(str(part))
-        inner = [each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each)]
+        inner = [each for each in (kind, *get_args(kind)) if dataclasses.is_dataclass(each) or get_origin(each) is dict]
         if not inner:
             return []
         cls = inner[0]
-    return [each.name for each in dataclasses.fields(cls)]
+    return [each.name for each in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []

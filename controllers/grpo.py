@@ -90,6 +90,9 @@ class Update:
 async def train(run: Run[GRPOConfig]) -> None:
     """Take supervised steps until the policy is worth sampling, then GRPO steps. A GRPO step generates, trains and syncs the weights."""
     config = run.config
+    if config.validate_first and not run.state:  # a resumed run has a state
+        await sync(run)
+        await run.record(0, await run.validate(0), phase="start")
     sft_steps, cursor = await train_sft_phase(run)
     steps_done = max(run.state.get("step", 0), sft_steps)
     last_step = sft_steps + config.steps
@@ -125,7 +128,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             values |= run.trained(samples, num_epochs=config.epochs_per_step)
         grpo_step, is_last = step - sft_steps, step == last_step
         if is_last or grpo_step % config.validate_every == 0:
-            values["validation/accuracy"] = await run.accuracy()
+            values |= await run.validate(step)
         await run.record(step, values, phase="grpo", skipped=not batch.samples)
         run.log.rollouts(step, batch.shown())
         # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
@@ -175,7 +178,7 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
         if is_last:
             state["sft_steps"] = step
             await sync(run)
-            values["validation/accuracy"] = await run.accuracy()
+            values |= await run.validate(step)
         await run.record(step, values, phase="sft")
         await run.end_step(state, phase_step=step, is_last=is_last)
         if is_last:

@@ -11,7 +11,7 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from typing import TextIO
@@ -28,6 +28,7 @@ from controllers.report import write_report
 from controllers.run import Run, RunConfig, open_run
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
+from controllers.validation import ValidationSet, build_sets
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.engine import require_machine
@@ -66,7 +67,7 @@ def main(controller: str) -> None:
             checkpoints.read(invocation.eval_only)
         if invocation.resume:
             invocation.config.validate_resumed(RunFolder(invocation.resume))
-        environment, tokenizer = _environment_and_tokenizer(invocation.config)
+        environment, validation_sets, tokenizer = _task_and_tokenizer(invocation.config)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -75,7 +76,7 @@ def main(controller: str) -> None:
     if invocation.dry_run:
         cli.print_config(invocation.config)
         return
-    status = _run(invocation, environment, tokenizer, train)
+    status = _run(invocation, environment, validation_sets, tokenizer, train)
     if status:
         print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
     # Shut Monarch down here. At the interpreter's exit it would wait only one second, which is too short on a busy machine, and then
@@ -96,9 +97,10 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
     return ""
 
 
-def _environment_and_tokenizer(config: RunConfig) -> tuple[Environment, Tokenizer]:
+def _task_and_tokenizer(config: RunConfig) -> tuple[Environment, list[ValidationSet], Tokenizer]:
     """Raises ValueError for a task that cannot be built and for prompts that the tokenizer or the generator cannot take."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
+    validation_sets = build_sets(environment, config.validation, seed=config.seed)
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
             build_character_tokenizer(directory, config.alphabet)
@@ -107,9 +109,10 @@ def _environment_and_tokenizer(config: RunConfig) -> tuple[Environment, Tokenize
         tokenizer = load_tokenizer(config.trainer.hf_path, config.chat)
     if len(tokenizer) > (rows := config.trainer.model.vocab_size):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
-    for problem in [*environment.held_out(), *map(environment.problem, range(PROBLEMS_CHECKED))]:
+    held_out = [problem for each in validation_sets for problem in each.problems]
+    for problem in [*held_out, *map(environment.problem, range(PROBLEMS_CHECKED))]:
         _require_fits(problem, tokenizer, config)
-    return environment, tokenizer
+    return environment, validation_sets, tokenizer
 
 
 def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> None:
@@ -126,7 +129,13 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
         )
 
 
-def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Tokenizer, train: Train) -> int:
+def _run(
+    invocation: cli.Invocation,
+    environment: Environment,
+    validation_sets: Sequence[ValidationSet],
+    tokenizer: Tokenizer,
+    train: Train,
+) -> int:
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -135,9 +144,9 @@ def _run(invocation: cli.Invocation, environment: Environment, tokenizer: Tokeni
         route_logs(log_file, label="controller", verbose=invocation.verbose)
         interruption = Interruption(tell=functools.partial(print, file=terminal))
         if invocation.eval_only:
-            work = _evaluate(invocation, folder, environment, tokenizer, terminal)
+            work = _evaluate(invocation, folder, environment, validation_sets, tokenizer, terminal)
         else:
-            work = _train(train, invocation, folder, environment, tokenizer, terminal, interruption)
+            work = _train(train, invocation, folder, environment, validation_sets, tokenizer, terminal, interruption)
         try:
             return asyncio.run(_until_signal(work, interruption))
         except BaseException as error:
@@ -165,6 +174,7 @@ async def _train(
     invocation: cli.Invocation,
     folder: RunFolder,
     environment: Environment,
+    validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     terminal: TextIO,
     interruption: Interruption,
@@ -190,7 +200,10 @@ async def _train(
         ) as log:
             interruption.tell = log.note  # a line that is printed past the panel would tear it
             log.note(f"run folder: {folder.path}")
-            async with open_run(config, folder, environment, tokenizer, log.setup, verbose=invocation.verbose) as run:
+            opening = open_run(
+                config, folder, environment, validation_sets, tokenizer, log.setup, verbose=invocation.verbose
+            )
+            async with opening as run:
                 run.log, run.interruption = log, interruption
                 checkpoints.seed_random(config.seed)
                 if invocation.resume and newest is None:
@@ -232,15 +245,20 @@ async def _evaluate(
     invocation: cli.Invocation,
     folder: RunFolder,
     environment: Environment,
+    validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     terminal: TextIO,
 ) -> int:
     """Score a checkpoint on the held-out problems. Writes only a log."""
     config, checkpoint = invocation.config, folder.path
     display = LineDisplay(Console(file=terminal), None)
-    async with open_run(config, folder, environment, tokenizer, display.setup, verbose=invocation.verbose) as run:
+    opening = open_run(
+        config, folder, environment, validation_sets, tokenizer, display.setup, verbose=invocation.verbose
+    )
+    async with opening as run:
         version = await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
         await run.generator.pull_model_state_dict(await run.trainer.push_model_state_dict())
-        accuracy = await run.accuracy()
-    display.print(f"{checkpoint}: policy_version {version}, validation/accuracy {accuracy:.4f}")
+        scores = await run.measure()
+    found = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
+    display.print(f"{checkpoint}: policy_version {version}, {found}")
     return 0

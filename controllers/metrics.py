@@ -1,7 +1,7 @@
 """Write the metrics of a run to a display, metrics.jsonl, rollouts.jsonl, TensorBoard and wandb. Makes no decision about the run.
 
 Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised and GRPO steps
-share one count.
+share one count. Step 0 is the validation before the first step.
 A record is the line of one step in metrics.jsonl.
 """
 
@@ -92,11 +92,13 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        folder.drop_after(steps_done)
-        self.folder, self._last_step, self._rollouts_per_step = folder, steps_done, rollouts_per_step
+        self._last_step = steps_done or -1  # a run that did no step validates again before the first one, as step 0
+        folder.drop_after(self._last_step)
+        self.folder, self._rollouts_per_step = folder, rollouts_per_step
         self._tensorboard = _tensorboard(folder, steps_done) if tensorboard else None
         self._wandb = _wandb(folder, wandb_project, config) if wandb_project else None
         self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
+        self._validation = folder.validation.open("a")
         console = console or Console()
         live = console.is_terminal and not lines
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
@@ -110,7 +112,7 @@ class MetricsLogger(AbstractContextManager):
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step of phase "sft" or "grpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
+        """Record one step of phase "start", "sft" or "grpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"
@@ -137,6 +139,10 @@ class MetricsLogger(AbstractContextManager):
         kept = rollouts[::stride][: self._rollouts_per_step]
         self._append(self._rollouts, [{"step": step, **rollout} for rollout in kept])
 
+    def validation(self, step: int, samples: Sequence[Record]) -> None:
+        """Write completions of held-out problems."""
+        self._append(self._validation, [{"step": step, **sample} for sample in samples])
+
     def _append(self, file: TextIO, records: Sequence[Record]) -> None:
         file.write("".join(to_json(record) + "\n" for record in records))
         file.flush()
@@ -145,7 +151,7 @@ class MetricsLogger(AbstractContextManager):
         outcome = {
             "status": status,
             "error": error,
-            "step": self._last_step,
+            "step": max(0, self._last_step),
             "total_steps": self.display.total_steps,
         }
         self.folder.outcome.write_text(to_json(outcome) + "\n")
@@ -161,6 +167,7 @@ class MetricsLogger(AbstractContextManager):
             self._write_outcome("finished" if whole else "stopped early")
         self._metrics.close()
         self._rollouts.close()
+        self._validation.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
         if self._wandb is not None:

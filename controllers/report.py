@@ -131,7 +131,7 @@ def supervised_steps(records: Records) -> Records:
 
 
 def grpo_steps(records: Records) -> Records:
-    return [record for record in records if record.get("phase") != "sft"]
+    return [record for record in records if record.get("phase") not in ("start", "sft")]
 
 
 def chart(title: str, draw: Callable[[Axes, Records], None], records: Records, size: tuple[float, float]) -> Figure:
@@ -147,7 +147,7 @@ def chart(title: str, draw: Callable[[Axes, Records], None], records: Records, s
     draw(axes, records)
     supervised = supervised_steps(records)
     if 0 < len(supervised) < len(records):
-        start, end = records[0]["step"], supervised[-1]["step"]
+        start, end = supervised[0]["step"], supervised[-1]["step"]
         axes.axvspan(start - 0.5, end + 0.5, color=LIGHT["gray"], alpha=0.15, linewidth=0, zorder=0)
         if draw is draw_reward:
             axes.text(start, 0.97, " supervised", va="top", transform=axes.get_xaxis_transform())
@@ -198,7 +198,11 @@ def tiles(records: Records, outcome: Mapping[str, object]) -> list[tuple[str, st
     planned = f"{outcome['total_steps']:,} steps planned" if outcome.get("total_steps") else ""
     return [
         accuracy_tile(records),
-        ("steps", f"{len(records):,}", f"{num_supervised:,} supervised, {num_skipped:,} skipped"),
+        (
+            "steps",
+            f"{num_supervised + len(grpo_steps(records)):,}",
+            f"{num_supervised:,} supervised, {num_skipped:,} skipped",
+        ),
         ("tokens trained", f"{trained:,.0f}", f"{generated:,.0f} generated"),
         ("time in steps", minutes_text(seconds), f"{seconds / max(1, len(records)):.2f} s a step"),
         ("outcome", status, str(outcome.get("error") or planned)),

@@ -198,17 +198,3 @@ def to_sample(prompt: Sequence[int], completion: Completion, advantage: float, t
         old_logprobs=completion.logprobs,
         advantages=advantage,
     )
-
-
-async def greedy_accuracy(
-    generator: GeneratorClient,
-    environment: Environment,
-    tokenizer: Tokenizer,
-    problems: Sequence[Problem],
-    max_tokens: int,
-) -> float:
-    """The mean reward of greedy completions."""
-    params = SamplingParams(max_tokens=max_tokens, temperature=0.0, stop_token_ids=tokenizer.stop_token_ids)
-    groups = await generator.generate([tokenizer.encode_prompt(problem) for problem in problems], params)
-    texts = [tokenizer.decode(completions[0].tokens) for completions in groups]
-    return fmean(score(environment, problem, text) for problem, text in zip(problems, texts, strict=True))

@@ -5,19 +5,19 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Generic, Literal, Self, TypeVar
+from typing import Annotated, Generic, Literal, Self, TypeVar
 
 import torch
 
 import rl_actors
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
-from controllers.environments import Environment, EnvironmentConfig, Problem
+from controllers.environments import Environment, EnvironmentConfig
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, usage
-from controllers.rollouts import greedy_accuracy
 from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
+from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 from rl_actors.hub import find_model
 from rl_actors.model_flops import training_flops
@@ -71,6 +71,13 @@ class RunConfig:
     """Samples of one forward_backward call; a step makes as many calls as its batch needs."""
     validate_every: int = 10
     """Steps between two validations on the held-out problems."""
+    validate_first: bool = True
+    """Validate before the first step, too."""
+    validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
+    """Further sets to validate on, by name: the held-out problems of these environments. One JSON object, e.g. {"hard": {"task": "hard.jsonl"}};
+    the metrics are validation/hard/accuracy and so on."""
+    pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
+    """pass@k of every set, beside the greedy accuracy."""
     checkpoint_every: int = 25
     """Steps between two checkpoints; the last step always writes one. 0: no checkpoint is written, and the run cannot be resumed."""
     keep_checkpoints: int = 2
@@ -120,6 +127,8 @@ class RunConfig:
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
             )
         self.environment.validate()
+        validate_sets(self.validation)
+        self.pass_at_k.validate()
         self.generator.validate()
         self.trainer.validate()
         if self.trainer.optimizer is None:
@@ -141,7 +150,7 @@ class Run(Generic[Config]):
     config: Config
     folder: RunFolder
     environment: Environment
-    held_out: list[Problem]
+    validation_sets: Sequence[ValidationSet]
     tokenizer: Tokenizer
     trainer: TrainerClient
     generator: GeneratorClient
@@ -159,12 +168,24 @@ class Run(Generic[Config]):
     )  # controller's state after the last step; empty before the first one
     saved_step: int = 0  # step of the last checkpoint
 
-    async def accuracy(self) -> float:
-        """Greedy accuracy on the held-out problems, with the generator's current weights."""
+    async def measure(self) -> Scores:
+        """Score the generator's current weights on all held-out problems."""
+        validator = Validator(
+            sets=self.validation_sets,
+            generator=self.generator,
+            tokenizer=self.tokenizer,
+            max_tokens=self.config.max_tokens,
+            seed=self.config.seed,
+            pass_at_k=self.config.pass_at_k,
+        )
+        return await validator()
+
+    async def validate(self, step: int) -> dict[str, float]:
+        """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the step."""
         with self.timer("validate"):
-            return await greedy_accuracy(
-                self.generator, self.environment, self.tokenizer, self.held_out, self.config.max_tokens
-            )
+            scores = await self.measure()
+        self.log.validation(step, scores.samples)
+        return scores.metrics
 
     def trained(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
         """What it takes to train on the samples, as metrics of the step."""
@@ -249,6 +270,7 @@ async def open_run(
     config: Config,
     folder: RunFolder,
     environment: Environment,
+    validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     setup: Callable[[str], AbstractContextManager[None]],
     *,
@@ -274,7 +296,7 @@ async def open_run(
             config=config,
             folder=folder,
             environment=environment,
-            held_out=environment.held_out(),
+            validation_sets=validation_sets,
             tokenizer=tokenizer,
             trainer=trainer,
             generator=generator,

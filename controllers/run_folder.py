@@ -18,6 +18,7 @@ class RunFolder:
         self.path = Path(path)
         self.config, self.metrics = self.path / "config.json", self.path / "metrics.jsonl"
         self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
+        self.validation = self.path / "validation.jsonl"
         self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.reference = self.path / "reference"
@@ -32,7 +33,7 @@ class RunFolder:
 
     def drop_after(self, step: int) -> None:
         """Remove the lines of steps after this one, and a line that a killed run left half written. Each file is replaced in one rename."""
-        for file in (self.metrics, self.rollouts):
+        for file in (self.metrics, self.rollouts, self.validation):
             if not file.exists():
                 continue
             with file.with_suffix(".tmp").open("w") as temporary:

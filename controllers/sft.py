@@ -105,20 +105,27 @@ async def train(run: Run[SFTConfig]) -> None:
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)
+    if config.validate_first and not run.state:  # a resumed run has a state
+        await run.record(0, await _validate(run, 0), phase="start")
     for step in range(run.state.get("step", 0) + 1, config.steps + 1):
         metrics = await phase.train_step(step)
         is_last = step == config.steps or phase.should_stop()
         if is_last or step % config.validate_every == 0:
-            with run.timer("sync"):
-                version = await run.trainer.push_model_state_dict()
-                await run.generator.pull_model_state_dict(version)
-            metrics["validation/accuracy"] = await run.accuracy()
+            metrics |= await _validate(run, step)
         await run.record(step, metrics, phase="sft")
         # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
         # writes its record again. In the other order the record would be missing.
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
+
+
+async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
+    """Give the trainer's weights to the generator and score them."""
+    with run.timer("sync"):
+        version = await run.trainer.push_model_state_dict()
+        await run.generator.pull_model_state_dict(version)
+    return await run.validate(step)
 
 
 if __name__ == "__main__":

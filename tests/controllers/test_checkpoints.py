@@ -146,7 +146,7 @@ def test_checkpoints_are_written_every_so_many_steps_and_after_the_last_or_never
     trainer = FakeTrainer()
     trainer.durable.set()
     kept = Checkpoints(tmp_path, keep=100, keep_every=0)
-    unused = dict.fromkeys(("folder", "environment", "held_out", "tokenizer", "generator", "spawn_reference"))
+    unused = dict.fromkeys(("folder", "environment", "validation_sets", "tokenizer", "generator", "spawn_reference"))
     run = Run(config=config, checkpoints=kept, trainer=trainer, **unused)
 
     async def seven_steps() -> None:

@@ -71,8 +71,8 @@ def finished_run(tmp_path_factory) -> tuple[Path, str]:
 def test_a_run_leaves_every_file_and_a_line_a_step(finished_run):
     folder, output = finished_run
     records = read_jsonl(folder / "metrics.jsonl")
-    assert [record["step"] for record in records] == list(range(1, 8))
-    assert [record["phase"] for record in records] == ["sft"] * 3 + ["grpo"] * 4
+    assert [record["step"] for record in records] == list(range(8))
+    assert [record["phase"] for record in records] == ["start"] + ["sft"] * 3 + ["grpo"] * 4
     assert all(key in record for record in records for key in KEYS)
     for name in ("config.json", "rollouts.jsonl", "report.html", "reward.png", "tokenizer/tokenizer.json"):
         assert (folder / name).stat().st_size > 0
@@ -120,9 +120,9 @@ def resumed_run(finished_run) -> tuple[list[dict], list[dict], str]:
 @pytest.mark.slow
 def test_resuming_goes_on_where_the_newest_checkpoint_is(resumed_run):
     before, after, _ = resumed_run
-    assert [record["step"] for record in after] == list(range(1, 10))
-    assert after[:7] == before
-    assert after[7]["policy_version"] == before[-1]["policy_version"] + 1
+    assert [record["step"] for record in after] == list(range(10))
+    assert after[:8] == before
+    assert after[8]["policy_version"] == before[-1]["policy_version"] + 1
 
 
 @pytest.mark.slow
@@ -175,9 +175,9 @@ def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_th
     output = finish(process)
     assert process.returncode == 0, output
     again = read_jsonl(folder / "metrics.jsonl")
-    assert [record["step"] for record in again] == list(range(1, 8))
+    assert [record["step"] for record in again] == list(range(8))
     for key in ("kl/reference", "loss", "grad_norm"):
-        repeated, expected = ([record[key] for record in records[5:]] for records in (again, whole))
+        repeated, expected = ([record[key] for record in records[6:]] for records in (again, whole))
         assert repeated == pytest.approx(expected, rel=1e-5), key
     assert (folder / "logs/reference-0.log").exists()
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import io
+import itertools
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from rich.console import Console
 
 import rl_actors
 from configs.tiny import tiny
-from controllers.environments import Problem
+from controllers.environments import EnvironmentConfig, Problem
 from controllers.grpo import GRPOConfig, train
 from controllers.metrics import MetricsLogger
 from controllers.rollouts import RolloutConfig
@@ -21,9 +23,10 @@ from controllers.run_folder import RunFolder, read_jsonl
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTPhaseConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.validation import PassAtKConfig, build_sets
 from rl_actors import num_loss_tokens
 
-NUM_SFT_STEPS, NUM_STEPS, NUM_HELD_OUT = 2, 3, 5
+NUM_SFT_STEPS, NUM_STEPS, NUM_HELD_OUT, NUM_HARDER = 2, 3, 5, 11
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,16 @@ class FinishedRun:
     steps: list[Step]
     training: list[Generation]
     validation: list[Generation]
+    attempts: list[Generation]  # for pass@k
+    samples: list[dict]  # of validation.jsonl
+
+    def rewards(self, generation: Generation, problems: list[Problem]) -> list[list[float]]:
+        """Rewards of the completions of every problem."""
+        found = []
+        for problem, completions in zip(problems, generation.answer, strict=True):
+            texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
+            found.append([self.environment.reward(problem, text) for text in texts])
+        return found
 
     def prompts(self, problems: list[Problem]) -> list[list[int]]:
         return [self.tokenizer.encode_prompt(problem) for problem in problems]
@@ -49,6 +62,8 @@ def make_config() -> GRPOConfig:
         epochs_per_step=1,
         samples_per_forward_backward=7,
         validate_every=1,
+        validation={"even": EnvironmentConfig(task="fakes:parity_reward", num_held_out=NUM_HARDER)},
+        pass_at_k=PassAtKConfig(num_samples=4, k=(1, 2), temperature=0.7),
         checkpoint_every=0,
         transport="memory",
         rollouts=RolloutConfig(groups_per_step=3, group_size=16, temperature=0.9),
@@ -59,7 +74,8 @@ def make_config() -> GRPOConfig:
 
 async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityReward, tokenizer) -> FinishedRun:
     setup = contextlib.nullcontext
-    async with open_run(config, folder, environment, tokenizer, setup, verbose=False) as run:
+    sets = build_sets(environment, config.validation, seed=config.seed)
+    async with open_run(config, folder, environment, sets, tokenizer, setup, verbose=False) as run:
         with MetricsLogger(folder, tensorboard=False, console=Console(file=io.StringIO())) as run.log:
             await train(run)
         generations = run.generator.generations
@@ -69,8 +85,10 @@ async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityRew
             tokenizer=tokenizer,
             records=read_jsonl(folder.metrics),
             steps=run.trainer.steps,
-            training=[generation for generation in generations if generation.params.n > 1],
-            validation=[generation for generation in generations if generation.params.n == 1],
+            training=[generation for generation in generations if generation.params.n == 16],
+            validation=[generation for generation in generations if generation.params.temperature == 0],
+            attempts=[generation for generation in generations if generation.params.n == 4],
+            samples=read_jsonl(folder.validation),
         )
 
 
@@ -95,7 +113,7 @@ def test_the_gradient_of_every_step_is_divided_by_the_loss_tokens_of_its_samples
 def test_the_schedule_begins_with_the_first_grpo_step(finished):
     rates = [step.params.learning_rate for step in finished.steps]
     assert rates == pytest.approx([0.7, 0.7, 0.3, 0.2, 0.1])
-    assert [record["learning_rate"] for record in finished.records] == rates
+    assert [record["learning_rate"] for record in finished.records if record["step"] > 0] == rates
 
 
 def test_the_reported_difference_of_logprobs_is_the_trainers_from_the_generators(finished):
@@ -120,22 +138,49 @@ def test_training_problems_are_sampled_at_the_temperature_of_the_config(finished
     assert asked == finished.prompts(problems)
 
 
-def test_accuracy_is_that_of_greedy_completions_of_the_held_out_problems(finished):
-    held_out = finished.environment.held_out()
-    assert len(finished.validation) == 1 + NUM_STEPS  # once behind the supervised steps
-    accuracies = []
-    for generation in finished.validation:
+def test_accuracies_are_those_of_greedy_completions_of_every_held_out_set(finished):
+    expected = {"validation/accuracy": NUM_HELD_OUT, "validation/even/accuracy": NUM_HARDER}
+    validated = [record for record in finished.records if "validation/accuracy" in record]
+    # Before the first step, once after the supervised steps, and after every GRPO step.
+    assert [record["step"] for record in validated] == [0, NUM_SFT_STEPS, 3, 4, 5]
+    assert len(finished.validation) == len(expected) * len(validated)
+    for number, generation in enumerate(finished.validation):
+        name, num_held_out = list(expected.items())[number % 2]
+        held_out = ParityReward(0.0, num_held_out).held_out()
         assert generation.prompts == finished.prompts(held_out)
-        assert generation.params.temperature == 0.0
-        texts = [finished.tokenizer.decode(completion.tokens) for [completion] in generation.answer]
-        rewards = [finished.environment.reward(problem, text) for problem, text in zip(held_out, texts, strict=True)]
-        accuracies.append(sum(rewards) / NUM_HELD_OUT)
-    assert [r["validation/accuracy"] for r in finished.records if "validation/accuracy" in r] == accuracies
+        passed = finished.rewards(generation, held_out)
+        assert validated[number // 2][name] == sum(row[0] for row in passed) / num_held_out
+
+
+def test_pass_at_k_is_estimated_from_the_completions_of_every_problem(finished):
+    validated = [record for record in finished.records if "validation/accuracy" in record]
+    for record, generation in zip(validated, finished.attempts[::2], strict=True):
+        assert generation.params.temperature == 0.7
+        rewards = finished.rewards(generation, finished.environment.held_out())
+        assert record["validation/pass@1"] == pytest.approx(sum(map(sum, rewards)) / (4 * NUM_HELD_OUT))
+        pairs = [list(itertools.combinations(row, 2)) for row in rewards]
+        found = [sum(max(pair) for pair in row) / len(row) for row in pairs]
+        assert record["validation/pass@2"] == pytest.approx(sum(found) / NUM_HELD_OUT)
+        assert record["validation/even/pass@2"] >= record["validation/even/pass@1"]
+
+
+def test_some_completions_of_every_validation_are_kept(finished):
+    assert {sample["step"] for sample in finished.samples} == {0, NUM_SFT_STEPS, 3, 4, 5}
+    first = [sample for sample in finished.samples if sample["step"] == 0]
+    assert [sample["set"] for sample in first] == [""] * NUM_HELD_OUT + ["even"] * 8
+    assert {sample["prompt"] for sample in first if not sample["set"]} == {
+        problem.prompt for problem in finished.environment.held_out()
+    }
+    for sample in first:
+        assert sample["reward"] == float(sum(map(ord, sample["completion"])) % 2)
+        assert sample["samples"] == 4 and 0 <= sample["passed"] <= 4
 
 
 def test_every_name_of_a_record_is_explained_in_the_docs(finished):
     explained = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    names = {name for record in finished.records for name in record}
+    names = set()
+    for name in {name for record in finished.records for name in record}:
+        names.add(re.sub(r"pass@\d+", "pass@<k>", name.replace("/even/", "/<name>/")))
     assert {"completion/truncated", "clip_fraction/low", "policy_lag"} <= names
     assert sorted(name for name in names if f"`{name}`" not in explained) == []
 
@@ -154,5 +199,8 @@ def test_lengths_are_those_of_all_completions_of_a_step(finished):
 def test_a_step_has_its_speed_and_the_memory_of_the_trainer(finished):
     for record in finished.records:
         assert record["memory/trainer_peak"] == 1.0
+        if record["step"] == 0:
+            assert record["tokens/s"] is None
+            continue
         assert record["tokens/s"] == pytest.approx(record["tokens/trained"] / record["time/step"])
         assert record["tflops/trained"] > 0 and "mfu" not in record  # a CPU has no known peak

@@ -53,12 +53,18 @@ def config(**degrees: int) -> GRPOConfig:
 
 def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> list[dict[str, Any]]:
     made.validate()
-    environment, tokenizer = launch._environment_and_tokenizer(made)
+    task = launch._task_and_tokenizer(made)
     flags = dict.fromkeys(("dry_run", "plan", "verbose"), False)
     invocation = cli.Invocation(
-        config=made, config_name="tiny", output_dir=folder.path, resume=resume, eval_only=None, **flags
+        config=made,
+        config_name="tiny",
+        output_dir=folder.path,
+        resume=resume,
+        eval_only=None,
+        save_config=None,
+        **flags,
     )
-    work = launch._train(train, invocation, folder, environment, tokenizer, io.StringIO(), Interruption())
+    work = launch._train(train, invocation, folder, *task, io.StringIO(), Interruption())
     asyncio.run(work)
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 
@@ -83,7 +89,7 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
     assert len(expected) == NUM_STEPS and sum(record["updates"] for record in expected) == 6 * NUM_STEPS
     monkeypatch.setattr(rl_actors, "GeneratorClient", ReplayingGenerator, raising=False)
     for name, degrees in {"one again": {}, **LAYOUTS}.items():
-        recording = list(answers[1:])  # the first validated the warm-up
+        recording = list(answers[2:])  # the first two validated before and after the warm-up
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, name, **degrees)
         assert recording == []

@@ -52,7 +52,7 @@ def test_a_run_with_adapters_samples_from_what_it_trains(base, tmp_path, sync):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    records = read_jsonl(tmp_path / "run/metrics.jsonl")
+    _, *records = read_jsonl(tmp_path / "run/metrics.jsonl")  # step 0 trains nothing
     assert [record.get("policy_version") for record in records] == [1, 2, 3, 4]
     assert all(0 < record["reward/mean"] < 1 and record["grad_norm"] > 0 for record in records)
     assert all(record["logprob_diff/max"] < 1e-4 and record["policy_lag"] == 0 for record in records), records

@@ -27,6 +27,7 @@ from controllers.run_folder import RunFolder, read_jsonl
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTPhaseConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.validation import build_sets
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
 from rl_actors.engine.train_engine import TrainEngine
@@ -186,10 +187,10 @@ def run(make_engine, monkeypatch):
         interruption = Interruption()
 
         @contextlib.asynccontextmanager
-        async def open_run(config, folder, environment, tokenizer, setup, *, verbose):
+        async def open_run(config, folder, environment, validation_sets, tokenizer, setup, *, verbose):
             saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
             parts = {"config": config, "folder": folder, "environment": environment, "spawn_reference": None}
-            parts |= {"held_out": environment.held_out(), "tokenizer": tokenizer, "checkpoints": saver}
+            parts |= {"validation_sets": validation_sets, "tokenizer": tokenizer, "checkpoints": saver}
             trainer = EngineTrainer(make_engine(), last, before, interruption)
             try:
                 yield Run(**parts, trainer=trainer, generator=RecordedGenerator(before, interruption))
@@ -201,13 +202,21 @@ def run(make_engine, monkeypatch):
                     trainer.engine.checkpoint_writer.wait()
 
         monkeypatch.setattr(launch, "open_run", open_run)
-        flags = {"config_name": "c", "eval_only": None, "dry_run": False, "plan": False, "verbose": False}
+        flags = {
+            "config_name": "c",
+            "eval_only": None,
+            "save_config": None,
+            "dry_run": False,
+            "plan": False,
+            "verbose": False,
+        }
         path = folder.path if resume else None
         invocation = cli.Invocation(config=config or grpo_config(), output_dir=folder.path, resume=path, **flags)
         build_character_tokenizer(folder.path / "tokenizer", ALPHABET)
         tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
         random.seed(None if resume else 0)  # a new process has a state of its own
-        work = launch._train(train, invocation, folder, task, tokenizer, io.StringIO(), interruption)
+        sets = build_sets(task, {}, seed=0)
+        work = launch._train(train, invocation, folder, task, sets, tokenizer, io.StringIO(), interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run
@@ -232,7 +241,7 @@ def whole(run, tmp_path) -> RunFolder:
 @pytest.mark.parametrize("written", [True, False], ids=["between checkpoints", "while a checkpoint is written"])
 def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written):
     expected = lines(whole)
-    assert [record["phase"] for record in expected] == ["sft"] * 5 + ["grpo"] * 6
+    assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     resumed_at = []
     # In the supervised phase, within a step of two updates, and at the first update of a later one.
     for last in (3, 6, 9):
@@ -244,6 +253,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
         run(folder, resume=True)
         assert lines(folder) == expected
         assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
+        assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
     assert resumed_at == ([2, 5, 7] if written else [0, 4, 5])
 
 
@@ -252,7 +262,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
     [
         ("forward_backward", 5, 3),  # two calls a supervised step: the third one is finished
         ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
-        ("refill", 2, 7),  # rollouts are dropped after rewards of the same step drew random numbers
+        ("refill", 2, 8),  # rollouts are dropped after rewards of the same step drew random numbers
         ("forward_backward", 14, 6),  # the first GRPO step is finished
     ],
 )
@@ -265,7 +275,7 @@ def test_a_run_that_a_signal_ends_has_a_checkpoint_of_its_last_step_and_goes_on_
         == 128 + signal.SIGTERM
     )
     expected = lines(whole)
-    assert lines(folder) == expected[:steps_done]
+    assert lines(folder) == expected[: 1 + steps_done]
     assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == steps_done
     outcome = json.loads(folder.outcome.read_text())
     assert (outcome["status"], outcome["error"], outcome["step"]) == ("interrupted", "SIGTERM", steps_done)
@@ -294,7 +304,7 @@ def test_a_signal_that_is_sent_twice_at_once_is_one_signal(run, tmp_path):
 def test_a_signal_writes_no_checkpoint_in_a_run_without_checkpoints(run, tmp_path):
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=0)
     assert run(folder, config=config, before=SignalAt("forward_backward", 5)) == 128 + signal.SIGTERM
-    assert [record["step"] for record in lines(folder)] == [1, 2, 3] and not folder.checkpoints.exists()
+    assert [record["step"] for record in lines(folder)] == [0, 1, 2, 3] and not folder.checkpoints.exists()
 
 
 def test_a_signal_before_training_ends_a_run_at_once():
@@ -318,20 +328,21 @@ def test_the_number_of_a_step_is_the_number_of_steps_done_after_it_everywhere(wh
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     records = read_jsonl(whole.metrics)
-    assert [record["step"] for record in records] == list(range(1, 12))
-    assert [record["step"] for record in records if "validation/accuracy" in record] == [5, 7, 9, 11]
+    assert [record["step"] for record in records] == list(range(12))
+    assert [record["step"] for record in records if "validation/accuracy" in record] == [0, 5, 7, 9, 11]
+    assert sorted({line["step"] for line in read_jsonl(whole.validation)}) == [0, 5, 7, 9, 11]
     assert {rollout["step"] for rollout in read_jsonl(whole.rollouts)} == set(range(6, 12))
     assert [path.name for path in checkpoints.complete(whole.checkpoints)] == ["step-9", "step-11"]
     outcome = json.loads(whole.outcome.read_text())
     assert (outcome["step"], outcome["total_steps"]) == (11, 11)
     losses = EventAccumulator(str(whole.tensorboard)).Reload().Scalars("loss")
     assert [event.step for event in losses] == [record["step"] for record in records if record["loss"] is not None]
-    rates = [record["learning_rate"] for record in records]
+    rates = [record["learning_rate"] for record in records[1:]]
     assert rates[:5] == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3])
     assert rates[5:7] == pytest.approx([5e-4, 1e-3])
 
 
-@pytest.mark.parametrize(("prompt", "step"), [("40+0=", 6), ("3+99=", 5)], ids=["training", "validation"])
+@pytest.mark.parametrize(("prompt", "step"), [("40+0=", 6), ("3+99=", 1)], ids=["training", "validation"])
 @pytest.mark.parametrize("reward", [math.nan, -math.inf, None])
 def test_a_reward_that_is_not_a_finite_number_is_named_with_step_environment_prompt_and_completion(
     run, tmp_path, prompt, step, reward

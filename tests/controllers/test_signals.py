@@ -116,7 +116,7 @@ def test_ctrl_c_ends_a_run_after_a_whole_step_with_a_checkpoint_and_one_panel_on
     shown = "\n".join(terminal.finish())
     assert terminal.process.returncode == 130, shown
     steps = steps_of(folder)
-    assert steps == list(range(1, len(steps) + 1))
+    assert steps == list(range(len(steps)))
     assert newest_step(folder) == steps[-1]
     outcome = json.loads(folder.outcome.read_text())
     assert (outcome["status"], outcome["error"], outcome["step"]) == ("interrupted", "SIGINT", steps[-1])
@@ -163,7 +163,7 @@ def test_sigterm_to_every_process_leaves_a_checkpoint_that_a_resumed_run_continu
     assert resumed.process.returncode == 0, shown
     after = read_jsonl(folder.metrics)
     assert after[: len(before)] == before
-    assert [record["step"] for record in after] == list(range(1, last + 1))
+    assert [record["step"] for record in after] == list(range(last + 1))
     assert after[len(before)]["policy_version"] == before[-1]["policy_version"] + 1
 
 

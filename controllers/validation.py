@@ -1,0 +1,183 @@
+"""Validation: greedy accuracy and pass@k on sets of held-out problems, and some completions to read. Trains nothing.
+
+A completion passes if its reward is at least `PassAtKConfig.threshold`.
+"""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+from controllers import config_file
+from controllers.environments import Environment, EnvironmentConfig, Problem, build_environment, score
+from controllers.run_folder import Record
+from controllers.tokenizer import Tokenizer
+from rl_actors import GeneratorClient, SamplingParams
+
+SAMPLES_KEPT = 8
+"""Problems of a set whose completions are written to validation.jsonl. They are the same ones at every validation."""
+
+Sets = dict[str, EnvironmentConfig]
+
+SETS_AS_JSON = PrimitiveConstructorSpec(
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=lambda args: config_file.from_json(Sets, args[0]),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
+)
+"""How the command line reads named sets: as one JSON object."""
+
+
+@dataclass(kw_only=True)
+class PassAtKConfig:
+    num_samples: int = 0
+    """Completions of every held-out problem from which pass@k is estimated. 0: pass@k is not measured."""
+    k: tuple[int, ...] = (1, 4)
+    """Numbers of attempts; each gives a metric validation/pass@k."""
+    temperature: float = 1.0
+    """Sampling temperature of these completions."""
+    threshold: float = 1.0
+    """Reward from which on a completion passes."""
+
+    def validate(self) -> None:
+        if self.num_samples < 0:
+            raise ValueError(f"pass_at_k.num_samples={self.num_samples}; it must be at least 0")
+        if not self.k or min(self.k) < 1:
+            raise ValueError(f"pass_at_k.k={self.k}; it must hold numbers of at least 1")
+        if self.num_samples and max(self.k) > self.num_samples:
+            raise ValueError(
+                f"pass_at_k.k={self.k} needs more than pass_at_k.num_samples={self.num_samples} completions"
+            )
+        if not 0.01 <= self.temperature <= 2:
+            raise ValueError(f"pass_at_k.temperature={self.temperature}; it must be in [0.01, 2]")
+        if not math.isfinite(self.threshold):
+            raise ValueError(f"pass_at_k.threshold={self.threshold}; it must be finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSet:
+    """Held-out problems of an environment. The set of the run's own task has the name ""."""
+
+    name: str
+    environment: Environment
+    problems: list[Problem]
+
+    def metric(self, name: str) -> str:
+        """metric("accuracy") -> "validation/accuracy", or "validation/<name>/accuracy" """
+        return f"validation/{self.name}/{name}" if self.name else f"validation/{name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Result of one validation."""
+
+    metrics: dict[str, float]
+    samples: list[Record]  # lines of validation.jsonl, without the step
+
+
+def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
+    """Raise ValueError, naming the set, for a name that makes no metric and for a wrong environment."""
+    for name, config in sets.items():
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ValueError(f"validation has the name {name!r}; letters, digits, '_', '-' and '.' make a name")
+        try:
+            config.validate()
+        except ValueError as error:
+            raise ValueError(f"validation.{name}: {error}") from None
+
+
+def build_sets(environment: Environment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:
+    """The held-out problems of the run's own environment, and those of every named set. `seed` is added to the sets' seeds.
+
+    Raises ValueError, naming the set, for an environment that cannot be built.
+    """
+    built = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
+    for name, config in sets.items():
+        try:
+            other = build_environment(replace(config, seed=seed + config.seed))
+        except ValueError as error:
+            raise ValueError(f"validation.{name}: {error}") from error
+        built.append(ValidationSet(name=name, environment=other, problems=other.held_out()))
+    return built
+
+
+def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
+    """Probability that at least one of k completions passes, estimated from num_samples of which num_passed passed.
+
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) of Chen et al., "Evaluating large language models trained on code",
+    arXiv 2107.03374, eq. 1. pass_at_k(4, 1, 2) -> 0.5
+    """
+    if not 1 <= k <= num_samples:
+        raise ValueError(f"k={k}; it must be in [1, {num_samples}], the number of samples")
+    return 1 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Validator:
+    """Scores the generator's current weights on all sets."""
+
+    sets: Sequence[ValidationSet]
+    generator: GeneratorClient
+    tokenizer: Tokenizer
+    max_tokens: int
+    seed: int
+    pass_at_k: PassAtKConfig
+
+    async def __call__(self) -> Scores:
+        """Raises RewardError for a reward that is not a finite number."""
+        metrics: dict[str, float] = {}
+        samples: list[Record] = []
+        for one in self.sets:
+            greedy = SamplingParams(
+                max_tokens=self.max_tokens, temperature=0.0, stop_token_ids=self.tokenizer.stop_token_ids
+            )
+            texts, rewards = await self._answers(one, greedy)
+            metrics[one.metric("accuracy")] = fmean(row[0] for row in rewards)
+            passed = await self._passed(one) if self.pass_at_k.num_samples else []
+            for k in self.pass_at_k.k if passed else ():
+                metrics[one.metric(f"pass@{k}")] = fmean(pass_at_k(self.pass_at_k.num_samples, n, k) for n in passed)
+            samples += self._shown(one, texts, rewards, passed)
+        return Scores(metrics=metrics, samples=samples)
+
+    async def _answers(self, one: ValidationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
+        """Texts and rewards of the completions of every problem."""
+        prompts = [self.tokenizer.encode_prompt(problem) for problem in one.problems]
+        answers = await self.generator.generate(prompts, params)
+        texts, rewards = [], []
+        for problem, completions in zip(one.problems, answers, strict=True):
+            decoded = [self.tokenizer.decode(completion.tokens) for completion in completions]
+            texts.append(decoded)
+            rewards.append([score(one.environment, problem, text) for text in decoded])
+        return texts, rewards
+
+    async def _passed(self, one: ValidationSet) -> list[int]:
+        """How many of num_samples completions of each problem pass."""
+        params = SamplingParams(
+            n=self.pass_at_k.num_samples,
+            max_tokens=self.max_tokens,
+            temperature=self.pass_at_k.temperature,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            seed=self.seed % 2**62,  # the same at every validation
+        )
+        _, rewards = await self._answers(one, params)
+        return [sum(reward >= self.pass_at_k.threshold for reward in row) for row in rewards]
+
+    def _shown(
+        self, one: ValidationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
+    ) -> list[Record]:
+        """Some problems of the set with their greedy completions, evenly spaced."""
+        stride = max(1, len(one.problems) // SAMPLES_KEPT)
+        shown: list[Record] = []
+        for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:
+            problem = one.problems[index]
+            line: Record = {"set": one.name, "prompt": problem.prompt, "answer": problem.answer}
+            line |= {"completion": texts[index][0], "reward": rewards[index][0]}
+            if passed:
+                line |= {"passed": passed[index], "samples": self.pass_at_k.num_samples}
+            shown.append(line)
+        return shown

@@ -1,0 +1,81 @@
+"""pass@k and the sets of held-out problems."""
+
+import itertools
+from dataclasses import asdict
+
+import pytest
+from fakes import ParityReward
+
+from configs import CONFIGS
+from controllers import config_file
+from controllers.cli import parse
+from controllers.environments import EnvironmentConfig
+from controllers.run import RunConfig
+from controllers.validation import build_sets, pass_at_k
+
+
+@pytest.mark.parametrize(("num_samples", "num_passed"), [(1, 0), (1, 1), (5, 0), (5, 2), (6, 5), (6, 6)])
+def test_pass_at_k_is_the_share_of_all_choices_of_k_completions_in_which_one_passes(num_samples, num_passed):
+    passes = [index < num_passed for index in range(num_samples)]
+    for k in range(1, num_samples + 1):
+        choices = list(itertools.combinations(passes, k))
+        assert pass_at_k(num_samples, num_passed, k) == pytest.approx(sum(map(any, choices)) / len(choices))
+
+
+def test_pass_at_more_than_the_samples_is_refused():
+    with pytest.raises(ValueError, match=r"k=5; it must be in \[1, 4\]"):
+        pass_at_k(4, 1, 5)
+
+
+def test_named_sets_are_read_from_the_command_line_and_from_a_config():
+    text = '{"hard": {"task": "chain_sum", "num_held_out": 7}}'
+    flags = ["--validation", text, "--pass-at-k.num-samples", "8", "--pass-at-k.k", "1", "8", "--dry-run"]
+    config = parse("prog", CONFIGS["controllers.grpo"], flags).config
+    assert config.validation == {"hard": EnvironmentConfig(task="chain_sum", num_held_out=7)}
+    assert (config.pass_at_k.num_samples, config.pass_at_k.k) == (8, (1, 8))
+    again = config_file.from_json(type(config), config_file.to_json(config))
+    assert again.validation == config.validation and asdict(again) == asdict(config)
+
+
+def test_a_named_set_has_the_held_out_problems_of_its_own_environment():
+    own = ParityReward(0.0, 5)
+    config = EnvironmentConfig(task="chain_sum", num_held_out=7, seed=3)
+    first, second = build_sets(own, {"hard": config}, seed=1)
+    assert (first.name, first.environment, len(first.problems)) == ("", own, 5)
+    assert (second.name, len(second.problems)) == ("hard", 7)
+    moved = build_sets(own, {"hard": EnvironmentConfig(task="chain_sum", num_held_out=7, seed=4)}, seed=0)[1]
+    assert moved.problems == second.problems  # the seeds add up
+    assert (first.metric("accuracy"), second.metric("pass@2")) == ("validation/accuracy", "validation/hard/pass@2")
+
+
+WRONG = {
+    "validation has the name 'a/b'": ["--validation", '{"a/b": {"task": "chain_sum"}}'],
+    "validation has the name ''": ["--validation", '{"": {"task": "chain_sum"}}'],
+    "validation.hard: task='hard.jsonl' is not a file": ["--validation", '{"hard": {"task": "hard.jsonl"}}'],
+    "validation.hard: num_held_out=0; it must be at least 1": ["--validation", '{"hard": {"num_held_out": 0}}'],
+    "hard.tusk is not a field; did you mean task?": ["--validation", '{"hard": {"tusk": "chain_sum"}}'],
+    "pass_at_k.num_samples=-1; it must be at least 0": ["--pass-at-k.num-samples", "-1"],
+    "pass_at_k.k=(1, 8) needs more than pass_at_k.num_samples=4 completions": [
+        *("--pass-at-k.num-samples", "4", "--pass-at-k.k", "1", "8")
+    ],
+    "pass_at_k.k=(0,); it must hold numbers of at least 1": ["--pass-at-k.k", "0"],
+    "pass_at_k.temperature=3.0; it must be in [0.01, 2]": ["--pass-at-k.temperature", "3"],
+    "pass_at_k.threshold=inf; it must be finite": ["--pass-at-k.threshold", "inf"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_a_wrong_field_is_refused_by_the_command_line_with_its_name_and_value(message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse("prog", CONFIGS["controllers.grpo"], WRONG[message])
+    shown = " ".join(capsys.readouterr().err.replace("│", " ").split())
+    assert exit.value.code == 2 and message in shown
+
+
+def test_an_environment_that_cannot_be_built_is_named_with_its_set():
+    with pytest.raises(ValueError, match="validation.hard: task='chain_sun' is not a reasoning-gym task; did you mean"):
+        build_sets(ParityReward(0.0, 5), {"hard": EnvironmentConfig(task="chain_sun")}, seed=0)
+
+
+def test_a_run_without_named_sets_validates_on_its_own_held_out_problems():
+    assert RunConfig().validation == {} and RunConfig().pass_at_k.num_samples == 0
