@@ -1,4 +1,4 @@
-"""Models, samples and ranks for tests of layouts. The ranks are processes, forked from one process that has imported torch already."""
+"""Models, samples and ranks for tests of layouts. The ranks are processes, forked from a process that has already imported torch."""
 
 import faulthandler
 import os
@@ -33,11 +33,14 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "balanced experts": (EXPERTS, {"load_balance_coeff": 0.01}),
     "adapters": (UNTIED, {"lora": ADAPTERS}),
     "adapters beside experts": (EXPERTS, {"lora": LoRAConfig(rank=4, train_mlp=False)}),
-    # These have no directory; their weights are drawn from the seed.
+    # Models without a directory. Their weights are drawn from the seed.
     "tied, drawn": (TIED, {"model": TIED, "seed": 5}),
+    "untied, drawn": (UNTIED, {"model": UNTIED, "seed": 5}),
+    "recomputed, drawn": (UNTIED, {"model": UNTIED, "seed": 5, "activation_checkpointing": "full"}),
     "four blocks, drawn": (FOUR_BLOCKS, {"model": FOUR_BLOCKS, "seed": 5}),
     "experts, drawn": (EXPERTS, {"model": EXPERTS, "seed": 5}),
 }
+"""Name -> (model, fields of TrainerConfig)."""
 
 
 def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fields) -> dict[str, Any]:
@@ -51,6 +54,15 @@ def layout(replicate=1, shard=1, context=1, tensor=1, expert=1, pipeline=1, **fi
         "pipeline_parallel_degree": pipeline,
     }
     return {**degrees, **fields}
+
+
+def layout_cases(table: list[tuple], quick: set[tuple[str, str]]) -> list:
+    """Parameters of a test: a case for each (name, parallelism, processes, model). Cases whose (name, model) is not in `quick` are slow."""
+    cases = []
+    for name, parallelism, num_processes, model in table:
+        marks = [] if (name, model) in quick else [pytest.mark.slow]
+        cases.append(pytest.param(parallelism, num_processes, model, id=f"{name} {model}", marks=marks))
+    return cases
 
 
 NO_SP = {"enable_sequence_parallel": False}
@@ -73,7 +85,7 @@ def samples_with(*columns: str) -> list[Sample]:
         }
         all_columns = {**sample.columns, **extra}
         targets = sample.targets.clone()
-        targets[2:-1:9] = IGNORE_TARGET  # some of them at positions with a loss weight
+        targets[2:-1:9] = IGNORE_TARGET  # also at positions that have a loss weight
         samples.append(replace(sample, targets=targets, columns={name: all_columns[name] for name in columns}))
     return samples
 
@@ -108,7 +120,9 @@ def make_engine(path: str, parallelism: dict[str, Any], fields: dict[str, Any]):
 
 
 def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    """A copy of the tensor, gathered from all ranks if it is sharded."""
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return gathered.detach().clone()
 
 
 def gradients(engine) -> dict[str, Tensor]:
@@ -116,7 +130,10 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """(message, failing rank, state afterwards) on this rank when a loss fails on only one rank, in a call of many microbatches and of one."""
+    """What this rank sees when a loss fails on only one rank: (message, failing rank, state afterwards).
+
+    The first answer is of a call of many microbatches, the second of a call of one.
+    """
     answers = []
     for samples, loss in ((samples_with(*TRAINED), FailingPolicy()), (samples_with(*TRAINED)[:3], FailingSequence())):
         with pytest.raises(ArithmeticError) as failure:
@@ -127,7 +144,7 @@ def refused(engine) -> list[tuple[str, int, str]]:
 
 
 def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    """The results of every kind of call, with an optimizer step between two of them."""
+    """The results of every kind of call. Optimizer steps follow the policy calls and the sequence calls."""
     engine = make_engine(path, parallelism, fields)
     numbers: dict[str, Any] = {"refused": refused(engine), "layout": engine.info().layout}
     numbers["pushed"] = {name: whole(tensor) for name, tensor in push(engine).items()}
@@ -147,6 +164,7 @@ def train(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dic
 
 
 def push(engine) -> dict[str, Tensor]:
+    """The tensors that a push publishes; none for a model with an expert bias, whose push is refused."""
     return {} if engine.config.load_balance_coeff else engine.hf_state_dict()
 
 
@@ -185,13 +203,13 @@ def child(rank: int, world_size: int, folder: str, work: Callable, args: tuple) 
 
 
 def fork_processes(target: Callable, args: tuple, num_processes: int) -> None:
-    """Run target(rank, *args) in new processes that find everything imported, and wait for their end."""
+    """Run target(rank, *args) in new processes that have everything imported, and wait until they end."""
     mp.get_context("forkserver").set_forkserver_preload(["rl_actors.engine.train_engine", "references"])
     mp.start_processes(target, args=args, nprocs=num_processes, start_method="forkserver")
 
 
 def run_processes(tmp_path_factory, num_processes: int, work: Callable, *args) -> list[Any]:
-    """Result of work(*args) on each rank, in new processes that have everything imported.
+    """The result of work(*args) on each rank. The ranks are new processes that have everything imported.
 
     Raises ProcessRaisedException with the traceback of a rank that failed.
     """

@@ -1,4 +1,4 @@
-"""The place of every value of a sample in a batch."""
+"""Batches: where each token, target and column value of a sample stands."""
 
 import pytest
 import torch

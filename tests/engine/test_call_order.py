@@ -20,7 +20,8 @@ def parameters(engine) -> dict[str, torch.Tensor]:
 
 
 def gradients(engine) -> dict[str, torch.Tensor]:
-    return {n: p.grad.clone() for n, p in engine.built.model.named_parameters() if p.grad is not None}
+    named = engine.built.model.named_parameters()
+    return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
 def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]):
@@ -30,8 +31,12 @@ def assert_bit_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]):
 
 def in_state(state: str) -> StepState:
     step = StepState()
-    enter = {BROKEN: lambda: step.mark_broken(weights=False), INCONSISTENT: lambda: step.mark_broken(weights=True)}
-    (enter | {IDLE: step.close, OPEN: step.open})[state]()
+    if state == OPEN:
+        step.open()
+    elif state == BROKEN:
+        step.mark_broken(weights=False)
+    elif state == INCONSISTENT:
+        step.mark_broken(weights=True)
     return step
 
 

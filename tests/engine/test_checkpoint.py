@@ -1,4 +1,4 @@
-"""Checkpoints: training goes on as if never interrupted, writing in the background, and directories that are refused."""
+"""Checkpoints: training that continues from one, writing in the background, and directories that are refused."""
 
 import shutil
 import threading
@@ -133,7 +133,7 @@ def test_after_a_damaged_checkpoint_only_loading_a_whole_one_is_possible(make_en
 
 @pytest.fixture
 def held(monkeypatch) -> threading.Event:
-    """Every save stops half way, with its tensors on disk, until this event is set."""
+    """An event. Every save waits for it when its tensors are on disk and the checkpoint is not yet whole."""
     event, finish = threading.Event(), _WholeDirectoryWriter.finish
 
     def wait_and_finish(*args, **kwargs):

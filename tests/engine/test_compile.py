@@ -1,4 +1,4 @@
-"""compile.enable hands every block to torch.compile, and only then."""
+"""Blocks are compiled by torch.compile if compile.enable is set, and not otherwise."""
 
 import pytest
 import torch
@@ -8,13 +8,13 @@ from torchtitan.config import CompileConfig
 from rl_actors.types import OptimParams
 
 STEP = OptimParams(learning_rate=1e-3, grad_divisor=50.0)
-# Traces as the usual backend does, and runs the traced operators without generating code, which would take minutes.
+# This backend traces as the usual one does. It runs the traced operators without generating code for them, which would take minutes.
 TRACED = CompileConfig(enable=True, components=["model"], backend="aot_eager")
 
 
 @pytest.fixture
 def num_graphs():
-    """num_graphs() -> how many graphs torch.compile has traced since the test began."""
+    """num_graphs() -> number of graphs that torch.compile has traced since the test began."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]

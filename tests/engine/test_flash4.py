@@ -1,4 +1,4 @@
-"""The arguments of the kernels for ragged documents, which a CPU can compute. tests/gpu runs the kernels."""
+"""FlashAttention 4 without a GPU: the boundaries of documents that its kernel gets, and refusals. tests/gpu runs the kernel."""
 
 import sys
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ def test_documents_begin_where_samples_and_padding_begin():
     made = documents(num_rows=2, row_length=100, spans=spans)
     assert made.cu_seq_q.dtype == torch.int32
     assert made.cu_seq_q[:5].tolist() == [0, 30, 95, 100, 200]
-    # The rest are documents without positions, so that few shapes occur.
+    # Documents without positions fill the rest, so that few shapes occur.
     assert made.cu_seq_q[5:].tolist() == [200] * (BOUNDARIES_MULTIPLE - 5)
     assert made.max_q == 128
 
@@ -46,19 +46,19 @@ def hopper(monkeypatch):
 
 
 def test_flash_attention_4_takes_the_place_of_torchs_and_returns_what_torch_takes(hopper, monkeypatch):
-    """A module of this test stands in for the package, whose kernels need a GPU: tests/gpu runs them."""
+    """A fake module replaces the package, because the kernels of the package need a GPU. tests/gpu runs them."""
     interface = SimpleNamespace(
         _flash_attn_fwd=lambda *_, **__: tuple("abcde"), _flash_attn_bwd=lambda *_, **__: tuple("abc")
     )
     monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "flash_attn.cute", SimpleNamespace(interface=interface))
-    for _ in range(2):  # each block of a model builds its own
+    for _ in range(2):  # as for two blocks of a model: each builds an attention of its own
         CONFIGS["flash4"]().build()
         assert current_flash_attention_impl() == "FA4"
     assert flash4._flash_attn_fwd(1, causal=True) == ("a", "b") and flash4._flash_attn_bwd(1) == ("a", "b", "c")
 
 
-def test_flash_attention_4_is_refused_where_it_cannot_be(hopper, monkeypatch):
+def test_flash_attention_4_is_refused_without_its_package_and_on_an_older_gpu(hopper, monkeypatch):
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ValueError, match='attention="flash4" needs the package flash-attn-4'):
         CONFIGS["flash4"]().build()

@@ -1,4 +1,4 @@
-"""The norm, the scale and the names of a step's gradients, on plain tensors. The tests of layouts have sharded ones."""
+"""Norm and scaling of a step's gradients, on plain tensors. The tests of layouts have sharded ones."""
 
 import math
 
@@ -22,7 +22,7 @@ def make(gradients: dict[str, torch.Tensor | None]) -> Gradients:
     return Gradients(by_layout(parameters_with(gradients)), None, torch.device("cpu"), cpu.norms)
 
 
-def test_the_norm_is_torchs_and_scaling_scales_it():
+def test_the_norm_is_torchs_and_scaling_multiplies_every_gradient():
     draw = torch.Generator().manual_seed(0)
     named = {str(n): torch.randn(n, 7, generator=draw) for n in (3, 50, 400)}
     gradients = make({**named, "frozen": None})

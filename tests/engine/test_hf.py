@@ -49,7 +49,7 @@ def directory(tmp_path_factory):
 
 
 def all_targets(vocab_size: int) -> list[Sample]:
-    """One sequence for every token of the vocabulary, with that token as every target: a forward gives all log probabilities."""
+    """One sample for every token of the vocabulary. All targets of a sample are its token, so a forward gives the log probabilities of all tokens."""
     tokens = random_samples([13], seed=3)[0].tokens
     return [Sample(tokens=tokens, targets=torch.full_like(tokens, target)) for target in range(vocab_size)]
 
@@ -80,7 +80,7 @@ def test_a_directory_of_transformers_gives_its_logits_here_and_back(make_engine,
     assert expected.std() > 1.0  # a model that guesses uniformly would show little
     assert worst(log_probabilities(engine), expected) < 1e-4
 
-    # Train first: an export that copied the loaded directory would then fail.
+    # An export that copies the loaded directory would pass without training.
     engine.forward_backward(random_samples([31, 7], seed=1), "cross_entropy")
     engine.optim_step(OptimParams(learning_rate=1e-2))
     engine.export_hf(str(tmp_path / "export"))

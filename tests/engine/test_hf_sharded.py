@@ -1,4 +1,4 @@
-"""Hugging Face directories, experts and adapters over two processes: loading, training, push and export as in one process."""
+"""Hugging Face directories, experts and adapters over two processes: loading, training, push and export are as in one process."""
 
 import os
 from dataclasses import replace
@@ -27,7 +27,7 @@ CASES = {
 
 
 def numbers(engine, directory: Path) -> dict:
-    """Train two steps, export, and return the gradient norms and the pushed tensors, gathered, under the names on this rank."""
+    """Train two steps and export. Returns the gradient norms and the tensors that this rank pushes, gathered from all ranks."""
     history = []
     for _ in range(2):
         engine.forward_backward(SAMPLES, "cross_entropy")

@@ -1,4 +1,4 @@
-"""vLLM loads the directories of export_hf: the real engine generates from each of them as transformers does."""
+"""Directories that export_hf writes, loaded by the real vLLM: it generates from each of them as transformers does."""
 
 from dataclasses import replace
 

@@ -1,25 +1,12 @@
 """Random weights of a seed: the same in every layout, drawn as torchtitan draws them in one process, and no part repeats another."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from layout_work import (
-    ADAPTERS,
-    EXPERTS,
-    FOUR_BLOCKS,
-    INTERLEAVED,
-    NO_SP,
-    TIED,
-    UNTIED,
-    layout,
-    make_engine,
-    run_processes,
-    whole,
-)
-from references import save_random
+from layout_work import EXPERTS, INTERLEAVED, MODELS, NO_SP, TIED, UNTIED, layout, layout_cases, make_engine, whole
 from test_memory_estimate import peak_of
 from torch import Tensor
 
@@ -28,95 +15,75 @@ from rl_actors.engine.initial_weights import draw, take_initialisers
 from rl_actors.engine.optimizer import named_parameters
 
 SEED = 3
-MODELS: dict[str, dict[str, Any]] = {
-    "tied": {"model": TIED},
-    "untied": {"model": UNTIED},
-    "four blocks": {"model": FOUR_BLOCKS},
-    "experts": {"model": EXPERTS},
-    "recomputed": {"model": UNTIED, "activation_checkpointing": "full"},
-    "adapters": {"lora": ADAPTERS},  # on weights from a directory; the adapters are drawn
-}
-TABLE = [  # parallelism, processes, model
-    ("FSDP2", layout(shard=2), 2, "tied"),
-    ("FSDP2", layout(shard=2), 2, "recomputed"),
-    ("HSDP2x2", layout(replicate=2, shard=2), 4, "tied"),
-    ("TP2", layout(tensor=2), 2, "tied"),
-    ("TP2", layout(tensor=2), 2, "untied"),
-    ("TP2 without SP", layout(tensor=2, **NO_SP), 2, "untied"),
-    ("CP2", layout(context=2), 2, "tied"),
-    ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "untied"),
-    ("PP2", layout(pipeline=2), 2, "four blocks"),
-    ("PP2 of two stages a rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks"),
-    ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks"),
-    ("FSDP2", layout(shard=2), 2, "experts"),
-    ("TP2", layout(tensor=2), 2, "experts"),
-    ("FSDP2, EP2", layout(shard=2, expert=2), 2, "experts"),
-    ("TP2, EP2", layout(tensor=2, expert=2), 2, "experts"),
-    ("FSDP2xTP2, EP4", layout(shard=2, tensor=2, expert=4), 4, "experts"),
+TABLE = [  # name, parallelism, processes, model
+    ("FSDP2", layout(shard=2), 2, "tied, drawn"),
+    ("FSDP2", layout(shard=2), 2, "recomputed, drawn"),
+    ("HSDP2x2", layout(replicate=2, shard=2), 4, "tied, drawn"),
+    ("TP2", layout(tensor=2), 2, "tied, drawn"),
+    ("TP2", layout(tensor=2), 2, "untied, drawn"),
+    ("TP2 without SP", layout(tensor=2, **NO_SP), 2, "untied, drawn"),
+    ("CP2", layout(context=2), 2, "tied, drawn"),
+    ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "untied, drawn"),
+    ("PP2", layout(pipeline=2), 2, "four blocks, drawn"),
+    ("PP2 of two stages a rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks, drawn"),
+    ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks, drawn"),
+    ("FSDP2", layout(shard=2), 2, "experts, drawn"),
+    ("TP2", layout(tensor=2), 2, "experts, drawn"),
+    ("FSDP2, EP2", layout(shard=2, expert=2), 2, "experts, drawn"),
+    ("TP2, EP2", layout(tensor=2, expert=2), 2, "experts, drawn"),
+    ("FSDP2xTP2, EP4", layout(shard=2, tensor=2, expert=4), 4, "experts, drawn"),
+    # The weights are read from a directory, and the adapters are drawn.
     ("TP2", layout(tensor=2), 2, "adapters"),
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "adapters"),
 ]
 QUICK = {
-    ("FSDP2", "tied"),
-    ("TP2", "untied"),
-    ("CP2", "tied"),
-    ("FSDP2xTP2", "untied"),
-    ("PP2", "four blocks"),
-    ("FSDP2, EP2", "experts"),
+    ("FSDP2", "tied, drawn"),
+    ("TP2", "untied, drawn"),
+    ("CP2", "tied, drawn"),
+    ("FSDP2xTP2", "untied, drawn"),
+    ("PP2", "four blocks, drawn"),
+    ("FSDP2, EP2", "experts, drawn"),
 }
 
 
-def weights(path: str, parallelism: dict[str, Any], fields: dict[str, Any], seed: int = SEED) -> dict[str, Tensor]:
-    """The parameters that this rank's part of the model holds, whole."""
-    engine = make_engine(path, parallelism, {**fields, "seed": seed})
+def weights(path: str, parallelism: dict[str, Any], fields: dict[str, Any]) -> dict[str, Tensor]:
+    """The parameters of this rank's part of the model, gathered."""
+    engine = make_engine(path, parallelism, fields)
     return {name: whole(parameter) for name, parameter in named_parameters(engine.built.model)}
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return partial(run_processes, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def directory_of(tmp_path_factory):
-    """directory_of(model) -> the weights under adapters; "" for a model that is drawn from its seed."""
+def one_process(run, directory_of):
+    """one_process(model) -> the parameters of the model in one process."""
 
     @cache
-    def path(model: str) -> str:
-        return save_random(tmp_path_factory.mktemp("model"), UNTIED) if model == "adapters" else ""
+    def parameters(model: str) -> dict[str, Tensor]:
+        [answer] = run(1, weights, directory_of(model), layout(), MODELS[model][1])
+        return answer
 
-    return path
-
-
-@pytest.fixture(scope="module")
-def one_process(run, directory_of):
-    """one_process(model) -> its parameters."""
-    return cache(lambda model: run(1, weights, directory_of(model), layout(), MODELS[model])[0])
+    return parameters
 
 
-@pytest.mark.parametrize(
-    "parallelism, num_processes, model",
-    [
-        pytest.param(*row, id=f"{name} {row[-1]}", marks=[] if (name, row[-1]) in QUICK else [pytest.mark.slow])
-        for name, *row in TABLE
-    ],
-)
+@pytest.mark.parametrize("parallelism, num_processes, model", layout_cases(TABLE, QUICK))
 def test_a_layout_starts_with_the_weights_of_one_process(
     run, one_process, directory_of, parallelism, num_processes, model
 ):
     expected = one_process(model)
     held: set[str] = set()
     different: set[str] = set()
-    for rank in run(num_processes, weights, directory_of(model), parallelism, MODELS[model]):
+    for rank in run(num_processes, weights, directory_of(model), parallelism, MODELS[model][1]):
         held |= rank.keys()
         different |= {name for name in rank if not torch.equal(rank[name], expected[name])}
     assert different == set()
     assert held == expected.keys()
 
 
-@pytest.mark.parametrize("model", ["tied", "experts"])
+@pytest.mark.parametrize("model", ["tied, drawn", "experts, drawn"])
 def test_no_part_of_a_weight_repeats_another(one_process, model):
-    rows = [row for parameter in one_process(model).values() if parameter.ndim > 1 for row in parameter.flatten(0, -2)]
+    rows: list[Tensor] = []
+    for parameter in one_process(model).values():
+        if parameter.ndim > 1:
+            rows += parameter.flatten(0, -2)
     beginnings = {tuple(row[:16].tolist()) for row in rows}
     assert len(beginnings) == len(rows)
 

@@ -1,25 +1,18 @@
-"""Layouts that torch, torchtitan or a pipeline cannot run are refused before any process starts; upstream still cannot."""
+"""Layouts that torch, torchtitan or a pipeline cannot run are refused before any process starts. Other tests show that upstream still cannot."""
 
 from dataclasses import replace
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from layout_work import EXPERTS, FOUR_BLOCKS, INTERLEAVED, MODELS, NO_SP, TIED, layout, run_processes
+from layout_work import EXPERTS, FOUR_BLOCKS, INTERLEAVED, MODELS, NO_SP, TIED, layout
 from references import ppo_samples
 from test_hf import MOE
 
 from rl_actors import layouts
 from rl_actors.config import LoRAConfig, TrainerConfig
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return partial(run_processes, tmp_path_factory)
-
 
 REFUSED = [
     (layout(shard=2, expert=2), "tied", "expert_parallel_degree=2 with model.num_experts=0"),
@@ -42,7 +35,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("parallelism, model, message", REFUSED)
-def test_what_no_layout_can_be_is_refused_before_any_process_starts(parallelism, model, message):
+def test_an_impossible_layout_is_refused_before_any_process_starts(parallelism, model, message):
     config = TrainerConfig(model=MODELS[model][0], max_sequence_length=256, tokens_per_row=256)
     for name, value in parallelism.items():
         setattr(config.parallelism, name, value)
@@ -51,22 +44,24 @@ def test_what_no_layout_can_be_is_refused_before_any_process_starts(parallelism,
 
 
 class Unchecked(TrainerConfig):
+    """A config that refuses nothing, so that upstream gets what we refuse."""
+
     def validate(self) -> None:
         pass
 
 
 def upstream_rows(row_length: int) -> None:
-    """Give torch a row that does not split into whole blocks on every rank."""
+    """Run context parallelism with a row that does not split into whole blocks on every rank."""
     from rl_actors.engine.train_engine import TrainEngine
 
-    layouts.row_multiple = lambda config: row_length  # only in this process, which ends with the call
+    layouts.row_multiple = lambda config: row_length  # changes only this process, which ends with the call
     config = Unchecked(model=TIED, max_sequence_length=row_length, tokens_per_row=row_length)
     config.parallelism.context_parallel_degree = 2
     TrainEngine(config).forward(ppo_samples([row_length]))
 
 
 def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
-    """Give torchtitan experts that do not divide evenly among the ranks, or whose outputs cannot be put back together."""
+    """Run torchtitan with experts that cannot be shared out evenly, or with a layout whose outputs cannot be put back together."""
     from rl_actors.engine.train_engine import TrainEngine
 
     model = replace(EXPERTS, num_experts=num_experts)
@@ -77,7 +72,7 @@ def upstream_experts(num_experts: int, parallelism: dict[str, Any]) -> None:
 
 
 def upstream_local_map() -> bool:
-    """True if an output of local_map has a gradient when the all-gather of its input is still under way."""
+    """True if an output of local_map has a gradient while the all-gather of its input is still under way."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.experimental import local_map
@@ -99,12 +94,12 @@ def upstream_local_map() -> bool:
         (upstream_experts, (4, layout(tensor=2, expert=2, **NO_SP)), r"Can not redistribute from S\(1\) to P\(sum\)"),
     ],
 )
-def test_what_is_refused_fails_upstream(run, work, arguments, message):
+def test_a_layout_that_we_refuse_fails_upstream(run, work, arguments, message):
     with pytest.raises(mp.ProcessRaisedException, match=message):
         run(2, work, *arguments)
 
 
-def test_the_gradient_that_wait_for_input_keeps_is_still_cut_upstream(run):
+def test_local_map_still_drops_the_gradient_that_our_hook_keeps(run):
     assert run(2, upstream_local_map) == [False, False]
 
 
@@ -169,7 +164,7 @@ def test_a_pipeline_that_cannot_run_is_refused(layout, message):
         ),
     ],
 )
-def test_what_stages_cannot_do_is_refused(tmp_path, fields, message):
+def test_a_config_that_stages_cannot_train_is_refused(tmp_path, fields, message):
     config = replace(pipelined(), **{"hf_path": str(tmp_path), **fields})
     config.model.save(tmp_path)
     with pytest.raises(ValueError, match=message):

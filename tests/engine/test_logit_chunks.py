@@ -7,7 +7,7 @@ from rl_actors.losses import GSPO, PPO
 
 
 def record_chunks(engine) -> list[int]:
-    """The number of positions of every chunk that the output projection is applied to from here on."""
+    """A list to which every later use of the output projection adds the number of its positions."""
     sizes: list[int] = []
 
     def record(head, args, logits_BLV) -> None:
@@ -26,7 +26,7 @@ def record_chunks(engine) -> list[int]:
         (50, [32, 32, 32, 32]),  # 3 chunks would do, but 3 does not divide rows of 64
     ],
 )
-def test_logits_exist_for_at_most_so_many_positions_at_a_time(make_engine, limit, expected):
+def test_no_chunk_of_logits_has_more_positions_than_the_config_says(make_engine, limit, expected):
     engine = make_engine(logprob_chunk_tokens=limit)  # rows of 64 positions, 2 in a microbatch
     samples = ppo_samples([64, 64])
     sizes = record_chunks(engine)

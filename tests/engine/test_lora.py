@@ -1,4 +1,4 @@
-"""Adapters: which parameters train, which tensors are saved, pushed and exported; compared with peft."""
+"""Adapters: the parameters that train and the tensors that are saved, pushed and exported. peft is the reference."""
 
 from dataclasses import replace
 
@@ -89,7 +89,7 @@ def test_pushed_and_exported_weights_are_merged(make_engine, base, tmp_path):
 
 
 @pytest.mark.parametrize("config", [ALL, ATTENTION], ids=["all", "attention"])
-def test_unmerged_what_is_pushed_is_what_export_lora_writes(make_engine, base, tmp_path, config):
+def test_a_push_of_unmerged_adapters_has_the_tensors_of_export_lora(make_engine, base, tmp_path, config):
     engine = make_engine(base, lora=replace(config, sync="adapter"))
     train(engine)
     engine.export_lora(str(tmp_path / "adapter"))
@@ -102,7 +102,7 @@ def test_unmerged_what_is_pushed_is_what_export_lora_writes(make_engine, base, t
     assert {x.dtype for x in engine.hf_state_dict(torch.bfloat16).values()} == {torch.bfloat16}
 
 
-def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_bit_for_bit(make_engine, base, tmp_path):
+def test_a_checkpoint_holds_only_the_adapters_and_training_goes_on_bit_for_bit(make_engine, base, tmp_path):
     from torch.distributed.checkpoint import FileSystemReader
 
     engine = make_engine(base, lora=ALL)
@@ -120,8 +120,9 @@ def test_a_checkpoint_holds_the_adapters_alone_and_training_goes_on_bit_for_bit(
 
 def test_the_seed_gives_the_first_values(make_engine, base):
     one, same, other = (parameters(make_engine(base, lora=replace(ALL, seed=seed))) for seed in (1, 1, 2))
-    a = [name for name in one if "lora_a" in name]
-    assert all(torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name]) for name in a)
+    for name in one:
+        if "lora_a" in name:
+            assert torch.equal(one[name], same[name]) and not torch.equal(one[name], other[name]), name
 
 
 def test_without_adapters_there_is_nothing_to_export(make_engine, base, tmp_path):

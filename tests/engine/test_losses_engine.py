@@ -1,8 +1,7 @@
-"""Every loss through the whole engine: loss and gradients compared with transformers in float64 and closed forms written here.
+"""Every loss through the whole engine. Loss and gradients are compared with closed forms that are written here, on transformers in float64.
 
-Each closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropy of the whole distribution.
-Each closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropy of the whole distribution, all_TV all
-logprobs.
+A closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropies of the whole distribution, all_TV the logprobs of all
+tokens. T positions, V vocabulary, K ids a position, N positions of a chunk.
 """
 
 from dataclasses import replace
@@ -43,16 +42,15 @@ def model(tied_qwen3):
 
 @pytest.fixture(scope="module")
 def everything(model) -> list[Sample]:
-    """Samples with every column that a loss may read. Old and generator logprobs are near the model's own, so ratios are on both sides of 1."""
+    """Samples with every column that a loss may read. Given logprobs are near the model's own, so that ratios are on both sides of 1."""
     samples = ppo_samples(LENGTHS)
     generator = torch.Generator().manual_seed(1)
     made = []
     for index, sample in enumerate(samples):
         own = reference(model, sample)[0].detach().float()
-        near = {
-            name: own + 0.3 * torch.randn(len(sample), generator=generator)
-            for name in ("old_logprobs", "ref_logprobs", "generator_logprobs")
-        }
+        near = {}
+        for name in ("old_logprobs", "ref_logprobs", "generator_logprobs"):
+            near[name] = own + 0.3 * torch.randn(len(sample), generator=generator)
         top_k = {
             "target_ids": torch.randint(VOCAB_SIZE, (len(sample), 5), generator=generator),
             "target_weights": torch.randn(len(sample), 5, generator=generator),
@@ -68,13 +66,36 @@ def reference(model, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
     return all_TV.gather(-1, sample.targets[:, None])[:, 0], -(all_TV.exp() * all_TV).sum(-1), all_TV
 
 
-def ppo(p, c, low=0.8, high=1.2):
+def clipped(p, c, low=0.8, high=1.2):
+    """PPO's objective at every position."""
     r = (p - c["old_logprobs"]).exp()
     return torch.minimum(r * c["advantages"], r.clamp(low, high) * c["advantages"])
 
 
 def mean_of(x, c):
+    """The mean over the positions that have a weight."""
     return x[c["loss_weights"] != 0].mean()
+
+
+def cross_entropy(p, c, h, all_TV):
+    return -(c["loss_weights"] * p).sum()
+
+
+def cross_entropy_of_top_k(p, c, h, all_TV):
+    logprobs_TK = all_TV.gather(-1, c["target_ids"].long())
+    return -(c["loss_weights"][:, None] * c["target_weights"] * logprobs_TK).sum()
+
+
+def importance_sampling(p, c, h, all_TV):
+    return -(c["loss_weights"] * (p - c["old_logprobs"]).exp() * c["advantages"]).sum()
+
+
+def reinforce_with_entropy(p, c, h, all_TV):
+    return -(c["loss_weights"] * (c["advantages"] * p + 0.5 * h)).sum()
+
+
+def ppo(p, c, h, all_TV):
+    return -(c["loss_weights"] * clipped(p, c)).sum()
 
 
 def gspo(p, c, h, all_TV):
@@ -87,12 +108,12 @@ def everything_at_once(p, c, h, all_TV):
     w = c["loss_weights"] / c["loss_weights"].sum()
     q = mean_of(c["old_logprobs"] - c["generator_logprobs"], c).exp().clamp(max=1.05)
     d = p - c["ref_logprobs"]
-    return (-w * q * ppo(p, c) + 0.3 * w * ((-d).exp() - 1 + d) - 0.1 * w * h).sum()
+    return (-w * q * clipped(p, c) + 0.3 * w * ((-d).exp() - 1 + d) - 0.1 * w * h).sum()
 
 
 def icepop(p, c, h, all_TV):
     q = (c["old_logprobs"] - c["generator_logprobs"]).exp()
-    return (-c["loss_weights"] * q * ((q >= 0.8) & (q <= 1.2)) * ppo(p, c)).sum()
+    return (-c["loss_weights"] * q * ((q >= 0.8) & (q <= 1.2)) * clipped(p, c)).sum()
 
 
 def cispo(p, c, h, all_TV):
@@ -105,22 +126,11 @@ def dro(p, c, h, all_TV):
 
 
 LOSSES = {
-    "cross_entropy": (CrossEntropy(), lambda p, c, h, a: -(c["loss_weights"] * p).sum()),
-    "cross_entropy top-K": (
-        CrossEntropy(),
-        lambda p, c, h, a: (
-            -(c["loss_weights"][:, None] * c["target_weights"] * a.gather(-1, c["target_ids"].long())).sum()
-        ),
-    ),
-    "importance_sampling": (
-        ImportanceSampling(),
-        lambda p, c, h, a: -(c["loss_weights"] * (p - c["old_logprobs"]).exp() * c["advantages"]).sum(),
-    ),
-    "reinforce with entropy": (
-        Reinforce(entropy_coefficient=0.5),
-        lambda p, c, h, a: -(c["loss_weights"] * (c["advantages"] * p + 0.5 * h)).sum(),
-    ),
-    "ppo": (PPO(), lambda p, c, h, a: -(c["loss_weights"] * ppo(p, c)).sum()),
+    "cross_entropy": (CrossEntropy(), cross_entropy),
+    "cross_entropy top-K": (CrossEntropy(), cross_entropy_of_top_k),
+    "importance_sampling": (ImportanceSampling(), importance_sampling),
+    "reinforce with entropy": (Reinforce(entropy_coefficient=0.5), reinforce_with_entropy),
+    "ppo": (PPO(), ppo),
     "ppo with IcePop": (PPO(correction=IcePop(low=0.8, high=1.2, reweights=True)), icepop),
     "cispo": (CISPO(ratio_low=0.9, ratio_high=1.1), cispo),
     "dro": (DRO(beta=0.2), dro),
@@ -138,31 +148,36 @@ LOSSES = {
 
 
 def with_columns_of(loss, samples, *, top_k: bool) -> list[Sample]:
-    names = frozenset().union(*columns_of(loss)) - (set() if top_k else {"target_ids", "target_weights"})
-    return [replace(s, columns={n: s.columns[n] for n in names}) for s in samples]
+    """The samples with only the columns that the loss reads. top_k: also those of K targets a position."""
+    names = frozenset().union(*columns_of(loss))
+    if not top_k:
+        names -= {"target_ids", "target_weights"}
+    return [replace(sample, columns={name: sample.columns[name] for name in names}) for sample in samples]
 
 
 def in_order(output, pieces) -> list[Tensor]:
+    """The values of each sample, in the order of the samples."""
     found = dict(zip(output.indices, pieces.split(output.lengths), strict=True))
     return [found[index] for index in range(len(found))]
 
 
 def gradients(engine) -> dict[str, Tensor]:
-    """Gradients under Hugging Face names, whole, float64."""
-    found = {n: p.grad for n, p in engine.built.model.named_parameters() if p.grad is not None}
-    return {n: g.full_tensor().double() for n, g in engine.built.hf_adapter.to_hf(found).items()}
+    """Gradients under their Hugging Face names, gathered, in float64."""
+    named = engine.built.model.named_parameters()
+    found = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+    return {name: grad.full_tensor().double() for name, grad in engine.built.hf_adapter.to_hf(found).items()}
 
 
 def relative_error(engine, expected: dict[str, Tensor]) -> float:
-    """Norm of the difference over the norm, of all parameters together."""
+    """The norm of the difference of all gradients, over the norm of all expected gradients."""
     actual = gradients(engine)
     assert set(actual) <= set(expected)
-    difference = sum((actual[n] - expected[n]).square().sum() for n in actual)
-    return float((difference / sum(expected[n].square().sum() for n in actual)).sqrt())
+    difference = sum((actual[name] - expected[name]).square().sum() for name in actual)
+    return float((difference / sum(expected[name].square().sum() for name in actual)).sqrt())
 
 
 def reference_loss(model, samples: list[Sample], closed_form) -> tuple[float, dict[str, Tensor]]:
-    """(sum of a closed form over samples, its gradients). Positions without a target are dropped."""
+    """(sum of a closed form over all samples, its gradients). Positions without a target are dropped."""
     model.zero_grad()
     total = 0.0
     for sample in samples:
@@ -184,11 +199,11 @@ def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float6
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    assert error < 5e-6  # the rounding of a float32 model; test_losses.py holds the losses themselves to 1e-6
+    assert error < 5e-6  # a float32 model rounds as much; test_losses.py compares the losses themselves within 1e-6
 
 
 def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample]:
-    """The samples with padded targets at every third position. Their loss weights there are `weight`, their other columns extreme."""
+    """The samples with padded targets at every third position, where the loss weights are `weight` and the other columns have extreme values."""
     extreme = {
         "loss_weights": weight,
         "advantages": 50.0,
@@ -212,10 +227,9 @@ def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample
 @pytest.mark.parametrize("name", LOSSES)
 def test_padded_targets_count_in_no_loss_and_no_metric_whatever_their_weights(make_engine, model, everything, name):
     loss, closed_form = LOSSES[name]
-    weighted, unweighted = (
-        with_columns_of(loss, without_some_targets(everything, weight=weight), top_k="top-K" in name)
-        for weight in (1.0, 0.0)
-    )
+    top_k = "top-K" in name
+    weighted = with_columns_of(loss, without_some_targets(everything, weight=1.0), top_k=top_k)
+    unweighted = with_columns_of(loss, without_some_targets(everything, weight=0.0), top_k=top_k)
     total, expected = reference_loss(model, without_some_targets(everything, weight=1.0), closed_form)
     engine = make_engine(logprob_chunk_tokens=40)
     output = engine.forward_backward(weighted, loss)
@@ -238,8 +252,9 @@ def test_packing_chunks_and_splits_do_not_change_a_loss_of_whole_samples(make_en
     assert relative_error(packed, gradients(unpacked)) < 2e-6
     merged = finish(merge(output.metrics for output in outputs))
     assert finish(whole.metrics) == pytest.approx(merged, rel=1e-4, abs=1e-5)
-    pieces = torch.cat(in_order(whole, whole.logprobs))
-    torch.testing.assert_close(pieces, torch.cat([o.logprobs for o in outputs]), rtol=1e-5, atol=1e-5)
+    packed_logprobs = torch.cat(in_order(whole, whole.logprobs))
+    unpacked_logprobs = torch.cat([output.logprobs for output in outputs])
+    torch.testing.assert_close(packed_logprobs, unpacked_logprobs, rtol=1e-5, atol=1e-5)
 
 
 def test_entropy_and_the_logprobs_of_k_ids_come_with_forward_when_asked(make_engine, model, everything):
@@ -301,18 +316,19 @@ def test_padded_targets_count_in_no_loss_of_the_caller(make_engine, model, every
     assert relative_error(engine, expected) < 5e-6
 
 
-def a_loss_of_ones_own(logprobs_BL, *, loss_weights, entropy):
+def logprobs_and_entropy(logprobs_BL, *, loss_weights, entropy):
     return -(loss_weights * (logprobs_BL + entropy)).sum(), {}
 
 
 def test_a_loss_by_module_and_name_may_read_the_entropy_and_always_reports_its_sum(make_engine, model):
     samples = random_samples(LENGTHS)
-    output = make_engine().forward_backward(samples, f"{__name__}:a_loss_of_ones_own")
+    output = make_engine().forward_backward(samples, f"{__name__}:logprobs_and_entropy")
+    expected = 0.0
     with torch.no_grad():
-        expected = sum(
-            -(s.columns["loss_weights"] * (p + h)).sum() for s in samples for p, h, _ in [reference(model, s)]
-        )
-    assert output.metrics["loss:sum"] == pytest.approx(expected.item(), rel=1e-5)
+        for sample in samples:
+            logprobs, entropies, _ = reference(model, sample)
+            expected -= (sample.columns["loss_weights"] * (logprobs + entropies)).sum().item()
+    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
     assert "entropy" in output.extras
 
 
@@ -339,17 +355,15 @@ def test_gradients_of_a_chunk_are_those_of_autograd_in_float64(function):
     temperatures_N = torch.tensor([1.0, 0.5, 2.0, 1.0, 1.3, 1.0], dtype=torch.float64)
     logits = Logits(raw_NV=actual, temperatures_N=temperatures_N, vocab_size=11)
     all_NV = (plain / temperatures_N[:, None]).log_softmax(-1)
-    result, expected = {
-        "entropy": lambda: (entropy(logits, targets_N), -(all_NV.exp() * all_NV).sum(-1) * kept_N),
-        "target_logprobs": lambda: (
-            TargetLogprobs(lambda function: function)(logits, targets_N),
-            all_NV.gather(-1, targets_N.clamp(min=0)[:, None])[:, 0] * kept_N,
-        ),
-        "top_k_logprobs": lambda: (
-            top_k_logprobs(logits, targets_N, ids_NK),
-            all_NV.gather(-1, ids_NK) * kept_N[:, None],
-        ),
-    }[function]()
+    if function == "entropy":
+        result = entropy(logits, targets_N)
+        expected = -(all_NV.exp() * all_NV).sum(-1) * kept_N
+    elif function == "target_logprobs":
+        result = TargetLogprobs(lambda function: function)(logits, targets_N)  # uncompiled
+        expected = all_NV.gather(-1, targets_N.clamp(min=0)[:, None])[:, 0] * kept_N
+    else:
+        result = top_k_logprobs(logits, targets_N, ids_NK)
+        expected = all_NV.gather(-1, ids_NK) * kept_N[:, None]
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     (result * upstream).sum().backward()
     (expected * upstream).sum().backward()

@@ -1,7 +1,8 @@
-"""The memory arithmetic against an engine: parameters, gradients and optimizer to the byte, activations within a factor."""
+"""The memory arithmetic compared with an engine: parameters, gradients and optimizer to the byte, activations within a factor."""
 
 import math
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
@@ -76,16 +77,16 @@ def test_a_trainer_that_only_infers_holds_neither_gradients_nor_optimizer_state(
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 @pytest.mark.parametrize(("num_ranks", "less"), [(2, (1, 1)), (3, (1, 1)), (3, (2, 1)), (4, (1, 2)), (4, (0, 0))])
 def test_the_fullest_rank_of_a_pipeline_has_stages_that_torchtitan_makes(num_ranks, less, schedule):
-    # Not at the top of the file: the engine sets torchtitan's device before other modules of torchtitan are imported.
+    # Imported here, because the engine must set torchtitan's device before other modules of torchtitan are imported.
     from torchtitan.distributed.pipeline_parallel import _generate_llm_fqn_per_model_part
 
-    # With such a large vocabulary the fullest rank is the first or the last.
+    # With this large vocabulary the fullest rank is the first or the last.
     config = TrainerConfig(model=replace(MODELS["untied"], num_hidden_layers=14, vocab_size=151_936))
     parallel = config.parallelism
     parallel.pipeline_parallel_degree, parallel.pipeline_parallel_schedule = num_ranks, schedule
     parallel.pipeline_parallel_first_stage_less_layers, parallel.pipeline_parallel_last_stage_less_layers = less
     stages = _generate_llm_fqn_per_model_part(num_ranks * (1 if schedule == "1F1B" else 2), 14, *less)
-    ranks = [[name for stage in stages[rank::num_ranks] for name in stage] for rank in range(num_ranks)]
+    ranks = [list(chain.from_iterable(stages[rank::num_ranks])) for rank in range(num_ranks)]
     blocks = [f"layers.{layer}" for layer, _ in _held_parts(config) if layer is not None]
     most = max(len(rank) - ("norm" in rank) for rank in (ranks[0], ranks[-1]))
     assert len(blocks) + 1 == most
@@ -115,9 +116,8 @@ def test_the_first_rank_of_a_pipeline_holds_as_many_microbatches_as_torch_starts
 def test_context_parallelism_holds_the_keys_and_values_of_whole_rows():
     one, two = of_layout(), of_layout(context_parallel=2)
     model = one.model
-    others = (
-        128 * 15 * 4 * 2 * model.num_key_value_heads * model.head_dim
-    )  # of the other rank, in 14 blocks and the one that is recomputed
+    # Bytes of the other rank's keys and values, for its 128 positions, in 14 blocks and in the one that is recomputed.
+    others = 128 * 15 * 4 * 2 * model.num_key_value_heads * model.head_dim
     assert memory(two).activations - memory(one).activations == int(_gathered(two, 4)) + others
 
 
@@ -146,8 +146,8 @@ def peak_of(call) -> int:
 @pytest.mark.parametrize("recomputed", ["none", "products", "selective", "full"])
 @pytest.mark.parametrize("name", ["tied", "experts"])
 def test_activations_are_estimated_within_a_factor(make_engine, name, recomputed):
-    """The factor is 1.5. Estimated over measured was 1.01 without recomputation, 1.02 to 1.08 with selective, 1.12 and 1.14 with products,
-    0.75 and 0.81 with full.
+    """The factor is 1.5. The estimate was 1.01 times the measured peak without recomputation, 1.02 to 1.08 times with selective, 1.12 and
+    1.14 times with products, and 0.75 and 0.81 times with full.
     """
     engine = make_engine("", model=MODELS[name], rows_per_microbatch=32, activation_checkpointing=recomputed)
     samples = ppo_samples([64] * 32)
@@ -164,5 +164,5 @@ def test_expert_parallelism_takes_its_ranks_from_the_others():
         config.parallelism.data_parallel_shard_degree, config.parallelism.expert_parallel_degree = 4, expert
         held.append(memory(config))
     assert held[0].parameters == held[1].parameters == held[2].parameters
-    # FSDP gathers all experts of a block; under expert parallelism only those of the rank.
+    # FSDP gathers all experts of a block, but under expert parallelism only those of the rank.
     assert held[0].activations > held[1].activations > held[2].activations

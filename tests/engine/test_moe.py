@@ -1,4 +1,4 @@
-"""A mixture of experts in training: counters and load-balancing bias do not depend on split, packing or recomputation."""
+"""Training of a mixture of experts: its counters and its load-balancing bias do not depend on splits, packing or recomputation."""
 
 from dataclasses import replace
 
@@ -68,13 +68,13 @@ def test_the_bias_counters_and_gradients_of_experts_are_the_same_for_any_split(m
 
 @pytest.mark.parametrize("checkpointing", ["selective", "full"])
 def test_recomputation_does_not_change_the_bias(make_engine, experts, checkpointing):
-    engines = [
-        make_engine(experts, load_balance_coeff=0.01, activation_checkpointing=x) for x in ("none", checkpointing)
-    ]
-    for engine in engines:
+    found = []
+    for policy in ("none", checkpointing):
+        engine = make_engine(experts, load_balance_coeff=0.01, activation_checkpointing=policy)
         engine.forward_backward(ppo_samples(LENGTHS), PPO())
         engine.optim_step(STEP)
-    assert all(torch.equal(a, b) for a, b in zip(*map(biases, engines), strict=True))
+        found.append(biases(engine))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_a_forward_counts_nothing(make_engine, experts):

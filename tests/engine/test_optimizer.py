@@ -1,4 +1,4 @@
-"""The optimizer against plain PyTorch: which optimizer, its parameter groups, and every field of each call."""
+"""The optimizer compared with plain PyTorch: its class, its parameter groups, and every field of each call."""
 
 from dataclasses import replace
 
@@ -27,7 +27,10 @@ def weights(engine) -> dict[str, torch.Tensor]:
 
 
 def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
-    """Give plain PyTorch the engine's gradient at every step, so that only the optimizers are compared."""
+    """Take these steps with the engine and with plain PyTorch, and compare the weights after each.
+
+    PyTorch's optimizer gets the engine's gradient at every step, so that only the optimizers are compared.
+    """
     mirror = {name: x.requires_grad_() for name, x in weights(engine).items()}
     optimizer = make_optimizer(mirror)
     for params in steps:
@@ -51,7 +54,7 @@ def step_by_step(engine, make_optimizer, steps: list[OptimParams]) -> None:
 
 
 @pytest.mark.parametrize("field", VARIED)
-def test_every_field_of_every_call_is_honoured(make_engine, field):
+def test_every_field_of_every_call_has_its_effect(make_engine, field):
     varied = replace(PARAMS, **{field: VARIED[field]})
     step_by_step(make_engine(), lambda mirror: torch.optim.AdamW(mirror.values()), [PARAMS, varied, PARAMS])
     one, other = make_engine(), make_engine()

@@ -1,4 +1,4 @@
-"""A checkpoint brings back what an optimizer of the user's keeps in its state, also what is no tensor."""
+"""Checkpoints of a user's own optimizer: loading one restores its whole state, also values that are no tensors."""
 
 import torch
 from references import ppo_samples
@@ -11,7 +11,7 @@ STEP = OptimParams(learning_rate=1e-2, grad_divisor=10.0)
 
 
 class SlowingDown(torch.optim.Optimizer):
-    """Divides the learning rate by the number of its steps, a Python number in the state of each parameter."""
+    """An optimizer that divides the learning rate by the number of its steps. That is a Python number in the state of each parameter."""
 
     def __init__(self, params, lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,21 +1,22 @@
-"""The plan of a call for generated sample lengths and limits, and its padding and balance on a long-tailed distribution."""
+"""Plans of calls: properties for generated sample lengths and limits, and padding and balance for a long-tailed distribution."""
 
 import random
 import time
+from itertools import chain
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.packing import long_tailed, waste
-from rl_actors.engine.packing import Microbatch, bucket, first_fit_decreasing, plan, time_of
+from rl_actors.engine.packing import Microbatch, Plan, bucket, first_fit_decreasing, plan, time_of
 
 POLICIES = ["packed", "token_budget", "fixed"]
 
 
 @st.composite
 def calls(draw):
-    """Arguments of `plan`; capacities of 1 to 300 positions and multiples that divide tokens_per_row or do not."""
+    """Arguments of `plan`: (lengths, the keyword arguments). Rows have 1 to 300 positions, and row_multiple may divide tokens_per_row or not."""
     multiple = draw(st.sampled_from([1, 7, 64, 128]))
     tokens_per_row = draw(st.integers(multiple, 300))
     lengths = draw(st.lists(st.integers(1, tokens_per_row // multiple * multiple), min_size=1, max_size=60))
@@ -28,11 +29,19 @@ def calls(draw):
 plans = settings(derandomize=True, deadline=None, max_examples=300)
 
 
+def rows_of(ranks: Plan) -> list[tuple[int, ...]]:
+    """All rows of a plan."""
+    rows: list[tuple[int, ...]] = []
+    for batch in chain.from_iterable(ranks):
+        rows += batch.rows
+    return rows
+
+
 @plans
 @given(calls())
 def test_every_sample_appears_exactly_once(call):
     lengths, limits = call
-    placed = [index for rank in plan(lengths, **limits) for batch in rank for row in batch.rows for index in row]
+    placed = chain.from_iterable(rows_of(plan(lengths, **limits)))
     assert sorted(placed) == list(range(len(lengths)))
 
 
@@ -72,24 +81,27 @@ def test_microbatches_keep_to_the_limit_of_the_policy(call):
 @given(calls())
 def test_only_the_packed_policy_puts_samples_together(call):
     lengths, limits = call
-    ranks = plan(lengths, **limits)
-    together = max(len(row) for rank in ranks for batch in rank for row in batch.rows)
-    assert limits["policy"] == "packed" or together == 1
+    most_in_a_row = max(len(row) for row in rows_of(plan(lengths, **limits)))
+    assert limits["policy"] == "packed" or most_in_a_row == 1
 
 
 @plans
 @given(calls())
 def test_the_order_of_the_samples_changes_neither_shapes_nor_costs(call):
     lengths, limits = call
+
+    def shapes_and_lengths(lengths: list[int]) -> list[list[tuple]]:
+        """For each microbatch of each rank its row length, and the sample lengths in its rows."""
+        found = []
+        for rank in plan(lengths, **limits):
+            found.append([])
+            for batch in rank:
+                rows = [sorted(lengths[index] for index in row) for row in batch.rows]
+                found[-1].append((batch.row_length, rows))
+        return found
+
     shuffled = random.Random(0).sample(lengths, len(lengths))
-    expected, actual = (
-        [
-            [(batch.row_length, [sorted(x[i] for i in row) for row in batch.rows]) for batch in rank]
-            for rank in plan(x, **limits)
-        ]
-        for x in (lengths, shuffled)
-    )
-    assert actual == expected
+    assert shapes_and_lengths(shuffled) == shapes_and_lengths(lengths)
 
 
 @plans
@@ -157,10 +169,10 @@ def test_worked_example_of_the_docstring():
 def test_policies_of_one_call():
     limits = {"tokens_per_row": 128, "rows_per_microbatch": 2, "num_ranks": 1}
     lengths = [10, 100, 20, 60, 128]
-    shapes = {
-        policy: [(len(batch.rows), batch.row_length) for batch in plan(lengths, policy=policy, **limits)[0]]
-        for policy in POLICIES
-    }
+    shapes = {}
+    for policy in POLICIES:
+        [microbatches] = plan(lengths, policy=policy, **limits)
+        shapes[policy] = [(len(batch.rows), batch.row_length) for batch in microbatches]
     assert shapes == {
         "packed": [(2, 128), (1, 128)],
         "token_budget": [(2, 128), (3, 64)],
@@ -169,7 +181,7 @@ def test_policies_of_one_call():
 
 
 def test_ranks_share_the_samples_rather_than_get_padding():
-    # One row would hold all three samples. The other rank would then compute only padding.
+    # One row could hold all three samples, but the other rank would then compute only padding.
     ranks = plan([100, 40, 30], tokens_per_row=192, rows_per_microbatch=4, num_ranks=2)
     assert ranks == [
         [Microbatch(rows=((0,),), row_length=128)],
@@ -182,7 +194,7 @@ def test_a_pipeline_gets_the_rows_of_a_small_call_in_as_many_microbatches_as_it_
     assert plan([128, 128, 100], min_microbatches=2, **limits) == [
         [Microbatch(rows=((0,), (1,)), row_length=128), Microbatch(rows=((2,), ()), row_length=128)]
     ]
-    # One row would hold all three samples, beside a row of padding.
+    # One row could hold all three samples, but the other microbatch would then be padding.
     assert plan([60, 30, 20], min_microbatches=2, **limits) == [
         [Microbatch(rows=((0,),), row_length=64), Microbatch(rows=((1, 2),), row_length=64)]
     ]
@@ -230,22 +242,22 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
         counting.append(time.process_time() - start)
     # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows both.
     assert min(planning) < 25 * min(counting)
-    # Measured: 0.02 % on one rank, 0.2 % on eight; in a pipeline of four, whose 283 rows a rank become 288, up to 1.9 %.
+    # Measured: 0.02 % on one rank and 0.2 % on eight. In a pipeline of four it is up to 1.9 %, because 283 rows a rank become 288.
     assert waste(lengths, ranks) < (0.025 if uniform else 0.01)
     assert len({(len(batch.rows), batch.row_length) for batch in ranks[0]}) <= 3
 
 
 @pytest.mark.parametrize(("num_samples", "allowed"), [(256, 0.30), (1000, 0.05), (10_000, 0.01)])
 def test_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowed):
-    """The slowest rank's attention cost, summed over microbatches, beside the mean of the ranks. Measured: 23 %, 2.6 %, 0.3 % more.
+    """The slowest rank's attention cost, summed over microbatches, is compared with the mean of the ranks. Measured: 23 %, 2.6 % and 0.3 % more.
 
-    The rest is due to samples of 4,096 positions: one such sample costs more than any row of several samples.
+    Samples of 4,096 positions cause the rest: one such sample costs more than any row of several samples.
     """
     lengths = long_tailed(num_samples)
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": 1, "num_ranks": 8}
     mean = sum(length**2 for length in lengths) / 8
     assert time_of(lengths, plan(lengths, **limits))[1] < (1 + allowed) * mean
-    # The same rows, dealt only by count, in the order of the samples:
+    # For comparison, the same rows are dealt to the ranks in turn, in the order of the samples, whatever they cost.
     rows = sorted(first_fit_decreasing(lengths, 4096), key=min)
     rows += [()] * (-len(rows) % 8)
     by_count = [[Microbatch(rows=(row,), row_length=4096) for row in rows[rank::8]] for rank in range(8)]

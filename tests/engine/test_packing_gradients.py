@@ -1,6 +1,6 @@
 """Samples in shared rows, in rows of their own and in any order have the gradients and logprobs of one sample at a time.
 
-Lengths, order and limits are new in every run; hypothesis prints what it would take to repeat a failure.
+Lengths, order and limits are new in every run. If a case fails, hypothesis prints how to repeat it.
 """
 
 from dataclasses import replace

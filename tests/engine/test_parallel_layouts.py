@@ -1,17 +1,17 @@
-"""Every parallel layout gives the numbers of one process: real processes over gloo, float32, packed samples of which few are long.
+"""Every parallel layout gives the numbers of one process. The processes are real and use gloo and float32; few of the packed samples are long.
 
-A row of the table is a layout; layout_work.py has the work of its processes.
+A row of the table is a layout and a model. layout_work.py has the work that the processes do.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from layout_work import INTERLEAVED, LENGTHS, MODELS, NO_SP, layout, load, run_processes, save, train
-from references import save_random
+from layout_work import INTERLEAVED, LENGTHS, MODELS, NO_SP, layout, layout_cases, load, save, train
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,7 +65,7 @@ TABLE = [  # name, parallelism, processes, model
     ("PP2xTP2", layout(pipeline=2, tensor=2), 4, "four blocks"),
     ("PP2xCP2", layout(pipeline=2, context=2), 4, "four blocks"),
     ("PP2xDDP2", layout(pipeline=2, replicate=2), 4, "four blocks"),
-    ("PP4", layout(pipeline=4), 4, "four blocks"),  # with ranks that are neither the first nor the last
+    ("PP4", layout(pipeline=4), 4, "four blocks"),  # has ranks that are neither the first nor the last
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "experts"),
     ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "adapters"),
     ("PP2xCP2", layout(pipeline=2, context=2), 4, "adapters"),
@@ -77,34 +77,19 @@ TABLE = [  # name, parallelism, processes, model
 ]
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return partial(run_processes, tmp_path_factory)
-
-
-@pytest.fixture(scope="module")
-def directory_of(tmp_path_factory):
-    """directory_of(model) -> a directory of its weights, or "" where they are drawn from a seed."""
-
-    @cache
-    def path(model: str) -> str:
-        config, fields = MODELS[model]
-        return "" if "seed" in fields else save_random(tmp_path_factory.mktemp("model"), config)
-
-    return path
-
-
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
+    """The answers of all ranks as one."""
+
     outputs: dict[str, list[ForwardBackwardOutput]]  # by kind of call
-    gradients: dict[str, dict[str, Tensor]]
-    grad_norms: dict[str, float]
+    gradients: dict[str, dict[str, Tensor]]  # by kind of call
+    grad_norms: dict[str, float]  # by kind of call
     pushed: dict[str, Tensor]
-    pushed_later: dict[str, Tensor]  # after a step: the adapters are no longer zero
+    pushed_later: dict[str, Tensor]  # after a step, when adapters are no longer zero
 
 
 def merged(answers: list[dict[str, Any]]) -> Numbers:
-    """The ranks' answers as the client merges them. Each rank of a pipeline adds the gradients and weights of its own stages."""
+    """The answers of all ranks as one, merged as the client merges them. Each rank of a pipeline adds the gradients and weights of its stages."""
     first = answers[0]
     gradients: dict[str, dict[str, Tensor]] = {"policy": {}, "sequence": {}}
     pushed: dict[str, Tensor] = {}
@@ -115,17 +100,19 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
         pushed.update(answer["pushed"])
         assert all(answer[f"{kind} step"] == first[f"{kind} step"] for kind in gradients)
         pushed_later.update(answer["pushed later"])
+    # Kind of call -> number of samples in each call.
     counts = {"forward": [len(LENGTHS)], "policy": [9, len(LENGTHS) - 9], "sequence": [len(LENGTHS)]}
     counts |= {f"{kind} evaluated": counts[kind] for kind in gradients}
+    outputs: dict[str, list[ForwardBackwardOutput]] = {}
     for kind, sizes in counts.items():
+        outputs[kind] = []
         for call, count in enumerate(sizes):
-            reported = [index for answer in answers for index in answer[kind][call].indices]
-            assert sorted(reported) == list(range(count))  # by one rank each
+            of_ranks = [answer[kind][call] for answer in answers]
+            reported = itertools.chain.from_iterable(output.indices for output in of_ranks)
+            assert sorted(reported) == list(range(count))  # one rank reports each sample
+            outputs[kind].append(merge_outputs(count, of_ranks))
     return Numbers(
-        outputs={
-            kind: [merge_outputs(n, [answer[kind][call] for answer in answers]) for call, n in enumerate(sizes)]
-            for kind, sizes in counts.items()
-        },
+        outputs=outputs,
         gradients=gradients,
         grad_norms={kind: first[f"{kind} step"].grad_norm for kind in gradients},
         pushed=pushed,
@@ -135,14 +122,20 @@ def merged(answers: list[dict[str, Any]]) -> Numbers:
 
 @pytest.fixture(scope="module")
 def one_process(run, directory_of):
-    """one_process(model) -> Numbers."""
+    """one_process(model) -> the Numbers of the model in one process."""
 
-    return cache(lambda model: merged(run(1, train, directory_of(model), layout(), MODELS[model][1])))
+    @cache
+    def numbers(model: str) -> Numbers:
+        return merged(run(1, train, directory_of(model), layout(), MODELS[model][1]))
+
+    return numbers
 
 
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
-    """The largest error of each kind: for logprobs and entropies relative to 1 + their size; for a gradient relative to its norm, after
-    subtracting 1e-7 of the norm of all gradients.
+    """The largest error of each kind.
+
+    An error of a logprob or an entropy is relative to 1 + its size. An error of a gradient is relative to its norm, after 1e-7 of the norm of
+    all gradients was subtracted.
     """
     errors: dict[str, float] = {}
 
@@ -173,13 +166,7 @@ def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     return errors
 
 
-@pytest.mark.parametrize(
-    "parallelism, num_processes, model",
-    [
-        pytest.param(*row, id=f"{name} {row[-1]}", marks=[] if (name, row[-1]) in QUICK else [pytest.mark.slow])
-        for name, *row in TABLE
-    ],
-)
+@pytest.mark.parametrize("parallelism, num_processes, model", layout_cases(TABLE, QUICK))
 def test_a_layout_gives_the_numbers_of_one_process(run, one_process, directory_of, parallelism, num_processes, model):
     config, fields = MODELS[model]
     expected = one_process(model)
@@ -224,7 +211,7 @@ MOVES = [  # saved under, loaded under, model
 ]
 
 
-def size(parallelism: dict[str, Any]) -> int:
+def num_processes_of(parallelism: dict[str, Any]) -> int:
     return math.prod(parallelism[f"{name}_degree"] for name in DEGREES)
 
 
@@ -235,14 +222,13 @@ def test_a_checkpoint_of_one_layout_goes_on_under_another(
 ):
     config, fields = MODELS[model]
     path, checkpoint = directory_of(model), str(tmp_path / "checkpoint")
-    saved = run(size(saved_under), save, path, saved_under, fields, checkpoint)
-    loaded = run(size(loaded_under), load, path, loaded_under, fields, checkpoint)
+    saved = run(num_processes_of(saved_under), save, path, saved_under, fields, checkpoint)
+    loaded = run(num_processes_of(loaded_under), load, path, loaded_under, fields, checkpoint)
+
+    def loss(answers: list[Any], step: int) -> float:
+        return merge_outputs(len(LENGTHS), [rank[step][0] for rank in answers]).metrics["loss:sum"]
+
     for step in range(2):
-        before, after = (
-            merge_outputs(len(LENGTHS), [rank[step][0] for rank in answers]).metrics["loss:sum"]
-            for answers in (saved, loaded)
-        )
-        assert after == pytest.approx(before, rel=1e-6)
-        assert loaded[0][step][1] == pytest.approx(
-            saved[0][step][1], rel=5e-6
-        )  # gradients of two layouts; measured: 2e-6
+        assert loss(loaded, step) == pytest.approx(loss(saved, step), rel=1e-6)
+        # The gradients of two layouts differed by 2e-6.
+        assert loaded[0][step][1] == pytest.approx(saved[0][step][1], rel=5e-6)

@@ -1,8 +1,9 @@
-"""Pipelines give the numbers of one process: real processes over gloo, the same weights, packed samples of very different lengths."""
+"""Pipelines give the numbers of one process. The processes are real and use gloo; the packed samples have very different lengths."""
 
 import asyncio
 import os
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -28,18 +29,20 @@ MODEL = replace(BASE, num_hidden_layers=4)
 LENGTHS = [7, 31, 1, 64, 13, 3, 22, 45, 9, 2, 64, 5]
 MANY, FEW = ppo_samples(LENGTHS), ppo_samples([40, 2], seed=1)
 PLAIN = random_samples(LENGTHS, seed=3)
-IDS = [
-    replace(sample, columns={"target_ids": torch.randint(64, (len(sample), 3), generator=torch.Generator())})
-    for sample in random_samples([50, 3, 17, 64, 1], seed=2)
-]
+IDS = []  # samples with the column target_ids
+for plain in random_samples([50, 3, 17, 64, 1], seed=2):
+    target_ids = torch.randint(64, (len(plain), 3), generator=torch.Generator())
+    IDS.append(replace(plain, columns={"target_ids": target_ids}))
 STEP = OptimParams(learning_rate=1e-3, weight_decay=0.1, grad_divisor=100.0)
 INTERLEAVED = {"pipeline_parallel_schedule": "Interleaved1F1B"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    layout: dict = field(default_factory=dict)  # fields of ParallelismConfig, besides a pipeline of two
-    fields: dict = field(default_factory=dict)  # of TrainerConfig
+    """A pipeline of two ranks that is compared with one process."""
+
+    layout: dict = field(default_factory=dict)  # other fields of ParallelismConfig
+    fields: dict = field(default_factory=dict)  # fields of TrainerConfig
     tolerance: float = 1e-5
 
 
@@ -58,16 +61,12 @@ CASES = {
     "TP2 without sequence parallelism": Case(layout={"tensor_parallel_degree": 2, "enable_sequence_parallel": False}),
     "TP2 Interleaved1F1B": Case(layout={"tensor_parallel_degree": 2, **INTERLEAVED}),
 }
-# One group of processes runs all cases of a group: starting the processes takes most of the time.
+# The same processes run all cases of a group, because starting them takes most of the time.
 GROUPS = {
     "1F1B": ["1F1B"],
     "two": ["Interleaved1F1B", "experts", "adapters", "recomputation", "bfloat16", "float8"],
     "compiled": ["compiled"],
-    "four": [
-        name
-        for name, case in CASES.items()
-        if {"data_parallel_shard_degree", "tensor_parallel_degree"} & set(case.layout)
-    ],
+    "four": [name for name in CASES if name.startswith(("FSDP2", "TP2"))],
 }
 
 
@@ -77,8 +76,9 @@ def make_config(path: str, **fields) -> TrainerConfig:
 
 
 def record(engine, directory: Path) -> dict:
-    """Results of two steps. They have a loss of single positions and one of whole samples, calls of several shapes, and forwards between
-    and after the calls that train.
+    """Results of two steps, and of a forward after them.
+
+    The steps have a loss of single positions and one of whole samples, calls of several shapes, and forwards between the calls that train.
     """
     outputs = [
         engine.forward_backward(MANY, PPO(), entropy=True),
@@ -110,6 +110,8 @@ def going_on(engine, checkpoint: Path) -> dict:
 
 
 class FailsHalfWay(PPO):
+    """PPO that raises at its third microbatch."""
+
     def __call__(self, logprobs_BL, **columns):
         self.calls.append(1)
         if len(self.calls) == 3:
@@ -121,7 +123,10 @@ class FailsHalfWay(PPO):
 
 
 def refusing(engine) -> dict:
-    """Results around a loss that fails half way on the last stage, and a gradient that is not finite on one stage. The weights stay."""
+    """Results after a loss has failed half way on the last stage, and of a step with a gradient that is not finite on one stage.
+
+    Neither changes the weights.
+    """
     with pytest.raises(ArithmeticError, match="the loss is broken"):
         engine.forward_backward(MANY, FailsHalfWay())
     state = engine.step.state
@@ -142,7 +147,9 @@ def refusing(engine) -> dict:
 
 
 def interrupted(engine, directory: Path) -> None:
-    """A call that fails inside torch's schedule, and a checkpoint that does not fit only the last stage: all ranks name it."""
+    """Check that the trainer works again after a call that fails inside torch's schedule, and that all ranks refuse a checkpoint that does
+    not fit only the last stage.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # after the last microbatch
         with pytest.raises(ZeroDivisionError):
@@ -153,7 +160,10 @@ def interrupted(engine, directory: Path) -> None:
 
 
 def num_received(engine) -> list[int]:
-    """Numbers of received tensors and of outputs to be sent that a stage holds before each microbatch of long calls; 0 after the calls."""
+    """Number of tensors that a stage holds before each microbatch of two long calls, received ones and outputs that are to be sent.
+
+    After the calls it must hold none.
+    """
     counts: list[int] = []
     stages = set()
     forward_one_chunk = PipelineStage.forward_one_chunk
@@ -178,7 +188,7 @@ def num_received(engine) -> list[int]:
 
 
 def num_graphs(engine) -> list[int]:
-    """Numbers of kept losses that still have their graph, on this rank, after the backward pass of each microbatch of a long call."""
+    """Number of losses that still have their graph after the backward pass of each microbatch of a long call, on this rank."""
     counts: list[int] = []
     kept: list[torch.Tensor] = []
     backward_one_chunk = Stage.backward_one_chunk
@@ -203,14 +213,14 @@ def pushed(engine, directory: Path) -> None:
 
 
 def in_one_chunk(engine, expected: dict) -> None:
-    """FSDP finds gradients of one dtype even if the logits of a microbatch fit into one chunk."""
+    """Check that FSDP gets gradients of one dtype even if the logits of a microbatch fit into one chunk."""
     outputs = [engine.forward_backward(MANY, PPO(), entropy=True), engine.forward_backward(FEW, GSPO())]
     assert torch.equal(outputs[0].logprobs, expected["outputs"][0].logprobs)
     assert engine.optim_step(STEP).grad_norm == pytest.approx(expected["steps"][0].grad_norm, rel=1e-2)
 
 
 def any_number_of_microbatches(engine, interleaved) -> None:
-    """Calls of one to five microbatches run under both schedules. torch refuses five that are interleaved over two ranks."""
+    """Check that calls of one to five microbatches run under both schedules. torch itself refuses to interleave five over two ranks."""
     for count in range(1, 6):
         samples = random_samples([64] * count, seed=count)  # each fills a microbatch
         expected, actual = engine.forward(samples), interleaved.forward(samples)
@@ -251,9 +261,19 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
     dist.destroy_process_group()
 
 
+def run_in_one_process(case: Case, base: str, folder: Path, make_engine) -> None:
+    """Write the results of one process, with which those of the pipeline are compared."""
+    folder.mkdir()
+    engine = make_engine(base, logprob_chunk_tokens=50, **case.fields)
+    results = {} if case.fields else {"refused": refusing(engine)}
+    results["trained"] = record(engine, folder)
+    results["resumed"] = going_on(engine, folder / "checkpoint")
+    torch.save(results, folder / "0.pt")
+
+
 @pytest.fixture(scope="module")
 def run_group(tmp_path_factory):
-    """run_group(name, make_engine) -> the folder with the results of its cases. Each group is spawned once."""
+    """run_group(name, make_engine) -> the folder with the results of all cases of the group. A group runs only once."""
     folders: dict[str, Path] = {}
 
     def run(group: str, make_engine) -> Path:
@@ -261,16 +281,9 @@ def run_group(tmp_path_factory):
             folder = folders[group] = tmp_path_factory.mktemp(group)
             bases = {}
             for name in GROUPS[group]:
-                case = CASES[name]
-                model = case.fields.get("model", MODEL)
-                bases[name] = save_random(folder / f"{name} base", model)
-                for made in (folder / name, folder / f"{name} of one"):
-                    made.mkdir()
-                engine = make_engine(bases[name], logprob_chunk_tokens=50, **case.fields)
-                one = {} if case.fields else {"refused": refusing(engine)}
-                one["trained"] = record(engine, folder / f"{name} of one")
-                one["resumed"] = going_on(engine, folder / f"{name} of one" / "checkpoint")
-                torch.save(one, folder / f"{name} of one" / "0.pt")
+                bases[name] = save_random(folder / f"{name} base", CASES[name].fields.get("model", MODEL))
+                (folder / name).mkdir()
+                run_in_one_process(CASES[name], bases[name], folder / f"{name} of one", make_engine)
             world_size = 4 if group == "four" else 2
             shallow = make_engine("", model=replace(MODEL, num_hidden_layers=3))
             shallow.save_checkpoint(str(folder / "three blocks")).result()
@@ -283,19 +296,23 @@ def run_group(tmp_path_factory):
 def assert_same(ranks: list[dict], one: dict, tolerance: float) -> None:
     from rl_actors.clients.conversion import merge_outputs
 
-    for outputs, expected in zip(zip(*(rank["outputs"] for rank in ranks), strict=True), one["outputs"], strict=True):
-        indices = sorted(index for output in outputs for index in output.indices)
+    outputs_of_calls = zip(*(rank["outputs"] for rank in ranks), strict=True)
+    for outputs, expected in zip(outputs_of_calls, one["outputs"], strict=True):
+        indices = sorted(chain.from_iterable(output.indices for output in outputs))
         assert indices == sorted(expected.indices)  # each sample once
-        actual, expected = (merge_outputs(len(indices), some) for some in (outputs, [expected]))
+        actual, expected = merge_outputs(len(indices), outputs), merge_outputs(len(indices), [expected])
         assert actual.policy_version == expected.policy_version
         torch.testing.assert_close(actual.logprobs, expected.logprobs, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(actual.entropy, expected.entropy, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(actual.target_logprobs, expected.target_logprobs, rtol=tolerance, atol=tolerance)
         assert actual.metrics == pytest.approx(expected.metrics, rel=tolerance, abs=tolerance)
-    for steps, expected in zip(zip(*(rank["steps"] for rank in ranks), strict=True), one["steps"], strict=True):
-        assert all(step == steps[0] for step in steps)
-        assert steps[0].grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
-    gradients = {name: gradient for rank in ranks for name, gradient in rank["gradients"].items()}
+    results_of_steps = zip(*(rank["steps"] for rank in ranks), strict=True)
+    for results, expected in zip(results_of_steps, one["steps"], strict=True):
+        assert all(result == results[0] for result in results)
+        assert results[0].grad_norm == pytest.approx(expected.grad_norm, rel=tolerance)
+    gradients: dict[str, torch.Tensor] = {}
+    for rank in ranks:
+        gradients |= rank["gradients"]
     assert gradients.keys() == one["gradients"].keys()
     norm = sum(float(gradient.norm()) ** 2 for gradient in one["gradients"].values()) ** 0.5
     for name, expected in one["gradients"].items():
@@ -318,16 +335,20 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
     # A checkpoint of one process goes on as a pipeline, and a checkpoint of the pipeline goes on in one process.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
-    # In chunks as before: in bfloat16 the head's gradient depends on them, and a step can then round a weight the other way.
+    # The chunks are those of the run before, because in bfloat16 the head's gradient depends on them. A step could round a weight the other way.
     engine = make_engine(str(folder / f"{name} base"), logprob_chunk_tokens=50, **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
     # The pipeline exported the same weights that it saved.
     engine.load_checkpoint(str(folder / name / "checkpoint"))
-    for kind, file in (("export", "model.safetensors"), ("adapters", "adapter_model.safetensors")):
+    exports = (
+        ("export", engine.export_hf, "model.safetensors"),
+        ("adapters", engine.export_lora, "adapter_model.safetensors"),
+    )
+    for kind, export, file in exports:
         if (folder / name / kind).is_dir():
-            back = str(folder / name / f"{kind} of one")
-            engine.export_hf(back) if kind == "export" else engine.export_lora(back)
-            actual, expected = (load_file(f"{directory}/{file}") for directory in (folder / name / kind, back))
+            again = folder / name / f"{kind} of one"
+            export(str(again))
+            actual, expected = load_file(folder / name / kind / file), load_file(again / file)
             assert actual.keys() == expected.keys()
             assert all(torch.allclose(actual[key], expected[key], rtol=1e-6, atol=1e-6) for key in expected)
     if case.fields:

@@ -1,4 +1,4 @@
-"""The number of microbatches of a call suits torch's schedule of the pipeline, whatever the number of samples."""
+"""Every call has a number of microbatches that torch's schedule of the pipeline takes, whatever the number of samples."""
 
 import pytest
 from torch.distributed.pipelining.schedules import get_schedule_class

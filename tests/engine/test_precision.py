@@ -1,4 +1,4 @@
-"""float8, compiled blocks and bfloat16 compute: near the plain float32 numbers, or refused with the reason."""
+"""float8, bfloat16 and compiled blocks give numbers near those of plain float32, or are refused with the reason."""
 
 from dataclasses import replace
 
@@ -57,7 +57,7 @@ def test_two_deterministic_runs_are_bit_equal(make_engine):
 
 
 COMPILE = CompileConfig(enable=True, components=["model"])
-COMPILED = {  # model, fields, how near
+COMPILED = {  # model, fields of TrainerConfig, relative tolerance
     "dense": (BASE, {}, 1e-5),
     "adapters": (BASE, {"lora": LoRAConfig(rank=4, train_unembed=True)}, 1e-5),
     # Compiled kernels round to bfloat16 at other places.

@@ -1,4 +1,4 @@
-"""How much each policy of activation_checkpointing computes again in the backward pass."""
+"""The operators that each policy of activation_checkpointing computes again in the backward pass."""
 
 from collections import Counter
 
@@ -10,7 +10,7 @@ MATRIX_PRODUCT, ACTIVATION = torch.ops.aten.mm.default, torch.ops.aten.silu.defa
 
 
 class CountedOperators(TorchDispatchMode):
-    """Counts what is computed under it. Values that recomputation kept are not computed again, so they are not counted."""
+    """A mode that counts the operators computed under it. An operator whose result was kept is not computed again and not counted again."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the engine lays the samples of a call into rows under each `packing` of its config."""
+"""Rows into which the engine lays the samples of a call, for each value of `packing`."""
 
 from collections import Counter
 
@@ -7,10 +7,10 @@ from references import random_samples
 
 
 @pytest.mark.parametrize(
-    ("packing", "samples_per_row"),  # of every microbatch
+    ("packing", "samples_per_row"),  # for every microbatch, the number of samples in each of its rows
     [
         ("packed", [[4]]),
-        ("token_budget", [[1, 1, 1, 1]]),  # 2 full rows of 256 positions are as many as 8 rows of 64
+        ("token_budget", [[1, 1, 1, 1]]),  # the budget is 2 rows of 256 positions, which has room for 8 rows of 64
         ("fixed", [[1, 1], [1, 1]]),
     ],
 )

@@ -1,0 +1,25 @@
+"""Fixtures for tests that run layouts in processes of their own."""
+
+from functools import cache, partial
+
+import pytest
+from layout_work import MODELS, run_processes
+from references import save_random
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(num_processes, work, *args) -> the result of work(*args) on each rank, as run_processes returns it."""
+    return partial(run_processes, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory):
+    """directory_of(name in MODELS) -> a directory with random weights of that model; "" if its weights are drawn from a seed."""
+
+    @cache
+    def path(model: str) -> str:
+        config, fields = MODELS[model]
+        return "" if "seed" in fields else save_random(tmp_path_factory.mktemp("model"), config)
+
+    return path
