@@ -193,7 +193,8 @@ async def _train(
         with MetricsLogger(
             folder,
             steps_done=state.get("step", 0),
-            wandb_project=config.wandb_project,
+            trackers=config.all_trackers(),
+            project=config.wandb_project or config.tracker_project,
             config=asdict(config),
             lines=invocation.verbose,
             console=Console(file=terminal),

@@ -1,4 +1,4 @@
-"""Write the metrics of a run to a display, metrics.jsonl, rollouts.jsonl, TensorBoard and wandb. Makes no decision about the run.
+"""Write the metrics of a run to a display, metrics.jsonl, rollouts.jsonl and trackers. Makes no decision about the run.
 
 Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised and GRPO steps
 share one count. Step 0 is the validation before the first step.
@@ -8,18 +8,15 @@ A record is the line of one step in metrics.jsonl.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
 from controllers.display import LineDisplay, LiveDisplay
 from controllers.run_folder import Record, RunFolder, to_json, to_plain
+from controllers.trackers import Trackers
 from rl_actors import TrainerInfo
 from rl_actors.model_flops import peak_flops
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-    from wandb import Run as WandbRun
 
 KEYS = (
     *("policy_version", "reward/mean", "reward/std", "loss", "grad_norm", "learning_rate"),
@@ -84,19 +81,18 @@ class MetricsLogger(AbstractContextManager):
         *,
         total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` later
         steps_done: int = 0,  # lines of later steps are removed: a resumed run writes them again
-        tensorboard: bool = True,
-        wandb_project: str | None = None,  # WANDB_MODE=offline and wandb's other variables are supported
-        config: Mapping[str, object] | None = None,  # shown by wandb
-        rollouts_per_step: int = 4,
+        trackers: Sequence[str] = ("tensorboard",),
+        project: str = "rl-actors",  # of trackers that have projects
+        config: Mapping[str, object] | None = None,  # shown by trackers
+        groups_per_step: int = 4,  # kept in rollouts.jsonl
         lines: bool = False,  # print one line per step on a terminal, too; log lines of --verbose would break up a live panel
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
         self._last_step = steps_done or -1  # a run that did no step validates again before the first one, as step 0
         folder.drop_after(self._last_step)
-        self.folder, self._rollouts_per_step = folder, rollouts_per_step
-        self._tensorboard = _tensorboard(folder, steps_done) if tensorboard else None
-        self._wandb = _wandb(folder, wandb_project, config) if wandb_project else None
+        self.folder, self._groups_per_step = folder, groups_per_step
+        self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)
         self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
         self._validation = folder.validation.open("a")
         console = console or Console()
@@ -126,22 +122,23 @@ class MetricsLogger(AbstractContextManager):
             record["nonfinite"] = nonfinite
         self._append(self._metrics, [record])
         scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
-        if self._tensorboard is not None:
-            for key, value in scalars.items():
-                self._tensorboard.add_scalar(key, value, step)
-        if self._wandb is not None:
-            self._wandb.log(scalars, step=step)
+        self._trackers.log(step, scalars)
         self.display.step(record)
 
-    def rollouts(self, step: int, rollouts: Sequence[Record]) -> None:
-        """Write some of the step's rollouts, evenly spaced. A rollout is {"prompt": str, "completion": str, "reward": float, …}."""
-        stride = max(1, len(rollouts) // self._rollouts_per_step)
-        kept = rollouts[::stride][: self._rollouts_per_step]
-        self._append(self._rollouts, [{"step": step, **rollout} for rollout in kept])
+    def rollouts(self, step: int, groups: Sequence[Record]) -> None:
+        """Write some of the step's groups, evenly spaced. A group is one line: a prompt, and lists with an item for each completion,
+        {"prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}.
+        """
+        stride = max(1, len(groups) // self._groups_per_step)
+        kept = [{"step": step, **group} for group in groups[::stride][: self._groups_per_step]]
+        self._append(self._rollouts, kept)
+        self._trackers.log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
 
     def validation(self, step: int, samples: Sequence[Record]) -> None:
         """Write completions of held-out problems."""
-        self._append(self._validation, [{"step": step, **sample} for sample in samples])
+        kept = [{"step": step, **sample} for sample in samples]
+        self._append(self._validation, kept)
+        self._trackers.log_table(step, "validation_samples", kept)
 
     def _append(self, file: TextIO, records: Sequence[Record]) -> None:
         file.write("".join(to_json(record) + "\n" for record in records))
@@ -168,26 +165,14 @@ class MetricsLogger(AbstractContextManager):
         self._metrics.close()
         self._rollouts.close()
         self._validation.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
-        if self._wandb is not None:
-            self._wandb.finish(exit_code=0 if error is None else 1)
+        self._trackers.finish(failed=error is not None)
 
 
-def _tensorboard(folder: RunFolder, steps_done: int) -> "SummaryWriter":
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError("TensorBoard events need `pip install tensorboard`") from error
-    return SummaryWriter(str(folder.tensorboard), purge_step=steps_done + 1 if steps_done else None, flush_secs=10)
-
-
-def _wandb(folder: RunFolder, project: str, config: Mapping[str, object] | None) -> "WandbRun":
-    try:
-        import wandb
-    except ImportError as error:
-        raise ImportError("reporting to wandb needs `pip install wandb`") from error
-    settings = wandb.Settings(silent=True, console="off")
-    return wandb.init(
-        project=project, name=folder.path.name, dir=folder.path, config=dict(config or {}), settings=settings
-    )
+def completions_of(group: Record) -> list[Record]:
+    """One record for each completion of a line of rollouts.jsonl."""
+    columns = {"completion": "completions", "reward": "rewards", "advantage": "advantages", "length": "lengths"}
+    rows = []
+    for index in range(len(group["completions"])):
+        row: Record = {"step": group["step"], "prompt": group["prompt"]}
+        rows.append(row | {name: group[values][index] for name, values in columns.items()})
+    return rows

@@ -12,6 +12,7 @@ import torch
 
 from controllers.advantages import ADVANTAGES
 from controllers.environments import Environment, Problem, score
+from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 
@@ -72,6 +73,7 @@ class RolloutBatch:
 
     samples: list[Sample]  # from the groups that have a signal
     groups: list[Group]  # also those without a signal
+    advantages: list[list[float]]  # of the completions of every group
     num_refills: int
 
     @property
@@ -101,17 +103,23 @@ class RolloutBatch:
             values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised)
         return values
 
-    def shown(self) -> list[dict[str, str | float]]:
-        """The first completion of every group, for rollouts.jsonl."""
-        return [
-            {
-                "prompt": group.problem.prompt,
-                "answer": group.problem.answer,
-                "completion": group.texts[0],
-                "reward": group.task_rewards[0],
-            }
-            for group in self.groups
-        ]
+    def shown(self) -> list[Record]:
+        """Every group, for rollouts.jsonl."""
+        shown: list[Record] = []
+        for group, advantages in zip(self.groups, self.advantages, strict=True):
+            shown.append(
+                {
+                    "prompt": group.problem.prompt,
+                    "answer": group.problem.answer,
+                    "completions": group.texts,
+                    "rewards": group.task_rewards,
+                    "advantages": advantages,
+                    "lengths": [len(completion.tokens) for completion in group.completions],
+                    "truncated": [completion.finish_reason == "length" for completion in group.completions],
+                    "is_trained": group.has_signal(),
+                }
+            )
+        return shown
 
 
 class Rollouts:
@@ -145,7 +153,12 @@ class Rollouts:
                 break
             groups += await self._generate(missing)
             num_refills += 1
-        return RolloutBatch(samples=to_samples(groups, self.config), groups=groups, num_refills=num_refills)
+        return RolloutBatch(
+            samples=to_samples(groups, self.config),
+            groups=groups,
+            advantages=group_advantages(groups, self.config),
+            num_refills=num_refills,
+        )
 
     async def _generate(self, num_groups: int) -> list[Group]:
         """Complete the next problems and score the completions."""
@@ -178,11 +191,15 @@ class Rollouts:
         return groups if self.penalty is None else await self.penalty(groups)
 
 
+def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
+    """The advantages of the completions of every group, which compare each with its group."""
+    return ADVANTAGES[config.advantage](torch.tensor([group.rewards for group in groups])).tolist()
+
+
 def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
-    """The completions of the groups with a signal, with advantages that compare each with its group."""
-    advantages_GN = ADVANTAGES[config.advantage](torch.tensor([group.rewards for group in groups]))
+    """The completions of the groups with a signal, with their advantages."""
     samples = []
-    for group, advantages in zip(groups, advantages_GN.tolist(), strict=True):
+    for group, advantages in zip(groups, group_advantages(groups, config), strict=True):
         if not group.has_signal():
             continue
         for completion, advantage in zip(group.completions, advantages, strict=True):

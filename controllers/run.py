@@ -17,6 +17,7 @@ from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, usage
 from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
+from controllers.trackers import TrackerName, validate_trackers
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 from rl_actors.hub import find_model
@@ -84,8 +85,12 @@ class RunConfig:
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
     """Steps between two checkpoints that are kept for good; 0: none is kept for good."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Services and files beside metrics.jsonl that get the metrics. A tracker needs the package of its name."""
+    tracker_project: str = "rl-actors"
+    """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """wandb project that the run reports to as well; None: no report to wandb."""
+    """Adds wandb to the trackers, with this project. None: as trackers and tracker_project say."""
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
@@ -129,12 +134,16 @@ class RunConfig:
         self.environment.validate()
         validate_sets(self.validation)
         self.pass_at_k.validate()
+        validate_trackers(self.all_trackers())
         self.generator.validate()
         self.trainer.validate()
         if self.trainer.optimizer is None:
             raise ValueError("trainer.optimizer=None; a run needs an optimizer")
         self.trainer.require_hf("generation")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
+
+    def all_trackers(self) -> list[str]:
+        return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))
 
     def validate_resumed(self, folder: RunFolder) -> None:
         """Raises ValueError, naming the field, if the run in this folder cannot be resumed with this config."""

@@ -76,7 +76,7 @@ async def run_grpo(config: GRPOConfig, folder: RunFolder, environment: ParityRew
     setup = contextlib.nullcontext
     sets = build_sets(environment, config.validation, seed=config.seed)
     async with open_run(config, folder, environment, sets, tokenizer, setup, verbose=False) as run:
-        with MetricsLogger(folder, tensorboard=False, console=Console(file=io.StringIO())) as run.log:
+        with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
             await train(run)
         generations = run.generator.generations
         return FinishedRun(

@@ -1,0 +1,114 @@
+"""Trackers show the metrics of a run elsewhere: TensorBoard, wandb, mlflow and others, through accelerate.tracking. Measures nothing."""
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from controllers.run_folder import Record, RunFolder
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+TrackerName = Literal[
+    "tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
+]  # the name of a tracker is that of its package, too
+Scalars = dict[str, int | float]
+
+
+def validate_trackers(names: Sequence[str]) -> None:
+    """Raise ValueError, with the command that installs it, for a tracker whose package is absent."""
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
+
+
+class Trackers:
+    """The trackers of one run. They have started when this is built.
+
+    trackers = Trackers(["tensorboard", "wandb"], folder, project="rl-actors", config={"seed": 0}, steps_done=0)
+    trackers.log(1, {"loss": 0.7})
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        folder: RunFolder,
+        *,
+        project: str,
+        config: Mapping[str, object],
+        steps_done: int,  # TensorBoard drops what an earlier start of this run wrote of later steps
+    ) -> None:
+        self._trackers: list[GeneralTracker] = []
+        if not names:
+            return
+        # Imported here, because that takes a second.
+        from accelerate.state import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+        from accelerate.utils import clear_environment
+
+        validate_trackers(names)
+        # accelerate logs through its state, which joins a process group when a scheduler's variables say that there is one.
+        with clear_environment():
+            PartialState(cpu=True)
+        for name in dict.fromkeys(names):
+            arguments = _arguments(name, folder, project, steps_done)
+            tracker = LOGGER_TYPE_TO_CLASS[name](**arguments)
+            tracker.start()
+            if name != "tensorboard":  # it would show the config as a second run
+                tracker.store_init_configuration(_flat(config))
+            self._trackers.append(tracker)
+
+    def log(self, step: int, values: Scalars) -> None:
+        for tracker in self._trackers:
+            shown = values
+            if tracker.name == "mlflow":  # which allows no @ in a name
+                shown = {name.replace("@", "_at_"): value for name, value in values.items()}
+            tracker.log(shown, step=step)
+
+    def log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
+        """Show the rows as a table where the tracker has tables. All rows have the same keys."""
+        if not rows:
+            return
+        columns = list(rows[0])
+        for tracker in self._trackers:
+            if hasattr(tracker, "log_table"):
+                data = [[row[column] for column in columns] for row in rows]
+                tracker.log_table(name, columns=columns, data=data, step=step)
+
+    def finish(self, *, failed: bool) -> None:
+        for tracker in self._trackers:
+            if failed and tracker.name == "wandb":
+                tracker.tracker.finish(exit_code=1)  # accelerate's call would show the run as finished
+            else:
+                tracker.finish()
+        self._trackers = []
+
+
+def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
+    """Arguments of accelerate's tracker: the project, and the run's name and folder where it takes them."""
+    run_name = folder.path.resolve().name
+    match name:
+        case "tensorboard":
+            purge_step = steps_done + 1 if steps_done else None
+            return {"run_name": folder.tensorboard.name, "logging_dir": folder.path, "purge_step": purge_step}
+        case "wandb":
+            # Its variables, such as WANDB_MODE=offline, are supported.
+            settings = {"silent": True, "console": "off"}
+            return {"run_name": project, "name": run_name, "dir": folder.path, "settings": settings}
+        case "mlflow":
+            return {"experiment_name": project, "run_name": run_name}
+        case "trackio":
+            return {"run_name": project, "name": run_name}
+        case _:
+            return {"run_name": project}
+
+
+def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
+    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. Every other value becomes a text."""
+    flat: dict[str, bool | int | float | str | None] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value if isinstance(value, bool | int | float | str | None) else str(value)
+    return flat
