@@ -104,6 +104,25 @@ def read(path: Path) -> State:
     return json.loads((path / STATE).read_text())
 
 
+def find(path: Path, step: int | None = None) -> Path:
+    """The complete checkpoint of `step`, or the newest, in a run's folder. A checkpoint's own folder is itself.
+
+    Raises ValueError if there is none, or none of this step.
+    """
+    if step is None and (path / STATE).is_file():
+        return path
+    found = {_step(checkpoint): checkpoint for checkpoint in complete(path / "checkpoints")}
+    if not found:
+        raise ValueError(
+            f"{path} is not a complete checkpoint of a run, nor a run's folder with one: it holds no {STATE}"
+        )
+    if step is not None and step not in found:
+        raise ValueError(
+            f"{path} has no checkpoint of step {step}; it has those of {', '.join(map(str, sorted(found)))}"
+        )
+    return found[max(found) if step is None else step]
+
+
 def newest(folder: Path) -> Path | None:
     """The newest complete checkpoint; None when no checkpoint is complete."""
     paths = complete(folder)

@@ -151,7 +151,7 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             "eval_only",
             Path | None,
             None,
-            "Score this checkpoint and stop. Without --config, its run's config is used.",
+            "Score this checkpoint, or the newest of this run, and stop. Without --config, its run's config is used.",
         ),
         _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),

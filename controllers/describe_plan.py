@@ -70,18 +70,23 @@ def describe(config: "RunConfig") -> str:
     return "\n".join(lines)
 
 
-def require_memory(config: "RunConfig") -> None:
-    """Raise ValueError when the processes of a run take more memory than a GPU, or a machine without GPUs, has."""
-    for demand in demands(config):
+def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
+    """Raise ValueError when the processes of a run take more memory than a GPU, or a machine without GPUs, has.
+
+    trains=False: an evaluation, which has only the generator.
+    """
+    for demand in demands(config, trains=trains):
         if not demand.fits:
             less = LESS_OF_A_GPU if torch.cuda.is_available() else LESS_OF_A_MACHINE
             needed = f"the run takes {size_text(demand.total)} ({demand.parts()}), without the memory of libraries"
             raise ValueError(f"{needed}, but {demand.place} has {size_text(demand.capacity)}; {less}")
 
 
-def demands(config: "RunConfig") -> list[Demand]:
+def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     """The memory that a run takes: one Demand for each GPU of this machine that the run uses, or one for a machine without GPUs."""
-    held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
+    held: dict[str, int] = {}
+    if trains:
+        held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
     ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
     if not torch.cuda.is_available():
         taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
+from pathlib import Path
 from typing import TextIO
 
 from monarch.actor import shutdown_context
@@ -25,7 +26,7 @@ from controllers.environments import Environment, Problem, RewardError, build_en
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.report import write_report
-from controllers.run import Run, RunConfig, open_run
+from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
 from controllers.validation import ValidationSet, build_sets
@@ -57,14 +58,15 @@ def main(controller: str) -> None:
     try:
         if invocation.plan:
             print(describe_plan.describe(invocation.config), flush=True)
-        validation.require_gpus(invocation.config.trainer)
+        if not invocation.eval_only:
+            validation.require_gpus(invocation.config.trainer)
         validation.require_gpu(invocation.config.generator)
         require_machine(invocation.config.generator)
-        describe_plan.require_memory(invocation.config)
+        describe_plan.require_memory(invocation.config, trains=not invocation.eval_only)
         if invocation.plan:
             return
         if invocation.eval_only:
-            checkpoints.read(invocation.eval_only)
+            invocation = replace(invocation, eval_only=checkpoints.find(invocation.eval_only))
         if invocation.resume:
             invocation.config.validate_resumed(RunFolder(invocation.resume))
         environment, validation_sets, tokenizer = _task_and_tokenizer(invocation.config)
@@ -250,16 +252,18 @@ async def _evaluate(
     tokenizer: Tokenizer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems. Writes only a log."""
-    config, checkpoint = invocation.config, folder.path
+    """Score a checkpoint on the held-out problems, by a generator on its exported weights. Writes only a log."""
+    # Imported here: it loads torchtitan, which a run's controller does not need.
+    from rl_actors.engine.export import export_checkpoint, policy_version
+
+    config, checkpoint = invocation.config, str(folder.path / "trainer")
     display = LineDisplay(Console(file=terminal), None)
-    opening = open_run(
-        config, folder, environment, validation_sets, tokenizer, display.setup, verbose=invocation.verbose
-    )
-    async with opening as run:
-        version = await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
-        await run.generator.pull_model_state_dict(await run.trainer.push_model_state_dict())
-        scores = await run.measure()
+    with tempfile.TemporaryDirectory(prefix="rl_actors_evaluation_") as directory:
+        model = str(Path(directory) / "model")
+        with display.setup("reading the checkpoint"):
+            export_checkpoint(checkpoint, config.trainer, model, dtype=config.generator.dtype)
+        async with open_generator(config, folder, model, display.setup, verbose=invocation.verbose) as generator:
+            scores = await make_validator(config, validation_sets, generator, tokenizer)()
     found = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
-    display.print(f"{checkpoint}: policy_version {version}, {found}")
+    display.print(f"{folder.path}: policy_version {policy_version(checkpoint)}, {found}")
     return 0

@@ -20,6 +20,7 @@ from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors.config import LoRAConfig
 from rl_actors.hub import find_model
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
@@ -179,15 +180,7 @@ class Run(Generic[Config]):
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
-        validator = Validator(
-            sets=self.validation_sets,
-            generator=self.generator,
-            tokenizer=self.tokenizer,
-            max_tokens=self.config.max_tokens,
-            seed=self.config.seed,
-            pass_at_k=self.config.pass_at_k,
-        )
-        return await validator()
+        return await make_validator(self.config, self.validation_sets, self.generator, self.tokenizer)()
 
     async def validate(self, step: int) -> dict[str, float]:
         """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the step."""
@@ -229,6 +222,20 @@ class Run(Generic[Config]):
         with self.timer("checkpoint"):
             await self.checkpoints.save(self.trainer, self.last_state)
         self.saved_step = self.last_state["step"]
+
+
+def make_validator(
+    config: RunConfig, sets: Sequence[ValidationSet], generator: GeneratorClient, tokenizer: Tokenizer
+) -> Validator:
+    """A validator of the generator's current weights, as the config asks for it."""
+    return Validator(
+        sets=sets,
+        generator=generator,
+        tokenizer=tokenizer,
+        max_tokens=config.max_tokens,
+        seed=config.seed,
+        pass_at_k=config.pass_at_k,
+    )
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
@@ -316,6 +323,30 @@ async def open_run(
         with contextlib.suppress(Exception):
             await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)
         await actors.close()
+
+
+@contextlib.asynccontextmanager
+async def open_generator(
+    config: RunConfig,
+    folder: RunFolder,
+    model: str,
+    setup: Callable[[str], AbstractContextManager[None]],
+    *,
+    verbose: bool,
+) -> AsyncIterator[GeneratorClient]:
+    """Start only the generator of a run, on the weights of the directory `model`; end it whatever happens."""
+    logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
+    seed = config.seed + config.generator.seed
+    generator = rl_actors.GeneratorClient.spawn(
+        replace(config.generator, hf_path=model, lora=LoRAConfig(), seed=seed), logs=logs
+    )
+    try:
+        with setup("starting generator"):
+            await generator.ready()
+        yield generator
+    finally:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(generator.close(), CLOSE_TIMEOUT)
 
 
 def shares_gpu(config: RunConfig) -> bool:

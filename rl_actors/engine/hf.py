@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.fsdp import FSDPModule
-from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter
+from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 
 from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
@@ -76,10 +76,13 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of this model in a Hugging Face directory. They do not depend on the layout."""
-    model_config = qwen3_config(config)
+    return {name: tuple(tensor.shape) for name, tensor in hf_adapter(config).to_hf(whole_state(config)).items()}
+
+
+def whole_state(config: ModelConfig) -> dict[str, Tensor]:
+    """The whole model's state under torchtitan's names, on the meta device. Query, key and value are apart."""
     with torch.device("meta"):
-        state = model_config.build().state_dict()
-    return {name: tuple(tensor.shape) for name, tensor in _adapter(model_config).to_hf(state).items()}
+        return qwen3_config(config).build().state_dict()
 
 
 def load(built: BuiltModel, path: str) -> None:
@@ -149,19 +152,11 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
-    def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        values = config.to_hf() | {"torch_dtype": dtype}
-        (temporary / "config.json").write_text(json.dumps(values, indent=2) + "\n")
-        for file in tokenizer_files(source):
-            shutil.copyfile(file, temporary / file.name)
-
-    _on_first_rank(begin)
+    _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
     # torchtitan's adapter records the layout of the experts that it renames. The model's adapter has recorded sharded experts, but these
     # tensors are whole, so they get a new adapter.
-    adapter = _adapter(qwen3_config(config))
+    adapter = hf_adapter(config)
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
         if whole is not None and failure is None:
@@ -180,6 +175,16 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     _on_first_rank(commit)
 
 
+def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
+    """Make the directory anew, with config.json and the tokenizer files of `source`."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    values = config.to_hf() | {"torch_dtype": dtype}
+    (directory / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+    for file in tokenizer_files(source):
+        shutil.copyfile(file, directory / file.name)
+
+
 def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) -> None:
     """Write the adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half an export."""
     tensors = lora.gather(built.model, built.hf_adapter.to_hf)
@@ -194,9 +199,21 @@ def require_exportable(path: str, dtype: str) -> None:
     """Raises ValueError on every rank if `path` is taken or the dtype is unknown. An export never deletes anything."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
-    target = Path(path)
-    if not on_all_ranks(not target.exists() or (target.is_dir() and not any(target.iterdir()))):
+    if not on_all_ranks(_is_free(path)):
         raise ValueError(f"{path} exists and is not an empty directory; an export never replaces files")
+
+
+def require_free(path: str, dtype: str) -> None:
+    """The same in a process without ranks."""
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
+    if not _is_free(path):
+        raise ValueError(f"{path} exists and is not an empty directory; an export never replaces files")
+
+
+def _is_free(path: str) -> bool:
+    target = Path(path)
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
 
 
 class SafetensorsWriter:
@@ -251,8 +268,9 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in named_parameters(model)}
 
 
-def _adapter(model_config: Qwen3Model.Config) -> Qwen3StateDictAdapter:
-    return Qwen3StateDictAdapter(model_config, None)
+def hf_adapter(config: ModelConfig) -> Qwen3StateDictAdapter:
+    """A new adapter between torchtitan's names and Hugging Face's."""
+    return Qwen3StateDictAdapter(qwen3_config(config), None)
 
 
 def _first(names: list[str]) -> str:

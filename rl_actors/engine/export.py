@@ -1,0 +1,198 @@
+"""From a checkpoint of a trainer to a Hugging Face directory, in one process without a trainer. hf.py exports a trainer's own weights.
+
+Tensors are read a block at a time, so the process holds one block and a file of the export.
+"""
+
+import re
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from rl_actors import adapters
+from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
+from rl_actors.engine import hf
+from rl_actors.engine.checkpoint import is_checkpoint, plain_errors
+from rl_actors.types import MAX_NAMES_REPORTED
+
+LAYER = re.compile(r"\.(\d+)\.")
+LORA_A, LORA_B = ".lora_a.weight", ".lora_b.weight"
+
+
+def export_checkpoint(
+    checkpoint: str,
+    config: TrainerConfig,
+    path: str,
+    *,
+    dtype: str = "float32",
+    texts: Mapping[str, str] | None = None,
+) -> None:
+    """Write what export_hf of a trainer with these weights would write. `path` never holds half an export.
+
+    texts: further files, by name. They replace files of the checkpoint.
+    With adapters the checkpoint holds only these; they are merged into the weights of config.hf_path.
+    Raises ValueError if `checkpoint` is not one of this model's, or if `path` is taken.
+    """
+    config.require_hf("export")
+    shapes = _require_checkpoint(checkpoint, config)
+    hf.require_free(path, dtype)
+    target, temporary = Path(path), Path(f"{path}.partial")
+    hf.begin_directory(temporary, config.model, source=checkpoint, dtype=dtype)
+    files = hf.SafetensorsWriter(temporary)
+    tensors = _merged(checkpoint, shapes, config) if config.lora.rank else _whole(checkpoint, shapes, config.model)
+    for name, tensor in tensors:
+        files.add({name: tensor.to(hf.DTYPES[dtype])})
+    files.finish()
+    _write_texts(temporary, texts)
+    temporary.rename(target)
+
+
+def export_adapters(
+    checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
+) -> None:
+    """Write what export_lora of a trainer with these adapters would write: a directory that peft and vLLM load over config.hf_path."""
+    if not config.lora.rank:
+        raise ValueError("lora.rank=0: the run trained no adapters; export the whole weights")
+    shapes = _require_checkpoint(checkpoint, config)
+    hf.require_free(path, "float32")
+    tensors = _adapters(_read(checkpoint, shapes), config.model)
+    target, temporary = Path(path), Path(f"{path}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    adapters.write(temporary, tensors, config.lora, base=config.hf_path)
+    for file in hf.tokenizer_files(checkpoint):
+        shutil.copyfile(file, temporary / file.name)
+    _write_texts(temporary, texts)
+    temporary.rename(target)
+
+
+def policy_version(checkpoint: str) -> int:
+    """The version of the weights in a checkpoint."""
+    state = {"policy_version": torch.tensor(0)}
+    _load(checkpoint, state)
+    return int(state["policy_version"])
+
+
+def _write_texts(directory: Path, texts: Mapping[str, str] | None) -> None:
+    for name, text in (texts or {}).items():
+        (directory / name).write_text(text)
+
+
+def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the model's tensors in the checkpoint, under torchtitan's names."""
+    if not is_checkpoint(checkpoint):
+        raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
+    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    there = {
+        name.removeprefix("model."): tuple(entry.size)
+        for name, entry in saved.items()
+        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
+    }
+    here = _expected(config)
+    differing = [
+        f"{name} is {there.get(name)} in the checkpoint but {here.get(name)} in the config"
+        for name in sorted(there.keys() | here.keys())
+        if there.get(name) != here.get(name)
+    ]
+    if differing:
+        raise ValueError(f"{checkpoint} holds another model: {'; '.join(differing[:MAX_NAMES_REPORTED])}")
+    return there
+
+
+def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the tensors that a checkpoint of this trainer holds."""
+    weights = {name: tuple(tensor.shape) for name, tensor in hf.whole_state(config.model).items()}
+    if not config.lora.rank:
+        return weights
+    wanted = adapters.modules(config.lora)
+    found: dict[str, tuple[int, ...]] = {}
+    for name, hf_name in _hf_names(weights, config.model).items():
+        if hf_name.split(".")[-2] in wanted:
+            outputs, inputs = weights[name]
+            module = name.removesuffix(".weight")
+            found |= {module + LORA_A: (config.lora.rank, inputs), module + LORA_B: (outputs, config.lora.rank)}
+    return found
+
+
+def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
+    """torchtitan's name -> Hugging Face's name, of the tensors that both have one by one."""
+    adapter = hf.hf_adapter(model)
+    found = {}
+    for name in names:
+        if ".inner_experts." not in name:
+            for hf_name in adapter.to_hf({name: torch.empty(0, device="meta")}):
+                found[name] = hf_name
+    return found
+
+
+def _read(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """These tensors of the checkpoint, in float32."""
+    state: dict[str, dict[str, Tensor]] = {"model": {name: torch.empty(shape) for name, shape in shapes.items()}}
+    _load(checkpoint, state)
+    return state["model"]
+
+
+def _load(checkpoint: str, state: Mapping[str, object]) -> None:
+    """Fill the tensors of `state` from the checkpoint."""
+    with plain_errors(f"reading {checkpoint}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
+        dcp.load(dict(state), checkpoint_id=checkpoint, no_dist=True)
+
+
+def _whole(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    adapter = hf.hf_adapter(model)
+    for block in _blocks(shapes).values():
+        yield from adapter.to_hf(_read(checkpoint, block)).items()
+
+
+def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The tensors by the number of their block; those outside the blocks each for itself."""
+    blocks: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        layer = LAYER.search(name)
+        blocks.setdefault(layer[1] if layer else name, {})[name] = shape
+    return blocks
+
+
+def _merged(
+    checkpoint: str, shapes: Mapping[str, tuple[int, ...]], config: TrainerConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights of config.hf_path with the checkpoint's adapters added: W + (alpha / rank) B A."""
+    pairs = _adapters(_read(checkpoint, shapes), config.model)
+    for name, weight in _tensors_of(config.hf_path, hf.tensor_shapes(config.model)):
+        a, b = adapters.names(name)
+        weight = weight.float()
+        if a in pairs:
+            weight = weight + _scale(config.lora) * (pairs[b] @ pairs[a])
+        yield name, weight
+
+
+def _scale(config: LoRAConfig) -> float:
+    return config.alpha / config.rank
+
+
+def _adapters(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    """Adapters under peft's names from adapters under torchtitan's."""
+    weights = {name.removesuffix(LORA_A) + ".weight": None for name in tensors if name.endswith(LORA_A)}
+    found: dict[str, Tensor] = {}
+    for name, hf_name in _hf_names(weights, model).items():
+        module = name.removesuffix(".weight")
+        a, b = adapters.names(hf_name)
+        found |= {a: tensors[module + LORA_A], b: tensors[module + LORA_B]}
+    return found
+
+
+def _tensors_of(path: str, wanted: Mapping[str, object]) -> Iterator[tuple[str, Tensor]]:
+    """The wanted tensors of a directory of safetensors, one at a time."""
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is not a dict
+                if name in wanted:
+                    yield name, tensors.get_tensor(name)

@@ -1,0 +1,123 @@
+"""`controllers.export`: a run's checkpoint as a directory that transformers and peft load, with a model card."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from references import BASE, random_samples, save_random
+
+from configs.tiny import tiny
+from controllers import config_file, export
+from controllers.run_folder import RunFolder, to_json
+from controllers.tokenizer import build_character_tokenizer
+from rl_actors import LoRAConfig, OptimParams
+
+RECORDS = [
+    {"step": 1, "phase": "sft", "validation/accuracy": 0.125},
+    {"step": 2, "phase": "grpo", "reward/mean": 0.5, "validation/accuracy": None},
+    {"step": 3, "phase": "grpo", "reward/mean": 0.75, "validation/accuracy": 0.875},
+]
+
+
+@pytest.fixture
+def make_run(make_engine, tmp_path):
+    """make_run(lora) -> the folder of a run with checkpoints of the steps 2 and 3, by a real engine."""
+
+    def make(lora: LoRAConfig | None = None) -> Path:
+        base, folder = tmp_path / "base", RunFolder(tmp_path / "run")
+        build_character_tokenizer(base, "0123456789+-=.")
+        engine = make_engine(save_random(base, replace(BASE, head_dim=32)), lora=lora or LoRAConfig())
+        folder.path.mkdir()
+        for step in (2, 3):
+            engine.forward_backward(random_samples([31, 7], seed=step), "cross_entropy")
+            engine.optim_step(OptimParams(learning_rate=1e-2))
+            engine.save_checkpoint(str(folder.checkpoints / f"step-{step}/trainer")).result()
+            (folder.checkpoints / f"step-{step}/state.json").write_text(json.dumps({"step": step}))
+        folder.config.write_text(config_file.to_json(replace(tiny(), trainer=engine.config)))
+        folder.metrics.write_text("".join(to_json(record) + "\n" for record in RECORDS))
+        return folder.path
+
+    return make
+
+
+@pytest.fixture
+def export_fails(capsys):
+    """export_fails(arguments) -> the one line of the refusal."""
+
+    def fails(*arguments: object) -> str:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            export.main([str(argument) for argument in arguments])
+        assert exit.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    return fails
+
+
+def test_an_export_loads_in_transformers_with_its_tokenizer_and_its_card_has_the_scores(make_run, tmp_path, capsys):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run, target = make_run(), tmp_path / "export"
+    export.main([str(run), str(target)])
+    assert export._without_command(f"vllm serve {target}") in capsys.readouterr().out
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    assert model.generation_config.eos_token_id == [1] and tokenizer.eos_token_id == 1
+    answer = model.generate(**tokenizer("1+2=", return_tensors="pt"), max_new_tokens=3, do_sample=False)
+    assert answer[0, :4].tolist() == [3, 12, 4, 14] and answer.shape[1] > 4
+    card = (target / "README.md").read_text()
+    assert card.startswith("---\nbase_model: base\nlibrary_name: transformers\n")
+    assert "after step 3 of the run `run` on the task `basic_arithmetic`" in card
+    assert "| validation/accuracy | 0.875 |" in card and "| reward/mean | 0.75 |" in card
+    assert "vllm serve DIR" in card
+
+
+def test_an_earlier_step_is_exported_with_its_own_weights_and_scores(make_run, tmp_path):
+    from safetensors.torch import load_file
+
+    run = make_run()
+    export.main([str(run), str(tmp_path / "newest")])
+    export.main([str(run), str(tmp_path / "earlier"), "--step", "2", "--dtype", "bfloat16"])
+    newest, earlier = (load_file(tmp_path / name / "model.safetensors") for name in ("newest", "earlier"))
+    assert earlier["model.norm.weight"].dtype == torch.bfloat16
+    assert not torch.equal(newest["model.norm.weight"].bfloat16(), earlier["model.norm.weight"])
+    assert "| validation/accuracy | 0.125 |" in (tmp_path / "earlier/README.md").read_text()
+
+
+def test_adapters_are_exported_as_peft_loads_them(make_run, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = make_run(LoRAConfig(rank=4))
+    export.main([str(run), str(tmp_path / "adapters"), "--adapters"])
+    export.main([str(run), str(tmp_path / "merged")])
+    base, merged = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "merged"))
+    tokens = torch.arange(2, 12)[None]
+    with torch.no_grad():
+        expected, alone = merged(tokens).logits, base(tokens).logits
+        adapted = PeftModel.from_pretrained(base, tmp_path / "adapters")(tokens).logits
+    assert (adapted - expected).abs().max() < 1e-4 < 0.1 < (alone - expected).abs().max()
+    assert (tmp_path / "adapters/README.md").read_text().startswith("---\nbase_model: base\nlibrary_name: peft\n")
+
+
+def test_what_cannot_be_exported_is_refused_in_one_line(make_run, export_fails, tmp_path):
+    run, new = make_run(), tmp_path / "new"
+    empty, taken = tmp_path / "empty", tmp_path / "taken"
+    (empty / "checkpoints/step-1").mkdir(parents=True)  # its state.json was never written
+    taken.mkdir()
+    (taken / "thesis.txt").write_text("thesis")
+    cases = [
+        ([empty, new], f"{empty} is not a complete checkpoint of a run, nor a run's folder with one"),
+        ([tmp_path / "nowhere", new], "nowhere is not a complete checkpoint of a run"),
+        ([run, new, "--step", 7], f"{run} has no checkpoint of step 7; it has those of 2, 3"),
+        ([run, new, "--adapters"], "lora.rank=0: the run trained no adapters"),
+        ([run, taken], "taken exists and is not an empty directory; an export never replaces files"),
+    ]
+    for arguments, message in cases:
+        assert message in export_fails(*arguments), arguments
+    (run / "config.json").unlink()
+    assert "config.json is not there, so nothing says which model" in export_fails(run, new)
+    assert not new.exists() and (taken / "thesis.txt").exists()
