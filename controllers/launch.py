@@ -146,7 +146,7 @@ def _run(
         route_logs(log_file, label="controller", verbose=invocation.verbose)
         interruption = Interruption(tell=functools.partial(print, file=terminal))
         if invocation.eval_only:
-            work = _evaluate(invocation, folder, environment, validation_sets, tokenizer, terminal)
+            work = _evaluate(invocation, folder, validation_sets, tokenizer, terminal)
         else:
             work = _train(train, invocation, folder, environment, validation_sets, tokenizer, terminal, interruption)
         try:
@@ -247,7 +247,6 @@ async def _train_until_asked(run: Run, train: Train) -> None:
 async def _evaluate(
     invocation: cli.Invocation,
     folder: RunFolder,
-    environment: Environment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     terminal: TextIO,

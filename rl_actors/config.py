@@ -1,5 +1,6 @@
 """Configs of the trainer and the generator: plain dataclasses that can be imported without Monarch, vLLM or a GPU."""
 
+import contextlib
 import pkgutil
 import re
 from dataclasses import dataclass, field, replace
@@ -182,7 +183,9 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            self.model = ModelConfig.from_hf(self.hf_path)
+            # `validate` raises the error of a directory that is no model's. Raised here, a command line could not show it on one line.
+            with contextlib.suppress(ValueError):
+                self.model = ModelConfig.from_hf(self.hf_path)
 
     def num_processes(self) -> int:
         """Number of processes, one per device of the layout. Raises ValueError for a degree below 1."""
