@@ -1,13 +1,17 @@
 """Chat templates: the prompt of a conversation, the tokens that supervised training trains, and the tokens that end a text."""
 
+import asyncio
 import json
 
 import pytest
+from fakes import ParityReward, RandomGenerator
 from own_models import CHAT_TEMPLATE, save_tokenizer
 
 from controllers.chat import ChatConfig
 from controllers.environments import Message, Problem
+from controllers.rollouts import RolloutConfig, Rollouts
 from controllers.tokenizer import load_tokenizer
+from controllers.validation import PassAtKConfig, ValidationSet, Validator
 
 UNMARKED = CHAT_TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 CONVERSATION = [
@@ -142,3 +146,22 @@ def test_a_stop_token_that_the_tokenizer_lacks_is_refused(make, ids):
         ValueError, match="generation_config.json has eos_token_id=.*, but the tokenizer has the tokens 0 to 258"
     ):
         make(generation={"eos_token_id": ids})
+
+
+def test_rollouts_and_validation_generate_from_the_template_and_stop_at_every_stop_token(make):
+    tokenizer = make(chat=ChatConfig(enabled=True), generation={"eos_token_id": [258, 256]})
+    environment, generator = ParityReward(0.0, 3), RandomGenerator()
+    config = RolloutConfig(groups_per_step=2, group_size=2, max_refills=0)
+    rollouts = Rollouts(config, environment, tokenizer, generator, max_tokens=4, seed=0)
+    sets = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
+    validator = Validator(
+        sets=sets, generator=generator, tokenizer=tokenizer, max_tokens=4, seed=0, pass_at_k=PassAtKConfig()
+    )
+    asyncio.run(rollouts.next_batch())
+    asyncio.run(validator())
+    trained, held_out = generator.generations
+    assert [written(tokenizer, prompt) for prompt in trained.prompts + held_out.prompts] == [
+        f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+        for prompt in ("0+0=", "1+0=", "0+99=", "1+99=", "2+99=")
+    ]
+    assert trained.params.stop_token_ids == held_out.params.stop_token_ids == (258, 256)
