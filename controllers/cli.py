@@ -1,7 +1,7 @@
 """Command line of a run: it turns flags into a checked config and the run's folder. Starts nothing and writes nothing.
 
-It works on any dataclass with `steps: int`, `seed: int`, a `with_local_models()` that returns the config with directories for ids of
-models, and a `validate()`. Both methods raise ValueError.
+It works on any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags`, a `with_local_models()` that returns the config with
+directories for ids of models, and a `validate()`. Both methods raise ValueError.
 """
 
 import difflib
@@ -76,17 +76,24 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     source.add_argument("--config")
     source.add_argument("--resume", type=Path)
     source.add_argument("--eval-only", "--eval_only", type=Path)
+    source.add_argument("--algorithm")
     chosen, _ = source.parse_known_args(argv)
-    if chosen.resume and (chosen.config or chosen.eval_only):
-        raise ValueError("--resume takes the config of its run, so it cannot be combined with --config or --eval-only")
+    if chosen.resume and (chosen.config or chosen.eval_only or chosen.algorithm):
+        others = "--config, --algorithm or --eval-only"
+        raise ValueError(f"--resume takes the config of its run, so it cannot be combined with {others}")
     if chosen.eval_only and not chosen.eval_only.is_dir():
         raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
 
     name, base = _base(configs, chosen.config, chosen.resume, chosen.eval_only)
     before = config_file.leaves_of(base)
+    if chosen.algorithm:
+        _apply_preset(base, chosen.algorithm)
+    argv = _without_short_flags(argv, base.short_flags)
     about = (
         "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
     )
+    for short, whole in base.short_flags.items():
+        about += f" {short} is short for {whole}."
     flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
     config = flags.config.with_local_models()
     if chosen.resume:
@@ -113,6 +120,28 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
         plan=flags.plan,
         verbose=flags.verbose,
     )
+
+
+def _apply_preset(config: "RunConfig", name: str) -> None:
+    """Set the fields of a preset, and print them with their paper to stderr, so that stdout stays JSON for --dry-run."""
+    if name not in config.presets:
+        near = difflib.get_close_matches(name, config.presets) or list(config.presets)
+        known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"
+        raise ValueError(f"--algorithm {name} is not a preset; {known}")
+    algorithm = config.presets[name]
+    values = algorithm.apply(config)
+    print(f"--algorithm {name} ({algorithm.paper}) sets:", file=sys.stderr)
+    for field_name, value in values.items():
+        print(f"  {field_name.removesuffix('.name')} = {value}", file=sys.stderr)
+
+
+def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) -> list[str]:
+    """The command line with whole names of flags: `--lr 1e-4` and `--lr=1e-4` become `--schedule.learning-rate …`."""
+    whole = []
+    for argument in argv:
+        flag, equals, value = argument.partition("=")
+        whole.append(short_flags.get(flag, flag) + equals + value)
+    return whole
 
 
 def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:

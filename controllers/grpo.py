@@ -4,18 +4,21 @@ python -m controllers.grpo --config tiny
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Literal
 
+from controllers.algorithms import ALGORITHMS, Algorithm
 from controllers.launch import main
-from controllers.reference import require_reference, start_reference
+from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
+from controllers.reference import Reference, require_reference, start_reference
 from controllers.rollouts import RolloutBatch, RolloutConfig, Rollouts
 from controllers.run import Run, RunConfig, split
 from controllers.run_folder import RunFolder
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTPhase, SFTPhaseConfig
-from rl_actors import KL, PPO, ForwardBackwardOutput, OptimResult, Sample, metrics, num_loss_tokens
+from rl_actors import KL, ForwardBackwardOutput, OptimResult, Sample, metrics
+from rl_actors.losses import PolicyLoss
 
 
 @dataclass(kw_only=True)
@@ -26,10 +29,15 @@ class GRPOConfig(RunConfig):
     samples that slightly older weights generated."""
     epochs_per_step: int = 1
     """Passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the same rollouts."""
-    ratio_low: float = 0.8
-    """Lower bound of the probability ratio in the loss."""
-    ratio_high: float = 1.28
-    """Upper bound of the probability ratio in the loss."""
+    algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
+    """Preset of a paper. It sets loss, aggregation, advantages, KL and refills before all other flags, and prints them."""
+    loss: LossConfig = field(default_factory=LossConfig)
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    aggregation: Aggregation = "token_mean"
+    """How the losses of tokens become one. token_mean: the mean over all tokens of an update. sequence_mean: the mean over samples of
+    the mean over their tokens. sequence_sum: the mean over samples of the sum. constant: the sum over samples * max_tokens."""
+    entropy_bonus: float = 0.0
+    """Weight of the policy's entropy, which is added to the objective."""
     reference_kl: float = 0.0
     """Weight of the KL divergence from the reference, which is the policy at the start of GRPO. A second trainer beside the first holds the
     reference. 0: no KL divergence and no second trainer."""
@@ -46,6 +54,15 @@ class GRPOConfig(RunConfig):
     sft_steps: int = 0
     """Largest number of supervised steps. 0: no supervised steps."""
 
+    presets: ClassVar[Mapping[str, Algorithm]] = ALGORITHMS
+    short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {
+        "--lr": "--schedule.learning-rate",
+        "--advantage": "--rollouts.advantage",
+        "--group-size": "--rollouts.group-size",
+        "--groups": "--rollouts.groups-per-step",
+        "--temperature": "--rollouts.temperature",
+    }
+
     @property
     def is_supervised(self) -> bool:
         return self.sft_steps > 0
@@ -57,7 +74,7 @@ class GRPOConfig(RunConfig):
         self.sft.validate()
         if not 0 <= self.reference_kl < math.inf:
             raise ValueError(f"reference_kl={self.reference_kl}; it must be finite and at least 0")
-        self.loss()
+        self.make_loss()
         if self.updates_per_step < 1:
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
         if self.epochs_per_step < 1:
@@ -74,9 +91,18 @@ class GRPOConfig(RunConfig):
         estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
-    def loss(self) -> PPO:
-        kl = self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None
-        return PPO(ratio_low=self.ratio_low, ratio_high=self.ratio_high, kl=kl)
+    def make_loss(self) -> PolicyLoss:
+        """The loss of all these fields. Raises ValueError for options that do not go together or are out of their limits."""
+        return self.loss.build(
+            kl=self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None,
+            entropy_bonus=self.entropy_bonus,
+            correction=self.correction.build(),
+            mean=self.aggregation == "sequence_mean",
+        )
+
+    def divisor(self, samples: Sequence[Sample]) -> float:
+        """The number by which the summed loss of the samples, and its gradient, is divided."""
+        return grad_divisor(self.aggregation, samples, self.max_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +143,12 @@ async def train(run: Run[GRPOConfig]) -> None:
             batch = await run.interruption.drop_if_asked(rollouts.next_batch())
         values = batch.metrics()
         if batch.samples:  # empty if the rewards are equal within every group: the gradient would be 0
-            samples = batch.samples
-            if reference and config.reference_kl_in == "loss":
-                samples = await reference.with_logprobs(samples)
+            samples = await with_columns_of_loss(run, batch.samples, reference)
             learning_rate = schedule(step - sft_steps)
             with run.timer("train"):
                 updates = await train_step(run, samples, learning_rate)
             await sync(run)
-            values |= report(batch, updates, config.epochs_per_step) | {"learning_rate": learning_rate}
+            values |= report(config, batch, updates) | {"learning_rate": learning_rate}
             values |= run.trained(samples, num_epochs=config.epochs_per_step)
         grpo_step, is_last = step - sft_steps, step == last_step
         if is_last or grpo_step % config.validate_every == 0:
@@ -139,9 +163,9 @@ async def train(run: Run[GRPOConfig]) -> None:
 
 async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
     """Train on the samples epochs_per_step times. Every time they are divided into at most updates_per_step parts, and each part gets one
-    optimizer step with the mean gradient over its tokens.
+    optimizer step, whose gradient is the sum over its tokens divided by `config.divisor`.
     """
-    config, loss = run.config, run.config.loss()
+    config, loss = run.config, run.config.make_loss()
     part_size = math.ceil(len(samples) / config.updates_per_step)
     updates = []
     for _ in range(config.epochs_per_step):
@@ -149,10 +173,37 @@ async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_r
             outputs = []
             for chunk in split(part, config.samples_per_forward_backward):
                 outputs.append(await run.trainer.forward_backward(chunk, loss=loss))
-            params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(part))
+            params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.divisor(part))
             result = await run.trainer.optim_step(params)
             updates.append(Update(outputs=outputs, result=result))
     return updates
+
+
+async def with_columns_of_loss(
+    run: Run[GRPOConfig], samples: Sequence[Sample], reference: Reference | None
+) -> Sequence[Sample]:
+    """The samples with the columns that the loss reads and that rollouts do not have.
+
+    A correction that reweights needs the logprobs of two policies: the trainer's from before the update become old_logprobs, and the
+    generator's become generator_logprobs.
+    """
+    columns, _ = run.config.make_loss().columns()
+    if "generator_logprobs" in columns:
+        with run.timer("train"):
+            samples = await with_trainer_logprobs(run, samples)
+    if reference and "ref_logprobs" in columns:
+        samples = await reference.with_logprobs(samples)
+    return samples
+
+
+async def with_trainer_logprobs(run: Run[GRPOConfig], samples: Sequence[Sample]) -> list[Sample]:
+    made = []
+    for chunk in split(samples, run.config.samples_per_forward_backward):
+        output = await run.trainer.forward(chunk)
+        for sample, row in zip(chunk, output.logprobs, strict=True):
+            both = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
+            made.append(replace(sample, columns={**sample.columns, **both}))
+    return made
 
 
 async def sync(run: Run[GRPOConfig]) -> None:
@@ -186,7 +237,19 @@ async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
     return step, phase.cursor
 
 
-def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> dict[str, float]:
+OPTIONAL_METRICS = {
+    "kl/reference": "kl_reference:mean",
+    "clip_fraction": "clip_fraction:mean",
+    "clip_fraction/low": "clip_fraction_low:mean",
+    "clip_fraction/high": "clip_fraction_high:mean",
+    "correction/mean": "correction:mean",
+    "correction/zero": "correction_zero:mean",
+    "entropy/exact": "entropy:mean",
+}
+"""Names of metrics.jsonl, and the metric of the loss. A step has those that its loss reports."""
+
+
+def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of one step under their names in metrics.jsonl.
 
     The trainer's logprobs are compared with the generator's on the first update only, because later updates have other weights than
@@ -195,18 +258,18 @@ def report(batch: RolloutBatch, updates: Sequence[Update], num_epochs: int) -> d
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))
     results = [update.result for update in updates]
-    values = {"kl/reference": first["kl_reference:mean"]} if "kl_reference:mean" in first else {}
+    values = {}
+    for name, partial in OPTIONAL_METRICS.items():
+        if partial in whole:
+            values[name] = (first if name == "kl/reference" else whole)[partial]
     return values | {
         "logprob_diff/mean": first["logprob_diff:mean"],
         "logprob_diff/max": first["logprob_diff:max"],
         "kl/policy_generator": first["kl_policy_generator:mean"],
         "ratio/mean": whole["ratio:mean"],
-        "clip_fraction": whole["clip_fraction:mean"],
-        "clip_fraction/low": whole["clip_fraction_low:mean"],
-        "clip_fraction/high": whole["clip_fraction_high:mean"],
         "entropy": first["entropy_estimate:mean"],
         "policy_version": results[-1].policy_version,
-        "loss": whole["loss:sum"] / (num_epochs * num_loss_tokens(batch.samples)),
+        "loss": whole["loss:sum"] / (config.epochs_per_step * config.divisor(batch.samples)),
         "grad_norm": max(result.grad_norm for result in results),
         "updates": len(results),
         "updates_skipped": sum(result.skipped for result in results),

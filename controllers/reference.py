@@ -50,7 +50,7 @@ class Reference:
         ]
 
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with rewards R = r - kl.coefficient * sum_t kl_t, with r the task's reward.
+        """The groups with rewards R = r - kl.coefficient * sum_t kl_t, with r the task's reward, less the penalty on long completions if there is one.
 
         kl_t is `kl` at token t, computed from the generator's logprob and the reference's logprob. The penalty is one number for the
         whole completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage
@@ -72,7 +72,7 @@ class Reference:
             of_group = [next(found) for _ in group.completions]
             rewards = [
                 reward - self.kl.coefficient * divergence
-                for reward, divergence in zip(group.task_rewards, of_group, strict=True)
+                for reward, divergence in zip(group.rewards, of_group, strict=True)
             ]
             penalised.append(replace(group, rewards=rewards, divergences=of_group))
         return penalised

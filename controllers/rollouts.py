@@ -3,6 +3,7 @@
 G groups (problems), N completions of each.
 """
 
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
@@ -33,16 +34,33 @@ class RolloutConfig:
     """How rewards of a group become advantages."""
     max_refills: int = 1
     """Times in a step that groups with equal rewards are replaced by new ones."""
+    overlong_buffer: int = 0
+    """Number of last tokens before max_tokens in which a penalty on the reward grows with every token, from 0 to overlong_penalty (DAPO's
+    soft overlong punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
+    overlong_penalty: float = 1.0
+    """Penalty on a completion of max_tokens tokens, if overlong_buffer is above 0."""
 
     def validate(self) -> None:
         limits = {"groups_per_step": 1, "group_size": 2, "max_refills": 0}
         for name, limit in limits.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
+        if self.overlong_buffer < 0:
+            raise ValueError(f"rollouts.overlong_buffer={self.overlong_buffer}; it must be at least 0")
+        if not 0 <= self.overlong_penalty < math.inf:
+            raise ValueError(f"rollouts.overlong_penalty={self.overlong_penalty}; it must be finite and at least 0")
         if not 0.01 <= self.temperature <= 2:
             raise ValueError(f"rollouts.temperature={self.temperature}; it must be in [0.01, 2]")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
+
+    def overlong(self, num_tokens: int, max_tokens: int) -> float:
+        """The penalty on a completion of so many tokens.
+
+        With overlong_buffer=4, overlong_penalty=1 and max_tokens=20: 0 up to 16 tokens, 0.25 at 17, 1 at 20.
+        """
+        excess = num_tokens - (max_tokens - self.overlong_buffer)
+        return self.overlong_penalty * max(0, excess) / self.overlong_buffer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +72,8 @@ class Group:
     completions: list[Completion]
     texts: list[str]
     task_rewards: list[float]
-    rewards: list[float]  # task_rewards minus the penalty, if there is one; advantages are computed from these
+    rewards: list[float]  # task_rewards minus the penalties, if there are any; advantages are computed from these
+    overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
     # Divergence of each completion from the reference. Empty without a penalty.
     divergences: list[float] = field(default_factory=list)
 
@@ -96,11 +115,14 @@ class RolloutBatch:
             "completion/length_max": max(lengths),
             "completion/truncated": fmean(completion.finish_reason == "length" for completion in completions),
         }
+        overlong = [penalty for group in self.groups for penalty in group.overlong_penalties]
+        if overlong:
+            values["reward/overlong_penalty"] = fmean(overlong)
         divergences = [divergence for group in self.groups for divergence in group.divergences]
         if divergences:
             penalised = [reward for group in self.groups for reward in group.rewards]
             values["kl/reference"] = sum(divergences) / num_tokens
-            values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised)
+            values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised) - values.get("reward/overlong_penalty", 0.0)
         return values
 
     def shown(self) -> list[Record]:
@@ -177,15 +199,20 @@ class Rollouts:
         groups = []
         for problem, prompt, completions in zip(problems, prompts, answers, strict=True):
             texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-            rewards = [score(self.environment, problem, text) for text in texts]
+            task_rewards = [score(self.environment, problem, text) for text in texts]
+            rewards, overlong = task_rewards, []
+            if self.config.overlong_buffer:
+                overlong = [self.config.overlong(len(completion.tokens), self.max_tokens) for completion in completions]
+                rewards = [reward - penalty for reward, penalty in zip(task_rewards, overlong, strict=True)]
             groups.append(
                 Group(
                     problem=problem,
                     prompt=prompt,
                     completions=completions,
                     texts=texts,
-                    task_rewards=rewards,
+                    task_rewards=task_rewards,
                     rewards=rewards,
+                    overlong_penalties=overlong,
                 )
             )
         return groups if self.penalty is None else await self.penalty(groups)

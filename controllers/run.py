@@ -2,14 +2,15 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Generic, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
 
 import rl_actors
+from controllers.algorithms import Algorithm
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import Environment, EnvironmentConfig
@@ -92,6 +93,11 @@ class RunConfig:
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
     """Adds wandb to the trackers, with this project. None: as trackers and tracker_project say."""
+
+    presets: ClassVar[Mapping[str, Algorithm]] = {}
+    """Values of --algorithm."""
+    short_flags: ClassVar[dict[str, str]] = {"--model": "--trainer.hf-path", "--task": "--environment.task"}
+    """Short names on the command line, and the flags that they stand for."""
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora

@@ -6,7 +6,7 @@ python -m controllers.sft --config tiny
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,8 @@ class SFTPhaseConfig:
 @dataclass(kw_only=True)
 class SFTConfig(RunConfig):
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
+
+    short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {"--lr": "--sft.schedule.learning-rate"}
 
     @property
     def is_supervised(self) -> bool:

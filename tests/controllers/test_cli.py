@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 
@@ -35,6 +35,9 @@ class RunConfig:
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+    presets: ClassVar[dict] = {}
+    short_flags: ClassVar[dict[str, str]] = {"--lr": "--schedule.learning-rate"}
 
     def with_local_models(self) -> "RunConfig":
         return self
@@ -116,6 +119,56 @@ def test_every_kind_of_field_can_be_set():
     assert config.environment.options == {"operators": ["+"]}
     assert config.trainer.parallelism.tensor_parallel_degree == 4
     assert (config.schedule.total_steps, config.schedule.learning_rate) == (7, 1e-3)
+
+
+def test_a_short_flag_stands_for_a_whole_one():
+    assert (
+        parse("--lr", "1e-3").config.schedule.learning_rate == parse("--lr=1e-3").config.schedule.learning_rate == 1e-3
+    )
+
+
+def parse_grpo(*argv: str) -> cli.Invocation:
+    return cli.parse(PROG, configs.CONFIGS["controllers.grpo"], argv)
+
+
+def test_a_preset_is_set_before_the_other_flags_and_printed_with_its_paper(capsys):
+    config = parse_grpo("--algorithm", "dapo", "--loss.ratio-high", "1.4", "--max-tokens", "20").config
+    assert (config.algorithm, config.loss.ratio_high, config.rollouts.max_refills) == ("dapo", 1.4, 3)
+    out, err = capsys.readouterr()
+    assert out == "" and "arXiv 2503.14476" in err and "  loss.ratio_high = 1.28\n" in err
+    again = parse_grpo("--algorithm", "grpo", "--steps", "3").config
+    assert (again.aggregation, again.reference_kl, again.steps) == ("sequence_mean", 0.04, 3)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--algorithm", "dpao"], "--algorithm dpao is not a preset; did you mean dapo"),
+        (["--resume", "a", "--algorithm", "dapo"], "cannot be combined with --config, --algorithm or --eval-only"),
+        (
+            ["--loss", "cispo", "--loss.dual-clip", "3"],
+            "loss=cispo has no such option; its options are ratio_low, ratio_high",
+        ),
+        (["--loss", "reinforce", "--loss.beta", "3"], "loss=reinforce has no such option; it has no options"),
+        (["--loss", "ppo", "--loss.ratio-high", "0.5"], "ratio_low=0.8, ratio_high=0.5; it must hold that"),
+        (["--correction.cap", "2"], "correction.cap=2.0: correction=none has no such option"),
+        (
+            ["--correction", "tis", "--correction.low", "0.5"],
+            "correction=tis has no such option; its options are cap, level",
+        ),
+        (["--correction", "tis", "--correction.cap", "0"], "cap=0.0; it must be finite and above 0"),
+        (["--entropy-bonus", "nan"], "entropy_coefficient=nan; it must be a finite number"),
+        (["--rollouts.overlong-buffer", "-1"], "rollouts.overlong_buffer=-1; it must be at least 0"),
+        (["--rollouts.overlong-penalty", "inf"], "rollouts.overlong_penalty=inf; it must be finite"),
+        (["--loss", "pppo"], "invalid choice 'pppo'"),
+    ],
+)
+def test_a_wrong_choice_of_the_objective_is_refused_with_its_options(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit:
+        parse_grpo(*argv)
+    out, err = capsys.readouterr()
+    assert exit.value.code == 2 and out == ""
+    assert message in " ".join(err.replace("│", " ").split())
 
 
 def test_dry_run_and_verbose_are_bare_flags():

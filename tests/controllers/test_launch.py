@@ -91,11 +91,11 @@ def test_an_output_folder_that_nothing_can_be_written_to_is_refused(command_line
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("ratio-high", "inf", "ratio_low=0.8, ratio_high=inf; it must hold that 0 <= low <= 1 <= high < inf"),
-        ("ratio-high", "nan", "ratio_high=nan"),
-        ("ratio-low", "nan", "ratio_low=nan"),
-        ("ratio-low", "1.1", "ratio_low=1.1"),
-        ("ratio-high", "0.9", "ratio_high=0.9"),
+        ("loss.ratio-high", "inf", "ratio_low=0.8, ratio_high=inf; it must hold that 0 <= low <= 1 <= high < inf"),
+        ("loss.ratio-high", "nan", "ratio_high=nan"),
+        ("loss.ratio-low", "nan", "ratio_low=nan"),
+        ("loss.ratio-low", "1.1", "ratio_low=1.1"),
+        ("loss.ratio-high", "0.9", "ratio_high=0.9"),
     ],
 )
 def test_a_bound_of_the_probability_ratio_that_the_loss_does_not_take_is_refused(command_line, name, value, message):

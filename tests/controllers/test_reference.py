@@ -137,7 +137,7 @@ def test_advantages_are_those_of_rewards_less_the_penalty_and_a_group_is_dropped
         torch.testing.assert_close(sample.columns["advantages"], weights * value, rtol=2e-6, atol=2e-6)
     same = [replace(group, rewards=[0.5, 0.5, 0.5]) for group in found]
     assert to_samples(same, config) == []
-    validate_samples(samples, tiny().loss(), vocab_size=16, max_sequence_length=64, max_call_bytes=1 << 20)
+    validate_samples(samples, tiny().make_loss(), vocab_size=16, max_sequence_length=64, max_call_bytes=1 << 20)
 
 
 def test_kl_in_the_loss_adds_the_column_and_leaves_the_advantages(groups):
@@ -152,10 +152,10 @@ def test_kl_in_the_loss_adds_the_column_and_leaves_the_advantages(groups):
 
 def test_kl_in_the_reward_is_not_in_the_loss_and_k1_unless_said_otherwise():
     config = replace(tiny(), reference_kl=0.3, reference_kl_in="reward")
-    assert config.loss().kl is None and config.kl().estimator == "k1"
+    assert config.make_loss().kl is None and config.kl().estimator == "k1"
     assert replace(config, reference_kl_estimator="k2").kl().estimator == "k2"
-    assert replace(config, reference_kl_in="loss").loss().kl == KL(coefficient=0.3, estimator="k3")
-    assert replace(config, reference_kl=0.0, reference_kl_in="loss").loss().kl is None
+    assert replace(config, reference_kl_in="loss").make_loss().kl == KL(coefficient=0.3, estimator="k3")
+    assert replace(config, reference_kl=0.0, reference_kl_in="loss").make_loss().kl is None
 
 
 def test_the_example_of_the_docstring():

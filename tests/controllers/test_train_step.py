@@ -8,6 +8,7 @@ import pytest
 
 from configs.tiny import tiny
 from controllers.grpo import train_step
+from controllers.rollouts import RolloutConfig
 from controllers.run import Run
 from rl_actors import OptimParams, Sample
 
@@ -58,8 +59,25 @@ def test_all_samples_are_taken_in_up_to_so_many_parts_in_every_epoch(updates, ep
     run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
     made = asyncio.run(train_step(run, [named_sample(name) for name in "abcde"], 0.5))
     assert trainer.calls == [call for part in expected for call in (f"forward_backward {part}", "optim_step")]
-    assert [output.loss for update in made for output in update.outputs] == [run.config.loss()] * len(expected)
+    assert [output.loss for update in made for output in update.outputs] == [run.config.make_loss()] * len(expected)
     assert [params.learning_rate for params in trainer.params] == [0.5] * len(expected)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token_mean", 1 + 2 + 3), ("sequence_mean", 3), ("sequence_sum", 3), ("constant", 3 * 50)],
+)
+def test_the_aggregation_says_by_what_the_summed_gradient_is_divided(aggregation, expected):
+    trainer = RecordingTrainer()
+    run = run_with(trainer, updates_per_step=1, epochs_per_step=1, aggregation=aggregation, max_tokens=50)
+    asyncio.run(train_step(run, [named_sample(name) for name in "abc"], 0.5))
+    assert [params.grad_divisor for params in trainer.params] == [expected]
+    assert run.config.make_loss().sequence_mean == (aggregation == "sequence_mean")
+
+
+def test_the_penalty_on_long_completions_grows_over_the_last_tokens():
+    config = RolloutConfig(overlong_buffer=4, overlong_penalty=2.0)
+    assert [config.overlong(length, 20) for length in (1, 16, 17, 19, 20)] == [0.0, 0.0, 0.5, 1.5, 2.0]
 
 
 def test_a_part_is_accumulated_in_calls_and_divided_once_by_its_number_of_loss_tokens():

@@ -1,0 +1,116 @@
+"""The choice of a policy loss as fields of a config: the loss with its options, the correction, the aggregation. Computes nothing.
+
+`--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal
+
+import tyro
+
+from rl_actors import (
+    CISPO,
+    DRO,
+    GSPO,
+    KL,
+    PPO,
+    IcePop,
+    ImportanceSampling,
+    Reinforce,
+    Sample,
+    TruncatedImportanceSampling,
+    num_loss_tokens,
+)
+from rl_actors.losses import PolicyLoss
+from rl_actors.losses.options import Correction, Level
+
+POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
+    "ppo": PPO,
+    "cispo": CISPO,
+    "gspo": GSPO,
+    "importance_sampling": ImportanceSampling,
+    "reinforce": Reinforce,
+    "dro": DRO,
+}
+CORRECTIONS: dict[str, type[Correction]] = {"tis": TruncatedImportanceSampling, "icepop": IcePop}
+SHARED_OPTIONS = ("kl", "entropy_coefficient", "correction", "sequence_mean")
+"""Fields of every policy loss, which have flags of their own."""
+
+Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
+
+
+@dataclass(kw_only=True)
+class LossConfig:
+    name: Annotated[
+        Literal["ppo", "cispo", "gspo", "importance_sampling", "reinforce", "dro"], tyro.conf.arg(name="")
+    ] = "ppo"
+    """Policy loss. docs/algorithms.md has the formulas and papers."""
+    ratio_low: float | None = None
+    """Lower bound of the probability ratio, for ppo, cispo and gspo. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
+    ratio_high: float | None = None
+    """Upper bound of the probability ratio, for ppo, cispo and gspo. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
+    dual_clip: float | None = None
+    """For ppo and gspo: the objective of a negative advantage A is at least dual_clip * A. None: no such bound."""
+    beta: float | None = None
+    """For dro: weight of the squared distance from the generator's logprob. None: 0.05."""
+
+    def build(self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, mean: bool) -> PolicyLoss:
+        """The loss. Raises ValueError for an option that the loss does not have, or that is out of its limits."""
+        cls = POLICY_LOSSES[self.name]
+        options = _options("loss", self, cls, SHARED_OPTIONS)
+        if cls is PPO:
+            options = {"ratio_low": 0.8, "ratio_high": 1.28} | options
+        return cls(kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=mean, **options)
+
+
+@dataclass(kw_only=True)
+class CorrectionConfig:
+    name: Annotated[Literal["none", "tis", "icepop"], tyro.conf.arg(name="")] = "none"
+    """Correction for a generator whose probabilities differ from the trainer's, with q = p_trainer / p_generator of a token. tis: truncated
+    importance sampling multiplies the objective by min(q, cap). icepop: tokens with q outside [low, high] are dropped."""
+    cap: float | None = None
+    """For tis: the largest factor. None: 2."""
+    low: float | None = None
+    """For icepop: the smallest q of a token that is kept. None: 0.5."""
+    high: float | None = None
+    """For icepop: the largest q of a token that is kept. None: 5."""
+    reweights: bool | None = None
+    """For icepop: multiply the objective of a kept token by q. None: False."""
+    level: Level | None = None
+    """token: q of each token. sequence: the geometric mean of q over the completion. None: token."""
+
+    def build(self) -> Correction | None:
+        """The correction, or None. Raises ValueError for an option that the correction does not have, or that is out of its limits."""
+        if self.name == "none":
+            _options("correction", self, None, ())
+            return None
+        cls = CORRECTIONS[self.name]
+        return cls(**_options("correction", self, cls, ()))
+
+
+def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens: int) -> float:
+    """The number by which the summed gradient of these samples is divided.
+
+    token_mean: the number of trained tokens, so that every token counts the same (DAPO, arXiv 2503.14476).
+    sequence_mean: the number of samples; the loss has divided by the length of each (GRPO, arXiv 2402.03300).
+    sequence_sum: the number of samples (RLOO, arXiv 2402.14740).
+    constant: the number of samples times max_tokens, which no length changes (Dr. GRPO, arXiv 2503.20783).
+    """
+    if aggregation == "token_mean":
+        return num_loss_tokens(samples)
+    if aggregation == "constant":
+        return len(samples) * max_tokens
+    return len(samples)
+
+
+def _options(flag: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]) -> dict:
+    """The options that were given. Raises ValueError for one that `cls` does not have, naming those that it has."""
+    known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
+    given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in known:
+            has = f"its options are {', '.join(known)}" if known else "it has no options"
+            raise ValueError(f"{flag}.{name}={value}: {flag}={config.name} has no such option; {has}")
+    return given

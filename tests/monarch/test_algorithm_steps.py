@@ -1,0 +1,164 @@
+"""Every loss, correction, aggregation, advantage and preset takes five steps of GRPO through the parsed command line, on shared actors."""
+
+import asyncio
+import io
+import math
+import string
+from dataclasses import fields, replace
+from itertools import product
+
+import pytest
+import support
+from fakes import ParityReward
+from rich.console import Console
+
+from configs.tiny import tiny
+from controllers import cli
+from controllers.advantages import ADVANTAGES
+from controllers.algorithms import ALGORITHMS
+from controllers.checkpoints import Checkpoints
+from controllers.grpo import GRPOConfig, train
+from controllers.metrics import MetricsLogger
+from controllers.policy_loss import CORRECTIONS, POLICY_LOSSES, SHARED_OPTIONS, LossConfig
+from controllers.rollouts import RolloutConfig
+from controllers.run import Run
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.schedules import ScheduleConfig
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from rl_actors import TrainerClient
+from rl_actors.losses import LOSSES, PolicyLoss
+
+NUM_STEPS, NUM_UPDATES = 5, 2
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
+LETTERS = (
+    string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"
+)  # with two special tokens the vocabulary of the shared model
+
+
+def shared() -> GRPOConfig:
+    return replace(
+        tiny(),
+        alphabet=LETTERS,
+        max_tokens=6,
+        trainer=support.trainer_config(),
+        generator=support.generator_config(),
+        steps=NUM_STEPS,
+        sft_steps=0,
+        updates_per_step=NUM_UPDATES,
+        epochs_per_step=1,
+        rollouts=RolloutConfig(groups_per_step=8, group_size=4, max_refills=1, temperature=1.5),
+        schedule=ScheduleConfig(learning_rate=1e-5),
+        validate_every=100,
+        checkpoint_every=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference_mesh(ranks, transport):
+    return ranks(1).spawn("reference", support.TestTrainer, support.trainer_config(optimizer=None), transport)
+
+
+@pytest.fixture
+def take_steps(trainer, generator, reference_mesh, tmp_path):
+    """take_steps("--loss", "cispo", …) -> the lines of metrics.jsonl of five steps with these flags."""
+
+    def take(*flags: str) -> list[dict]:
+        invocation = cli.parse("grpo", {"shared": shared}, [*flags, "--output-dir", str(tmp_path / "run")])
+        build_character_tokenizer(tmp_path / "tokenizer", LETTERS)
+        environment = ParityReward(0.0, 2)
+        folder = RunFolder(tmp_path / "run")
+        run = Run(
+            config=invocation.config,
+            folder=folder,
+            environment=environment,
+            held_out=environment.held_out(),
+            tokenizer=load_tokenizer(tmp_path / "tokenizer"),
+            trainer=trainer,
+            generator=generator,
+            checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
+            spawn_reference=lambda: TrainerClient(reference_mesh),
+        )
+        with MetricsLogger(folder, tensorboard=False, console=Console(file=io.StringIO())) as run.log:
+            asyncio.run(train(run))
+        return read_jsonl(folder.metrics)
+
+    return take
+
+
+def check(lines: list[dict]) -> None:
+    """The five steps trained: each moved the version by its updates, with a finite loss and a gradient."""
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    versions = [line["policy_version"] for line in lines]
+    assert [later - earlier for earlier, later in zip(versions, versions[1:], strict=False)] == [NUM_UPDATES] * 4
+    for line in lines:
+        assert "nonfinite" not in line and "skipped" not in line and line["updates_skipped"] == 0
+        assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
+        assert line["logprob_diff/max"] < 1e-3  # float32 on both sides
+
+
+# Each list runs through all its values. Values of different lists do not depend on each other, so they share runs.
+CHOICES = list(
+    zip(
+        POLICY_LOSSES,
+        ["none", "icepop", "tis", "none", "icepop", "tis"],
+        [*AGGREGATIONS, "token_mean", "sequence_mean"],
+        [*ADVANTAGES, "grpo", "rloo"],
+        strict=True,
+    )
+)
+
+
+@pytest.mark.parametrize("loss, correction, aggregation, advantage", CHOICES)
+def test_every_choice_takes_five_steps(take_steps, loss, correction, aggregation, advantage):
+    lines = take_steps(
+        *("--loss", loss, "--correction", correction, "--aggregation", aggregation, "--advantage", advantage)
+    )
+    check(lines)
+    assert ("clip_fraction" in lines[0]) == (loss in ("ppo", "cispo", "gspo"))
+    assert ("correction/mean" in lines[0]) == (correction != "none")
+
+
+@pytest.mark.parametrize(
+    "flags, name",
+    [
+        (("--loss", "ppo", "--loss.ratio-low", "0.9", "--loss.ratio-high", "4", "--loss.dual-clip", "3"), None),
+        (("--loss", "dro", "--loss.beta", "0.1", "--lr=2e-5"), None),
+        (("--correction", "tis", "--correction.cap", "1.5", "--correction.level", "sequence"), "correction/mean"),
+        (
+            ("--correction", "icepop", "--correction.low=0.9", "--correction.high=1.1", "--correction.reweights=True"),
+            "correction/zero",
+        ),
+        (("--entropy-bonus", "0.01"), "entropy/exact"),
+        (("--rollouts.overlong-buffer", "3", "--rollouts.overlong-penalty", "0.5"), "reward/overlong_penalty"),
+    ],
+)
+def test_the_options_of_a_choice_take_five_steps(take_steps, flags, name):
+    lines = take_steps(*flags)
+    check(lines)
+    assert name is None or all(math.isfinite(line[name]) for line in lines)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_every_preset_takes_five_steps_and_prints_what_it_sets(take_steps, algorithm, capsys):
+    lines = take_steps("--algorithm", algorithm)
+    check(lines)
+    printed = capsys.readouterr().err
+    assert ALGORITHMS[algorithm].paper in printed and "  aggregation = " in printed
+    assert ("kl/reference" in lines[0]) == (algorithm == "grpo")
+
+
+def test_every_choice_of_the_library_is_among_those_that_ran():
+    policy_losses = {name for name, cls in LOSSES.items() if issubclass(cls, PolicyLoss)}
+    assert policy_losses == set(POLICY_LOSSES) == {choice[0] for choice in CHOICES}
+    assert {"none", *CORRECTIONS} == {choice[1] for choice in CHOICES}
+    assert set(AGGREGATIONS) == {choice[2] for choice in CHOICES}
+    assert set(ADVANTAGES) == {choice[3] for choice in CHOICES}
+    options = {each.name for cls in POLICY_LOSSES.values() for each in fields(cls)} - set(SHARED_OPTIONS)
+    assert options == {each.name for each in fields(LossConfig)} - {"name"}
+
+
+def test_every_correction_goes_with_every_loss():
+    for loss, correction in product(POLICY_LOSSES, CORRECTIONS):
+        invocation = cli.parse("grpo", {"shared": shared}, ["--loss", loss, "--correction", correction])
+        made = invocation.config.make_loss()
+        assert type(made) is POLICY_LOSSES[loss] and type(made.correction) is CORRECTIONS[correction]
