@@ -25,6 +25,7 @@ from controllers.run import Run
 from controllers.run_folder import RunFolder, read_jsonl
 from controllers.schedules import ScheduleConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.validation import ValidationSet
 from rl_actors import TrainerClient
 from rl_actors.losses import LOSSES, PolicyLoss
 
@@ -49,6 +50,7 @@ def shared() -> GRPOConfig:
         rollouts=RolloutConfig(groups_per_step=8, group_size=4, max_refills=1, temperature=1.5),
         schedule=ScheduleConfig(learning_rate=1e-5),
         validate_every=100,
+        validate_first=False,
         checkpoint_every=0,
     )
 
@@ -71,14 +73,14 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
             config=invocation.config,
             folder=folder,
             environment=environment,
-            held_out=environment.held_out(),
+            validation_sets=[ValidationSet(name="", environment=environment, problems=environment.held_out())],
             tokenizer=load_tokenizer(tmp_path / "tokenizer"),
             trainer=trainer,
             generator=generator,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
             spawn_reference=lambda: TrainerClient(reference_mesh),
         )
-        with MetricsLogger(folder, tensorboard=False, console=Console(file=io.StringIO())) as run.log:
+        with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
             asyncio.run(train(run))
         return read_jsonl(folder.metrics)
 
