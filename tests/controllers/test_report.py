@@ -10,28 +10,56 @@ from pathlib import Path
 import pytest
 from waiting import GUARD
 
-from controllers.report import around_rewards, write_report
+from controllers.charts import DARK, LIGHT, PLANS, around_rewards
+from controllers.report import metric_rows, shown_steps, write_report
 from controllers.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 
 
 def grpo_record(step: int) -> dict:
+    record = {"step": step, "phase": "grpo"}
+    record |= {"reward/mean": 0.5, "reward/std": 0.2, "loss": -0.01 * step, "grad_norm": 1.0, "learning_rate": 1e-3}
+    record |= {"logprob_diff/mean": 1e-6, "logprob_diff/max": 1e-5, "tokens/trained": 1000, "tokens/generated": 2000}
+    record |= {"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0, "tokens/s": 500.0}
+    record |= {"entropy": 0.4, "kl/policy_generator": 1e-9, "kl/reference": 1e-3, "policy_lag": 2}
+    record |= {"clip_fraction": 0.3, "clip_fraction/low": 0.1, "clip_fraction/high": 0.2}
+    record |= {"completion/length_mean": 2.5, "completion/length_max": 3, "completion/truncated": 0.1}
+    return record | {"memory/trainer_peak": 1.5, "mfu": 0.25, "validation/accuracy": 0.125 * step}
+
+
+def group(step: int, is_trained: bool = True) -> dict:
     return {
         "step": step,
-        "phase": "grpo",
-        **{"reward/mean": 0.5, "reward/std": 0.2, "loss": -0.01 * step, "grad_norm": 1.0, "learning_rate": 1e-3},
-        **{"logprob_diff/mean": 1e-6, "logprob_diff/max": 1e-5, "tokens/trained": 1000, "tokens/generated": 2000},
-        **{"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0},
+        "prompt": f"p{step}",
+        "answer": f"a{step}",
+        "completions": [f"c{step}", f"d{step}"],
+        "rewards": [1.0, 0.0],
+        "advantages": [0.7, -0.7],
+        "lengths": [4, 8],
+        "truncated": [False, True],
+        "is_trained": is_trained,
     }
 
 
-def write_run(path: Path, records: list[dict], rollouts: list[dict] = (), outcome: dict | None = None) -> RunFolder:
+def sample(step: int, name: str, completion: str) -> dict:
+    prompt, answer, passed = ("12+34=", "46", 4) if name else ("1+1=", "2", 3)
+    line = {"step": step, "set": name, "prompt": prompt, "answer": answer, "completion": completion}
+    return line | {"reward": float(completion == answer), "passed": passed, "samples": 4}
+
+
+def write_run(
+    path: Path,
+    records: list[dict],
+    rollouts: list[dict] = (),
+    outcome: dict | None = None,
+    samples: list[dict] = (),
+) -> RunFolder:
     folder = RunFolder(path)
     folder.path.mkdir(exist_ok=True)
     folder.config.write_text(json.dumps({"seed": 7, "note": "</pre><script>"}))
-    folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
-    folder.rollouts.write_text("".join(json.dumps(rollout) + "\n" for rollout in rollouts))
+    for file, lines in ((folder.metrics, records), (folder.rollouts, rollouts), (folder.validation, samples)):
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if outcome:
         folder.outcome.write_text(json.dumps(outcome))
     return folder
@@ -40,7 +68,7 @@ def write_run(path: Path, records: list[dict], rollouts: list[dict] = (), outcom
 class Tags(HTMLParser):
     def __init__(self, html: str):
         super().__init__()
-        self.tags, self.attributes, self.text = [], [], ""
+        self.tags, self.attributes, self.text, self.words = [], [], "", []
         self.feed(html)
 
     def handle_starttag(self, tag, attrs):
@@ -49,56 +77,154 @@ class Tags(HTMLParser):
 
     def handle_data(self, data):
         self.text += data
+        self.words += data.split()
+
+
+class Nesting(HTMLParser):
+    """Finds tags that are closed in the wrong place or never."""
+
+    EMPTY = {"meta", "link", "input", "br"}
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.open, self.problems = [], []
+        self.feed(html)
+        self.problems += [f"{tag} is never closed" for tag in self.open]
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+        else:
+            self.problems.append(f"</{tag}> in {self.open[-3:]} at line {self.getpos()[0]}")
 
 
 def whole_run(path: Path) -> RunFolder:
+    start = {"step": 0, "phase": "start", "validation/accuracy": 0.0}
     sft = [{"step": s, "phase": "sft", "loss": 2.0 - s, "time/step": 0.5, "tokens/trained": 500} for s in (1, 2)]
     sft[1]["validation/accuracy"] = 0.25
     grpo = [grpo_record(step) for step in range(3, 7)]
+    for record, accuracy in zip(grpo, (None, None, 0.875, 0.75), strict=True):
+        record["validation/accuracy"] = accuracy
     grpo[1] |= {"skipped": True, "loss": None, "reward/std": None}
-    grpo[2]["validation/accuracy"] = 0.875
-    grpo[3]["validation/accuracy"] = 0.75
-    rollouts = [{"step": s, "prompt": f"p{s}", "completion": f"c{s}", "reward": 1.0} for s in range(3, 7)]
-    return write_run(path, sft + grpo, rollouts, {"status": "finished", "error": None, "total_steps": 6})
+    grpo[3] |= {"validation/hard/accuracy": 0.5, "validation/pass@4": 0.9}
+    groups = [group(step, is_trained=step != 4) for step in range(3, 7)]
+    samples = [sample(0, "", "7"), sample(0, "hard", "0"), sample(5, "", "2"), sample(5, "hard", "46")]
+    outcome = {"status": "finished", "error": None, "total_steps": 6}
+    return write_run(path, [start, *sft, *grpo], groups, outcome, samples)
 
 
-def test_the_report_summarizes_the_run_and_draws_every_chart(tmp_path):
-    folder = whole_run(tmp_path)
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> RunFolder:
+    """A run with a report."""
+    folder = whole_run(tmp_path_factory.mktemp("report") / "run")
     assert write_report(folder.path) == folder.report
-    page = Tags(folder.report.read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(written) -> str:
+    return written.report.read_text()
+
+
+def test_the_report_summarizes_the_run_and_draws_every_chart(written, html):
+    page = Tags(html)
     for text in (
         "0.750",
         "0.250 after the supervised steps",
         "best 0.875 at step 5",
         "2 supervised, 1 skipped",
         "5,000",
+        "1.50 GiB",
+        "MFU 25.0% in the mean",
+        "finished",
+        "8,000 generated",
+        "0 min 9 s",
     ):
-        assert text in page.text
-    for text in ("finished", "8,000 generated", "0 min 9 s", "loss, supervised", "loss, GRPO", "logprob difference"):
-        assert text in page.text
-    assert page.tags.count("svg") == 7
-    assert [step for step in range(3, 7) if f"p{step}" in page.text] == [3, 5, 6]
-    assert folder.reward_png.read_bytes().startswith(b"\x89PNG")
+        assert text in page.text, text
+    charts = [plan.title for plan in PLANS] + ["Time of a step"]
+    assert page.tags.count("svg") == len(charts)
+    for title in charts:
+        assert f"{title}\n" in page.text or title in page.text
+    for curve in ("pass@4", "hard/accuracy", "low side", "policy from reference", "longest", "generate"):
+        assert curve in page.text, curve
+    assert written.reward_png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_report_needs_no_other_file_and_no_network(tmp_path):
-    folder = whole_run(tmp_path)
+def test_a_chart_without_a_number_is_left_out(tmp_path):
+    folder = write_run(tmp_path, [{"step": 1, "phase": "sft", "loss": 1.0, "entropy": None}])
     write_report(folder.path)
-    html = folder.report.read_text()
+    page = Tags(folder.report.read_text())
+    assert page.tags.count("svg") == 1 and "Loss, supervised" in page.text and "Entropy" not in page.text
+
+
+def test_groups_have_their_rewards_advantages_and_lengths(html):
     page = Tags(html)
-    assert not {"script", "link", "img", "iframe"} & set(page.tags)
-    assert all(value.startswith("#") for name, value in page.attributes if name in ("src", "href", "xlink:href"))
+    assert re.findall(r'data-step="(\d+)" data-rewards="(\w+)"', html) == [
+        *(("3", "differ"), ("4", "equal"), ("5", "differ"), ("6", "differ"))
+    ]
+    shown = " ".join(page.words)
+    assert (
+        "step 3 mean reward 0.5 answer a3 p3 completion reward advantage tokens c3 1 +0.700 4 d3 0 -0.700 8 (cut off)"
+        in shown
+    )
+    assert page.tags.count("option") == 1 + 4 + 3 and "<option selected>6</option>" in html
+
+
+def test_held_out_problems_show_the_first_and_the_last_completion(html):
+    shown = " ".join(Tags(html).words)
+    assert "set prompt answer step 0 step 5 reward passed own 1+1= 2 7 2 1 3 of 4 hard 12+34= 46 0 46 1 4 of 4" in shown
+
+
+def test_the_table_has_every_metric_with_its_unit():
+    records = [
+        {"step": 1, "phase": "sft", "loss": 2.0},
+        {"step": 2, "loss": 1.0, "time/step": 0.5, "kl/reference": 1e-3},
+    ]
+    assert metric_rows(records) == [
+        {"name": "loss", "unit": "a token", "first": 2.0, "last": 1.0, "lowest": 1.0, "highest": 2.0},
+        {"name": "time/step", "unit": "seconds", "first": 0.5, "last": 0.5, "lowest": 0.5, "highest": 0.5},
+        {"name": "kl/reference", "unit": "nats a token", "first": 1e-3, "last": 1e-3, "lowest": 1e-3, "highest": 1e-3},
+    ]
+
+
+def test_a_long_run_shows_groups_of_some_steps_and_of_the_last_one(monkeypatch):
+    groups = [{"step": step, "completions": ["x"] * 4} for step in range(1, 101)]
+    assert shown_steps(groups) == list(range(1, 101))
+    monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
+    assert shown_steps(groups) == [4, 12, 20, 28, 36, 44, 52, 60, 68, 76, 84, 92, 100]
+
+
+def test_the_report_needs_no_other_file_and_no_network(html):
+    page = Tags(html)
+    assert not {"img", "iframe"} & set(page.tags) and page.tags.count("link") == 1
+    for name, value in page.attributes:
+        if name in ("src", "href", "xlink:href"):
+            assert value.startswith(("#", "data:"))
     assert "@import" not in html and all(target.startswith("#") for target in re.findall(r"url\(([^)]*)", html))
+    assert "fetch(" not in html and "XMLHttp" not in html
+
+
+def test_every_tag_of_the_report_is_closed_where_it_belongs(html):
+    assert Nesting(html).problems == []
 
 
 def test_the_text_of_a_model_or_a_config_is_escaped(tmp_path):
-    rollout = {"step": 1, "prompt": "<script>alert(1)</script>", "completion": "a & b <img src=x>", "reward": None}
+    wrong = "<script>alert(1)</script>"
+    rollout = group(1) | {"prompt": wrong, "completions": ["a & b <img src=x>", "</div>"]}
+    sample = {"step": 0, "set": "", "prompt": wrong, "answer": "<i>", "completion": "<u>", "reward": 0.0}
     outcome = {"status": "failed", "error": "ValueError: <b>boom</b>"}
-    folder = write_run(tmp_path / "<i>run", [grpo_record(1)], [rollout], outcome)
+    folder = write_run(tmp_path / "<i>run", [grpo_record(1)], [rollout], outcome, [sample])
     write_report(folder.path)
     page = Tags(folder.report.read_text())
-    assert not {"script", "img", "i"} & set(page.tags) and page.tags.count("b") == 5
-    for text in (rollout["prompt"], rollout["completion"], outcome["error"], "</pre><script>"):
+    assert not {"img", "i", "u"} & set(page.tags) and page.tags.count("b") == 6 and page.tags.count("script") == 1
+    for text in (wrong, "a & b <img src=x>", outcome["error"], "</pre><script>"):
         assert text in page.text
 
 
@@ -111,9 +237,16 @@ def test_an_interrupted_run_of_any_length_has_a_report(tmp_path, num_steps):
         file.write('{"step": 9, "loss')
     write_report(folder.path)
     page = Tags(folder.report.read_text())
-    assert "interrupted" in page.text and "not measured" in page.text and "none recorded" in page.text
+    assert "interrupted" in page.text and "none recorded" in page.text
     assert ("no steps recorded" in page.text) == (num_steps == 0)
     assert folder.reward_png.stat().st_size > 1000
+
+
+def test_a_run_under_way_and_a_failed_run_have_a_report(tmp_path):
+    for status, error, shown in (("running", None, "running or killed"), ("failed", "OSError: disk full", "disk full")):
+        folder = write_run(tmp_path, [grpo_record(1)], outcome={"status": status, "error": error, "total_steps": 9})
+        write_report(folder.path)
+        assert shown in Tags(folder.report.read_text()).text
 
 
 def test_the_chart_of_rewards_shows_no_more_supervised_steps_than_others():
@@ -122,20 +255,16 @@ def test_the_chart_of_rewards_shows_no_more_supervised_steps_than_others():
         assert around_rewards(records) == records[first:]
 
 
-def test_a_report_is_the_same_every_time(tmp_path):
-    folder = whole_run(tmp_path)
-    write_report(folder.path)
-    before = folder.report.read_bytes(), folder.reward_png.read_bytes()
-    write_report(folder.path)
-    assert (folder.report.read_bytes(), folder.reward_png.read_bytes()) == before
+def test_a_report_is_the_same_every_time(written):
+    before = written.report.read_bytes(), written.reward_png.read_bytes()
+    write_report(written.path)
+    assert (written.report.read_bytes(), written.reward_png.read_bytes()) == before
 
 
-def test_every_colour_of_a_chart_follows_dark_mode(tmp_path):
-    folder = whole_run(tmp_path)
-    write_report(folder.path)
-    html = folder.report.read_text()
+def test_every_colour_of_a_chart_follows_dark_mode(html):
     drawn = set(re.findall(r"(?:fill|stroke): (#[0-9a-f]{6})", html))
     assert not drawn and "prefers-color-scheme:dark" in html
+    assert set(LIGHT) == set(DARK) and set(re.findall(r"var\(--(\w+)\)", html)) <= set(LIGHT)
 
 
 def test_the_command_writes_a_report_and_refuses_a_folder_without_a_run(tmp_path):

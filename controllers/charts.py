@@ -1,0 +1,324 @@
+"""Charts of the metrics of runs, as SVG for a page: which curves there are, and how they are drawn. Reads no file.
+
+Charts are drawn in the light colours. In the page every colour is a CSS variable, which dark mode sets to another value.
+"""
+
+import io
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter
+
+from controllers.run_folder import Record
+
+LIGHT = {"page": "#f7f7f5", "card": "#fefefe", "ink": "#1c1f26", "muted": "#5b6577", "line": "#e4e7ec"}
+LIGHT |= {"blue": "#2563c9", "orange": "#d9660c", "green": "#15803c", "gray": "#a3abb9"}
+LIGHT |= {"red": "#c22f3f", "purple": "#7d3fc4", "brown": "#8a5a2b"}
+DARK = {"page": "#15171c", "card": "#1e2128", "ink": "#e8e9ec", "muted": "#a3abb9", "line": "#343943"}
+DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5d6675"}
+DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
+COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
+SIZE = (5.2, 2.9)  # inches; on a page of 420 pixels the text keeps about its size
+STYLE = {
+    "svg.fonttype": "none",  # text stays text, in the font of the page
+    "svg.hashsalt": "report",
+    "font.size": 10.5,
+    "lines.linewidth": 1.7,
+    "legend.handlelength": 1.4,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "legend.labelcolor": LIGHT["muted"],
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.titleweight": "bold",
+    "axes.titlepad": 8,
+    "axes.titlecolor": LIGHT["ink"],
+    "axes.labelcolor": LIGHT["muted"],
+    "axes.facecolor": "none",
+    "axes.edgecolor": LIGHT["line"],
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": LIGHT["line"],
+    "figure.facecolor": LIGHT["card"],
+    "text.color": LIGHT["ink"],
+    "xtick.color": LIGHT["muted"],
+    "ytick.color": LIGHT["muted"],
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "ytick.minor.size": 0,
+}
+Records = Sequence[Record]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One chart: its title, the unit of its values, and a curve for each metric."""
+
+    title: str
+    unit: str
+    metrics: dict[str, str]  # name in metrics.jsonl -> name in the chart; the first one is compared between runs
+    phases: tuple[str, ...] = ("grpo",)
+    is_log: bool = False
+    has_markers: bool = False
+    starts_at_zero: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    name: str
+    color: str
+    steps: list[int]
+    values: list[float]
+
+
+ALL = ("start", "sft", "grpo")
+PLANS = (
+    Plan(title="Reward, mean ± standard deviation", unit="reward", metrics={"reward/mean": "reward"}),
+    Plan(
+        title="Validation",
+        unit="reward, probability",
+        metrics={"validation/accuracy": "accuracy"},
+        phases=ALL,
+        has_markers=True,
+    ),
+    Plan(
+        title="Completion length",
+        unit="tokens",
+        metrics={"completion/length_mean": "mean", "completion/length_max": "longest"},
+        starts_at_zero=True,
+    ),
+    Plan(
+        title="Completions cut off by max_tokens",
+        unit="share",
+        metrics={"completion/truncated": "completions cut off"},
+        starts_at_zero=True,
+    ),
+    Plan(title="Entropy", unit="nats a token", metrics={"entropy": "entropy"}),
+    Plan(
+        title="KL divergence",
+        unit="nats a token",
+        metrics={"kl/policy_generator": "generator from trainer", "kl/reference": "policy from reference"},
+    ),
+    Plan(
+        title="Clipped tokens",
+        unit="share",
+        metrics={"clip_fraction": "all", "clip_fraction/low": "low side", "clip_fraction/high": "high side"},
+        starts_at_zero=True,
+    ),
+    Plan(title="Policy lag", unit="versions", metrics={"policy_lag": "lag"}, starts_at_zero=True),
+    Plan(title="Loss, supervised", unit="nats a token", metrics={"loss": "loss"}, phases=("sft",)),
+    Plan(title="Loss, GRPO", unit="a token", metrics={"loss": "loss"}),
+    Plan(title="Gradient norm, before clipping", unit="2-norm", metrics={"grad_norm": "grad_norm"}, phases=ALL),
+    Plan(title="Learning rate", unit="", metrics={"learning_rate": "learning rate"}, phases=ALL),
+    Plan(
+        title="Logprob difference of trainer and generator",
+        unit="nats",
+        metrics={"logprob_diff/mean": "mean", "logprob_diff/max": "largest"},
+        is_log=True,
+    ),
+    Plan(title="Speed", unit="trained tokens a second", metrics={"tokens/s": "tokens a second"}, phases=ALL),
+    Plan(title="Model FLOPs utilisation", unit="share", metrics={"mfu": "MFU"}, phases=ALL),
+)
+
+
+def series(records: Records, key: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the records that have a finite number at this key."""
+    steps, values = [], []
+    for record in records:
+        value = record.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            steps.append(record["step"])
+            values.append(value)
+    return steps, values
+
+
+def of_phases(records: Records, *phases: str) -> Records:
+    return [record for record in records if record.get("phase", "grpo") in phases]
+
+
+def validation_metrics(records: Records) -> dict[str, str]:
+    """Every metric of a validation and its name in a chart: {"validation/accuracy": "accuracy", "validation/hard/pass@4": "hard/pass@4"}."""
+    names = dict.fromkeys(name for record in records for name in record if name.startswith("validation/"))
+    return {name: name.removeprefix("validation/") for name in names}
+
+
+def curves(plan: Plan, records: Records) -> list[Curve]:
+    """The curves of a chart that have a number."""
+    chosen = of_phases(records, *plan.phases)
+    metrics = validation_metrics(records) if "validation/accuracy" in plan.metrics else plan.metrics
+    colors, found = itertools.cycle(COLORS), []
+    for key, name in metrics.items():
+        steps, values = series(chosen, key)
+        if steps:
+            found.append(Curve(name=name, color=next(colors), steps=steps, values=values))
+    return found
+
+
+def draw_curves(axes: Axes, drawn: Sequence[Curve], plan: Plan) -> None:
+    """Plot the curves. A logarithmic axis needs values that are all positive."""
+    shown = [value for curve in drawn for value in curve.values]
+    for curve in drawn:
+        marker = "o" if plan.has_markers or len(curve.steps) == 1 else None
+        color = LIGHT[curve.color]
+        axes.plot(curve.steps, curve.values, color=color, label=curve.name, marker=marker, markersize=3.6)
+    if plan.is_log and min(shown) > 0:
+        axes.set_yscale("log")
+        axes.set_ylim(10 ** math.floor(math.log10(min(shown))), 10 ** math.ceil(math.log10(max(shown)) + 1e-9))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    elif plan.starts_at_zero and min(shown) >= 0:
+        axes.set_ylim(0, 1.08 * max(shown) or 1)
+    elif plan.has_markers and min(shown) >= 0 and max(shown) <= 1:
+        axes.set_ylim(-0.03, 1.05)
+
+
+def draw_spread(axes: Axes, records: Records) -> None:
+    """A band of one standard deviation around the mean reward."""
+    steps, low, high = [], [], []
+    for record in records:
+        mean, std = record.get("reward/mean"), record.get("reward/std")
+        if mean is not None and std is not None:
+            steps.append(record["step"])
+            low.append(mean - std)
+            high.append(mean + std)
+    axes.fill_between(steps, low, high, color=LIGHT["blue"], alpha=0.13, linewidth=0)
+    rewards = series(records, "reward/mean")[1]
+    if rewards and min(rewards) >= 0 and max(rewards) <= 1:
+        axes.set_ylim(-0.03, 1.05)  # rewards are in [0, 1] here, but mean ± standard deviation goes beyond that
+
+
+def draw_times(axes: Axes, records: Records) -> None:
+    """Stacked seconds of each step. `other` fills the rest up to the step's wall time."""
+    edges = [record["step"] - 0.5 for record in records] + [records[-1]["step"] + 0.5]
+    below = [0.0] * len(records)
+    for name, color in {"generate": "blue", "train": "orange", "sync": "green", "other": "gray"}.items():
+        above = []
+        for bottom, record in zip(below, records, strict=True):
+            top = bottom + (record.get(f"time/{name}") or 0.0)
+            above.append(max(top, record["time/step"]) if name == "other" else top)
+        axes.stairs(above, edges, baseline=below, fill=True, color=LIGHT[color], linewidth=0, label=name)
+        below = above
+    axes.set_ylim(bottom=0)
+
+
+def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
+    """An empty chart over the steps. `size` is its width and height in inches."""
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel="step", ylabel=unit)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.margins(x=0.01)
+    return figure, axes
+
+
+def add_legend(axes: Axes) -> None:
+    """Name the curves under the chart, if there are several."""
+    labels = axes.get_legend_handles_labels()[1]
+    if len(labels) > 1:
+        columns = 2 if max(map(len, labels)) > 16 else 4
+        axes.figure.legend(loc="outside lower left", ncols=columns, columnspacing=1.2, borderaxespad=0.2)
+
+
+def inline_svg(figure: Figure) -> str:
+    """The figure as an SVG element whose colours are the variables of the page."""
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", facecolor="none", metadata={"Date": None, "Creator": None})
+    text = buffer.getvalue()[buffer.getvalue().index("<svg") :]
+    text = re.sub(r'<metadata>.*?</metadata>| id="[A-Za-z0-9.]+_\d+"', "", text, flags=re.DOTALL)
+    for name, light in LIGHT.items():
+        text = text.replace(light, f"var(--{name})")
+    return text
+
+
+def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
+    """One chart as SVG. `records` are those of a single run, for what is drawn beside the curves."""
+    figure, axes = new_chart(plan.title, plan.unit)
+    if "reward/mean" in plan.metrics and records:
+        draw_spread(axes, of_phases(records, *plan.phases))
+    draw_curves(axes, drawn, plan)
+    supervised = of_phases(records, "sft")
+    if supervised and set(plan.phases) == set(ALL) and len(supervised) < len(records):
+        start, end = supervised[0]["step"], supervised[-1]["step"]
+        axes.axvspan(start - 0.5, end + 0.5, color=LIGHT["gray"], alpha=0.15, linewidth=0, zorder=0)
+    add_legend(axes)
+    return inline_svg(figure)
+
+
+def times_chart(records: Records) -> str:
+    """Seconds of the steps as SVG; empty if no step has a time."""
+    timed = [record for record in of_phases(records, "sft", "grpo") if record.get("time/step") is not None]
+    if not timed:
+        return ""
+    figure, axes = new_chart("Time of a step", "seconds")
+    draw_times(axes, timed)
+    add_legend(axes)
+    return inline_svg(figure)
+
+
+@matplotlib.rc_context(STYLE)
+def run_charts(records: Records) -> list[str]:
+    """All charts of one run. A chart without a number is left out."""
+    charts = []
+    for plan in PLANS:
+        drawn = curves(plan, records)
+        if drawn:
+            charts.append(chart(plan, drawn, records))
+    times = times_chart(records)
+    return [*charts, times] if times else charts
+
+
+@matplotlib.rc_context(STYLE)
+def compared_charts(runs: dict[str, Records]) -> list[str]:
+    """Charts with a curve for each run: of the first metric of every plan, and of every metric of a validation."""
+    plans = [plan for plan in PLANS if "validation/accuracy" not in plan.metrics]
+    validated = dict.fromkeys(name for records in runs.values() for name in validation_metrics(records))
+    validations = []
+    for name in validated:
+        title = "Validation " + name.removeprefix("validation/")
+        unit = "probability" if "pass@" in name else "mean reward"
+        validations.append(Plan(title=title, unit=unit, metrics={name: ""}, phases=ALL, has_markers=True))
+    times = Plan(title="Time of a step", unit="seconds", metrics={"time/step": ""}, phases=("sft", "grpo"))
+    charts = []
+    for plan in [*plans[:1], *validations, *plans[1:], times]:
+        drawn = []
+        key = next(iter(plan.metrics))
+        for (name, records), color in zip(runs.items(), itertools.cycle(COLORS), strict=False):
+            steps, values = series(of_phases(records, *plan.phases), key)
+            if steps:
+                drawn.append(Curve(name=name, color=color, steps=steps, values=values))
+        if drawn:
+            charts.append(chart(plan, drawn))
+    return charts
+
+
+@matplotlib.rc_context(STYLE)
+def save_reward_png(records: Records, file: Path) -> None:
+    """Rewards and validation accuracies in one picture."""
+    figure, axes = new_chart("reward and validation accuracy", "", size=(9, 3.8))
+    chosen = around_rewards(records)
+    draw_spread(axes, chosen)
+    rewards, accuracies = series(chosen, "reward/mean"), series(chosen, "validation/accuracy")
+    if not rewards[0] and not accuracies[0]:
+        axes.text(0.5, 0.5, "no reward recorded", ha="center", transform=axes.transAxes)
+    axes.plot(*rewards, color=LIGHT["blue"], label="reward of the batch, mean ± standard deviation")
+    axes.plot(*accuracies, color=LIGHT["orange"], label="validation accuracy", marker="o", markersize=3.8)
+    add_legend(axes)
+    figure.savefig(file, dpi=150, metadata={"Software": None})
+
+
+def around_rewards(records: Records) -> Records:
+    """The records of the picture: at most as many supervised steps as others.
+
+    Supervised steps come first and have no reward; many of them would leave no room for the curve.
+    """
+    num_others = len(of_phases(records, "grpo"))
+    return records[-2 * num_others :] if num_others else records

@@ -1,0 +1,72 @@
+"""The pages of runs in a real browser: headless Chromium opens them in a frame of the width of a phone and of a wide screen."""
+
+import json
+import re
+import shutil
+import subprocess
+from html import unescape
+from pathlib import Path
+
+import pytest
+from test_report import whole_run
+from waiting import GUARD
+
+from controllers.report import write_report
+
+# A page in a frame of its own width: a browser's window is never as narrow as a phone. The program filters the groups as a user does,
+# and leaves what it finds in the frame around.
+FRAME = """<!doctype html><iframe src="{page}" style="border:0;width:{width}px;height:3000px"></iframe><pre id="found"></pre>
+<script>
+addEventListener("load", () => {{
+  const page = document.querySelector("iframe").contentDocument, root = page.documentElement;
+  const shown = () => [...page.querySelectorAll(".group")].filter((group) => !group.hidden).map((group) => group.dataset.step);
+  const found = {{width: root.clientWidth, needed: root.scrollWidth, groups: [shown()], charts: []}};
+  const form = page.getElementById("filter");
+  const choose = (name, value) => {{
+    form.elements[name].value = value;
+    form.dispatchEvent(new page.defaultView.Event("input"));
+    found.groups.push(shown());
+  }};
+  if (form) {{
+    choose("step", "");
+    choose("rewards", "equal");
+    choose("rewards", "");
+    choose("text", "D5");
+  }}
+  for (const text of page.querySelectorAll("svg text")) found.charts.push(text.getBoundingClientRect().height);
+  document.getElementById("found").textContent = JSON.stringify(found);
+}});
+</script>"""
+
+
+def open_page(page: Path, width: int, folder: Path) -> dict:
+    """What the browser finds on a page of this width. Fails on anything that the page's console says."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    assert chromium, "this test needs a browser: apt-get install -y chromium"
+    frame = folder / f"frame-{width}.html"
+    frame.write_text(FRAME.format(page=page.resolve().as_uri(), width=width))
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+    command += [
+        "--allow-file-access-from-files",
+        "--enable-logging=stderr",
+        "--virtual-time-budget=5000",
+        f"--user-data-dir={folder / 'profile'}",
+    ]
+    command += [f"--window-size={max(width, 500)},3000", "--dump-dom", frame.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD)
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
+    [found] = re.findall(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    return json.loads(unescape(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [420, 1400])
+def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(tmp_path, width):
+    folder = whole_run(tmp_path / "run")
+    write_report(folder.path)
+    found = open_page(folder.report, width, tmp_path)
+    assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
+    # The last step at first; then all steps, those that are not trained on, all again, and those with a text.
+    assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
+    assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
