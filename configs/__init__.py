@@ -16,5 +16,5 @@ _QWEN3 = (
 )
 CONFIGS = {
     "controllers.grpo": {"tiny": tiny, "small": small} | {make.__name__: make for make in _QWEN3},
-    "controllers.sft": {"tiny": tiny_sft},
+    "controllers.sft": {"tiny": tiny_sft, "qwen3": qwen3.qwen3_sft},
 }

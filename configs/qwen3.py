@@ -6,6 +6,7 @@ from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` make
 """
 
 from dataclasses import replace
+from typing import TypedDict
 
 import torch
 
@@ -14,6 +15,7 @@ from controllers.chat import ChatConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
+from controllers.sft import SFTConfig, SFTPhaseConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 MODELS = {
@@ -30,26 +32,40 @@ MODELS = {
 }
 
 
+class _Own(TypedDict):
+    trainer: TrainerConfig
+    generator: GeneratorConfig
+    chat: ChatConfig
+    max_tokens: int
+
+
 def qwen3() -> GRPOConfig:
     """A model of your own: `--trainer.hf-path` takes a directory or an id, whose config.json gives the size.
 
     One GPU, which trainer and generator share, or else the CPU.
     """
+    return GRPOConfig(
+        **_own(),
+        steps=100,
+        rollouts=RolloutConfig(groups_per_step=32, group_size=8),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=2e-6, warmup_steps=5),
+    )
+
+
+def qwen3_sft() -> SFTConfig:
+    """Supervised training of a model of your own, on the answers of problems or on the assistant's turns of conversations."""
+    schedule = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=10)
+    return SFTConfig(**_own(), steps=200, sft=SFTPhaseConfig(batch_size=64, schedule=schedule))
+
+
+def _own() -> _Own:
     if torch.cuda.is_available():
         generator = _generator(gpu=0, share=0.35)
         own = trainer("0_6b", tokens_per_row=8192)
     else:
         generator = GeneratorConfig(max_model_len=2048, enforce_eager=True)
         own = TrainerConfig(max_sequence_length=2048, tokens_per_row=2048)
-    return GRPOConfig(
-        trainer=own,
-        generator=generator,
-        chat=ChatConfig(enabled=True),
-        steps=100,
-        max_tokens=512,
-        rollouts=RolloutConfig(groups_per_step=32, group_size=8),
-        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=2e-6, warmup_steps=5),
-    )
+    return {"trainer": own, "generator": generator, "chat": ChatConfig(enabled=True), "max_tokens": 512}
 
 
 def qwen3_0_6b() -> GRPOConfig:

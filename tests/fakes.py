@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from controllers.environments import Problem
+from controllers.environments import Message, Problem
 from rl_actors import (
     Completion,
     ForwardBackwardOutput,
@@ -43,6 +43,34 @@ class ParityReward(ConstantReward):
 
     def reward(self, problem: Problem, completion: str) -> float:
         return float(sum(map(ord, completion)) % 2)
+
+
+class Conversations(ConstantReward):
+    """Conversations of two turns, which are all the same."""
+
+    def __init__(self, num_held_out: int):
+        super().__init__(0.0, num_held_out)
+
+    def problem(self, index: int) -> Problem:
+        return self._about(index % 6)
+
+    def held_out(self) -> list[Problem]:
+        return [self._about(6 + index) for index in range(self.num_held_out)]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return float(completion == problem.answer)
+
+    def _about(self, number: int) -> Problem:
+        messages = [
+            Message(role="user", content="say it"),
+            Message(role="assistant", content="it"),
+            Message(role="user", content="once more"),
+        ]
+        return Problem(prompt=str(number), answer="it!", key=str(number), messages=messages)
+
+
+def conversations(*, seed: int, num_held_out: int) -> Conversations:
+    return Conversations(min(num_held_out, 3))
 
 
 def parity_reward(*, seed: int, num_held_out: int) -> ParityReward:

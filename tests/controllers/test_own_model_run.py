@@ -25,13 +25,16 @@ from rl_actors.processes.output import LogRoute
 
 ROOT = Path(__file__).parents[2]
 ID = "Qwen/Qwen3-Tiny"
-FLAGS = {
-    "steps": 3,
+SHAPE = {
     "max-tokens": 16,
     "trainer.max-sequence-length": 128,
     "trainer.tokens-per-row": 128,
     "generator.max-model-len": 128,
     "generator.max-num-seqs": 64,
+}
+FLAGS = {
+    **SHAPE,
+    "steps": 3,
     "rollouts.groups-per-step": 4,
     "rollouts.group-size": 4,
     "schedule.learning-rate": 1e-3,
@@ -42,8 +45,8 @@ FLAGS = {
 }
 
 
-def run_grpo(environment: dict[str, str], *arguments: object) -> str:
-    command = [sys.executable, "-m", "controllers.grpo", *map(str, arguments)]
+def start(environment: dict[str, str], controller: str, *arguments: object) -> str:
+    command = [sys.executable, "-m", f"controllers.{controller}", *map(str, arguments)]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=GUARD
     )
@@ -63,26 +66,51 @@ def offline(tmp_path_factory) -> dict[str, str]:
 def run(offline, tmp_path_factory) -> Path:
     """The folder of a run of three steps through the chat template."""
     folder = tmp_path_factory.mktemp("run") / "mine"
-    flags = [text for name, value in FLAGS.items() for text in (f"--{name}", value)]
-    run_grpo(offline, "--config", "qwen3", "--trainer.hf-path", ID, *flags, "--output-dir", folder)
+    start(offline, "grpo", "--config", "qwen3", "--trainer.hf-path", ID, *flags(FLAGS), "--output-dir", folder)
     return folder
+
+
+def flags(values: dict[str, object]) -> list[object]:
+    return [text for name, value in values.items() for text in (f"--{name}", value)]
 
 
 @pytest.mark.slow
 def test_a_run_of_an_id_trains_from_the_cache_without_a_network(run, offline):
     config = json.loads((run / "config.json").read_text())
     assert config["trainer"]["hf_path"].startswith(offline["HF_HUB_CACHE"]) and config["chat"]["enabled"]
-    records = read_jsonl(run / "metrics.jsonl")
-    assert [record["step"] for record in records] == [1, 2, 3]
+    first, *records = read_jsonl(run / "metrics.jsonl")
+    assert [record["step"] for record in records] == [1, 2, 3] and first[
+        "step"
+    ] == 0  # a validation before the first step
     assert all(record["logprob_diff/mean"] < 1e-5 for record in records if not record.get("skipped"))
 
 
 @pytest.mark.slow
 def test_an_evaluation_of_the_run_starts_no_trainer_and_has_its_accuracy(run, offline):
-    output = run_grpo(offline, "--eval-only", run)
+    output = start(offline, "grpo", "--eval-only", run)
     assert f"validation/accuracy {read_jsonl(run / 'metrics.jsonl')[-1]['validation/accuracy']:.4f}" in output
     logs = run / "checkpoints/step-3/logs"
     assert {path.stem for path in logs.iterdir()} == {"evaluation", "generator-0"}
+
+
+@pytest.mark.slow
+def test_supervised_training_on_conversations_teaches_the_assistants_turns(offline, tmp_path):
+    values = {
+        **SHAPE,
+        "steps": 40,
+        "sft.batch-size": 6,
+        "sft.schedule.learning-rate": 1e-2,
+        "environment.task": "tests.fakes:conversations",
+        "environment.options": "{}",
+        "environment.num-held-out": 3,
+        "validate-every": 40,
+    }
+    folder = tmp_path / "run"
+    start(offline, "sft", "--config", "qwen3", "--trainer.hf-path", ID, *flags(values), "--output-dir", folder)
+    records = [record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] > 0]
+    accuracies = [record["validation/accuracy"] for record in records if record.get("validation/accuracy") is not None]
+    assert accuracies[-1] == 1.0
+    assert records[-1]["answer_probability"] > 0.9 > 0.1 > records[0]["answer_probability"]
 
 
 @pytest.mark.slow
