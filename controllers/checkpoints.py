@@ -1,7 +1,7 @@
 """Checkpoints of a run: the trainer's weights and the controller's own state.
 
-checkpoints/step-N/trainer is written by PolicyTrainer.save_checkpoint. checkpoints/step-N/state.json is written last: a checkpoint is
-complete when its state.json exists.
+checkpoints/step-N/trainer has the trainer's part, and checkpoints/step-N/state.json the controller's. state.json is written last, so a
+checkpoint with a state.json is complete.
 """
 
 import asyncio
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 STATE = "state.json"
 
 State = dict[str, Any]
-"""The controller's state as JSON: "step" (steps done), "cursor", "random", "config" and what the controller adds."""
+"""The controller's state as JSON: "step" (steps done), "cursor", "random", "config" and other entries of the controller."""
 
 
 class Checkpoints:
-    """Writer of one checkpoint at a time while training continues. It also removes the checkpoints that are not kept."""
+    """Writes one checkpoint at a time while training continues, and removes old ones."""
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, trainer: "TrainerClient", state: State) -> None:
-        """Begin to write step-N with N = state["step"], the number of steps done. Returns when all state is copied.
+        """Begin to write step-N, where N is state["step"], the number of steps done. Returns when all state is copied.
 
-        First waits for the previous checkpoint. Raises RuntimeError or OSError when the previous one could not be written.
+        First waits for the previous checkpoint. Raises RuntimeError or OSError if that one could not be written.
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
@@ -45,9 +45,9 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. When it could not be written, every call raises the error."""
+        """Wait until the last checkpoint is on disk. If it could not be written, every call raises the error."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # a caller that stops waiting does not cancel the writing
+            await asyncio.shield(self._writing)  # so that a caller that stops waiting does not cancel the writing
 
     async def _commit(self, saved: "SavedCheckpoint", path: Path, text: str) -> None:
         await saved.wait()
@@ -55,20 +55,20 @@ class Checkpoints:
         with temporary.open("w") as file:
             file.write(text)
             file.flush()
-            # The trainer's part is synced, too. Otherwise a crash of the machine could leave state.json without its content.
+            # Without this, a crash of the machine could leave a state.json without its content. The trainer syncs its part, too.
             os.fsync(file.fileno())
         os.replace(temporary, path / STATE)
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
-            (found[step] / STATE).unlink()  # first, so that a half removed checkpoint is not complete
+            (found[step] / STATE).unlink()  # removed first, so that no half removed checkpoint counts as complete
             shutil.rmtree(found[step])
 
 
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
-    """The checkpoints to remove, of `steps` in ascending order.
+    """The steps whose checkpoints are to be removed. steps: those of all checkpoints, in ascending order.
 
-    The newest `keep` stay. With `keep_every`, a checkpoint also stays for good when it is at least `keep_every` steps after the last
-    one that stays for good.
+    The newest `keep` are kept for now. With `keep_every`, a checkpoint is kept for good if it is at least `keep_every` steps after the
+    last one that is kept for good.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0
@@ -91,14 +91,14 @@ def _step(checkpoint: Path) -> int:
 
 
 def remove_incomplete(folder: Path) -> None:
-    """Remove the incomplete checkpoints that a killed run left: it was writing or removing them."""
+    """Remove incomplete checkpoints. A run that was killed while it wrote or removed a checkpoint leaves one."""
     for path in folder.glob("step-*"):
         if not (path / STATE).is_file():
             shutil.rmtree(path)
 
 
 def read(path: Path) -> State:
-    """The controller's state in a checkpoint. Raises ValueError when `path` is not a complete checkpoint of a run."""
+    """The controller's state in a checkpoint. Raises ValueError if `path` is not a complete checkpoint of a run."""
     if not (path / STATE).is_file():
         raise ValueError(f"{path} is not a complete checkpoint of a run: it holds no {STATE}")
     return json.loads((path / STATE).read_text())
@@ -124,13 +124,13 @@ def find(path: Path, step: int | None = None) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint; None when no checkpoint is complete."""
+    """The newest complete checkpoint, or None if there is none."""
     paths = complete(folder)
     return paths[-1] if paths else None
 
 
 def seed_random(seed: int) -> None:
-    """Seed the global random states of Python, NumPy and torch in this process. A user's environment may draw from them."""
+    """Seed the global random states of Python, NumPy and torch in this process, because a user's environment may draw from them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -149,7 +149,7 @@ def random_states() -> State:
 
 
 def restore_random_states(states: State) -> None:
-    """Set the global random states to what `random_states` returned."""
+    """Set the global random states to those that `random_states` returned."""
     version, words, python_gauss = states["python"]
     random.setstate((version, tuple(_words(words)), python_gauss))
     numpy = states["numpy"]

@@ -1,4 +1,4 @@
-"""Plan of a run: the layout, the memory of a rank, which process runs where, and whether the machine has the memory. Starts nothing."""
+"""Describes a run before it starts: the layout, the memory of a rank, the device of each process, and the memory of the machine."""
 
 import itertools
 import os
@@ -29,11 +29,11 @@ LESS_OF_A_MACHINE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Memory of one GPU, or of a machine without GPUs, and the bytes of it that each process takes."""
+    """Memory of one GPU, or of a machine without GPUs, and how much of it each process takes."""
 
     place: str
-    capacity: int
-    taken: dict[str, int]
+    capacity: int  # bytes
+    taken: dict[str, int]  # process -> bytes
 
     @property
     def total(self) -> int:
@@ -49,7 +49,7 @@ class Demand:
 
 
 def describe(config: "RunConfig") -> str:
-    """Plan of a run with this config, several lines."""
+    """The plan of a run with this config, as a text of several lines."""
     trainer = config.trainer
     held = memory_estimate.memory(trainer)
     lines = [
@@ -71,9 +71,9 @@ def describe(config: "RunConfig") -> str:
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
-    """Raise ValueError when the processes of a run take more memory than a GPU, or a machine without GPUs, has.
+    """Raise ValueError if the processes of a run take more memory than a GPU, or a machine without GPUs, has.
 
-    trains=False: an evaluation, which has only the generator.
+    trains: False for an evaluation, which has only the generator.
     """
     for demand in demands(config, trains=trains):
         if not demand.fits:
@@ -83,7 +83,7 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
-    """The memory that a run takes: one Demand for each GPU of this machine that the run uses, or one for a machine without GPUs."""
+    """The memory that a run takes. There is one Demand for each GPU that the run uses, or one for a machine without GPUs."""
     held: dict[str, int] = {}
     if trains:
         held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
@@ -116,9 +116,9 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 
 
 def _ranks(trainer: TrainerConfig) -> list[str]:
-    """One line for each rank, with its index in every dimension of degree above 1.
+    """One line for each rank, with its index in every dimension whose degree is above 1.
 
-    Consecutive ranks differ in the last dimension. With expert parallelism they always hold different experts.
+    The index in the last dimension changes from each rank to the next. With expert parallelism a rank holds other experts than the next.
     """
     layout, expert = trainer.layout(), trainer.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(name for name in layout if name != "pipeline_parallel")]
@@ -137,7 +137,7 @@ def _ranks(trainer: TrainerConfig) -> list[str]:
 
 
 def _checkpoints(config: "RunConfig") -> list[str]:
-    """The size of a checkpoint on disk: all trained parameters and their optimizer state, whatever the layout."""
+    """A line with the size of a checkpoint on disk. In every layout it has all trained parameters and their optimizer state."""
     if not config.checkpoint_every:
         return []
     whole = _whole_model(config.trainer)
@@ -162,13 +162,13 @@ def _held_by_reference(config: "RunConfig") -> int:
 
 
 def _held_by_generator(config: "RunConfig") -> int:
-    """Bytes of the generator's weights and of its key-value cache on a CPU."""
+    """Bytes that the generator takes on a CPU, for its weights and its key-value cache."""
     num_parameters = _whole_model(config.trainer).parameters // memory_estimate.FLOAT32
     return num_parameters * BYTES[config.generator.dtype] + (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
 
 
 def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:
-    """The memory of the trainer in one process, without any parallelism."""
+    """The memory that the trainer would take in one process."""
     degrees = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
     return memory_estimate.memory(replace(trainer, parallelism=replace(trainer.parallelism, **degrees)))
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first one ends a run between two steps, the second one at once. Knows nothing of actors or checkpoints."""
+"""Ctrl-C and SIGTERM. The first signal ends a run between two steps, the second one ends it at once. Knows no actors and no checkpoints."""
 
 import asyncio
 import contextlib
@@ -10,30 +10,31 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
-"""Seconds after the first signal in which another one is the same request: `timeout` and others signal a process and then its group."""
+"""Seconds after the first signal in which another one counts as the same. `timeout` and others signal a process and then its group, too."""
 
 
 class Interrupted(BaseException):
-    """The end of a run between two steps, because of a signal. Not an Exception: it must not be handled as a failure."""
+    """The end of a run between two steps, because of a signal. It is not an Exception, so that nothing handles it as a failure."""
 
 
 class Interruption:
-    """The signals that a run gets.
+    """Handles the signals that a run gets.
 
-    While the run trains, the first signal only asks for its end: rollouts under way are dropped, and a step that trains is finished.
-    Then `raise_if_asked` raises Interrupted. A second signal, or one while the run does not train, cancels the run's task.
-    A signal within REPEATED_WITHIN seconds of the first one counts as the first one.
+    While the run trains, the first signal asks for its end between two steps. Rollouts that are being made are dropped. A step that is
+    being trained is finished, and then `raise_if_asked` raises Interrupted. A second signal, or a signal while the run does not train,
+    cancels the run's task. A signal within REPEATED_WITHIN seconds of the first one counts as the first one.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
-        self.tell = tell  # shows a line to the user
-        self.received: signal.Signals | None = None  # the first one
+        """tell: shows a line to the user."""
+        self.tell = tell
+        self.received: signal.Signals | None = None  # the first signal
         self._received_at = 0.0
         self._is_training = False
         self._droppable: asyncio.Task[Any] | None = None
 
     def watch(self, task: "asyncio.Task[Any]") -> None:
-        """Handle the signals of this process from now on; `task` is the run's."""
+        """Handle the signals of this process from now on. task: the run's task, which a signal may cancel."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._handle, number, task)
@@ -54,7 +55,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """While `with` runs, the first signal ends the run between two steps."""
+        """In this `with` block the first signal ends the run between two steps."""
         self._is_training = True
         try:
             yield
@@ -62,12 +63,12 @@ class Interruption:
             self._is_training = False
 
     def raise_if_asked(self) -> None:
-        """Raise Interrupted when a signal has asked for the end of the run. Call it where nothing is lost by that."""
+        """Raise Interrupted if a signal has asked for the end of the run. Call it at a point where the run loses nothing by ending."""
         if self.received is not None:
             raise Interrupted(self.received.name)
 
     async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that a signal may drop, because a resumed run repeats it. Raises Interrupted when it is dropped."""
+        """Await work that a signal may drop, because a resumed run does it again. Raises Interrupted if it is dropped."""
         if self.received is not None:
             work.close()
             raise Interrupted(self.received.name)

@@ -198,7 +198,7 @@ async def _train(
             trackers=config.all_trackers(),
             project=config.wandb_project or config.tracker_project,
             config=asdict(config),
-            lines=invocation.verbose,
+            prints_lines=invocation.verbose,
             console=Console(file=terminal),
         ) as log:
             interruption.tell = log.note  # a line that is printed past the panel would tear it

@@ -85,7 +85,7 @@ class MetricsLogger(AbstractContextManager):
         project: str = "rl-actors",  # of trackers that have projects
         config: Mapping[str, object] | None = None,  # shown by trackers
         groups_per_step: int = 4,  # kept in rollouts.jsonl
-        lines: bool = False,  # print one line per step on a terminal, too; log lines of --verbose would break up a live panel
+        prints_lines: bool = False,  # True: one line per step also on a terminal, where log lines would break up a live panel
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
@@ -96,7 +96,7 @@ class MetricsLogger(AbstractContextManager):
         self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
         self._validation = folder.validation.open("a")
         console = console or Console()
-        live = console.is_terminal and not lines
+        live = console.is_terminal and not prints_lines
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
         self._write_outcome("running")
 

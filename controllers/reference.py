@@ -1,6 +1,6 @@
-"""The reference policy, which is the policy at the start of GRPO, and the KL divergence from it. Trains nothing.
+"""The reference policy, and the KL divergence from it. Trains nothing.
 
-A second trainer without an optimizer holds the reference policy.
+The reference policy is the policy at the start of GRPO. A second trainer, which has no optimizer, holds it.
 
 G groups (problems), N completions of each, T positions of a sample.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Logprobs of the reference policy, as a column of samples or as a penalty on rewards."""
+    """Computes logprobs of the reference policy, and uses them as a column of samples or as a penalty on rewards."""
 
     trainer: TrainerClient
     kl: KL
@@ -33,7 +33,7 @@ class Reference:
     timer: Timer
 
     async def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """The reference's logprobs of the targets, [T] for each sample."""
+        """Logprobs of the targets under the reference policy, [T] for each sample."""
         rows: list[Tensor] = []
         with self.timer("reference"):
             for chunk in split(samples, self.samples_per_forward):
@@ -44,42 +44,41 @@ class Reference:
     async def with_logprobs(self, samples: Sequence[Sample]) -> list[Sample]:
         """The samples with the column ref_logprobs, which a loss with a KL term reads."""
         rows = await self.logprobs(samples)
-        return [
-            replace(sample, columns={**sample.columns, "ref_logprobs": row})
-            for sample, row in zip(samples, rows, strict=True)
-        ]
+        with_column = []
+        for sample, row in zip(samples, rows, strict=True):
+            with_column.append(replace(sample, columns={**sample.columns, "ref_logprobs": row}))
+        return with_column
 
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
-        """The groups with rewards R = r - kl.coefficient * sum_t kl_t, with r the task's reward, less the penalty on long completions if there is one.
+        """The groups with rewards R = r - kl.coefficient * sum_t kl_t, where r is the reward before this penalty.
 
-        kl_t is `kl` at token t, computed from the generator's logprob and the reference's logprob. The penalty is one number for the
-        whole completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage
-        that divides the reward by a standard deviation divides the penalty, too. With k1 the penalty is the log ratio of the whole
-        completion, and the expected gradient is that of the KL divergence; with k2 and k3 it is not.
+        r is the task's reward, less the penalty on long completions if there is one.
+        kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one number for the whole
+        completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage that
+        divides the reward by a standard deviation divides the penalty, too. With k1 the penalty is the log ratio of the whole completion,
+        and the expected gradient is that of the KL divergence. With k2 and k3 it is not.
 
         One group, two completions of two tokens, rewards 1 and 0, old - ref 0.5 and 0 at each token, coefficient 0.1:
         R = 0.9 and 0.
         """
-        samples = [
-            to_sample(group.prompt, completion, advantage=0.0, temperature=self.temperature)
-            for group in groups
-            for completion in group.completions
-        ]
+        samples = []
+        for group in groups:
+            for completion in group.completions:
+                samples.append(to_sample(group.prompt, completion, advantage=0.0, temperature=self.temperature))
         rows = await self.logprobs(samples)
         found = iter(divergences(samples, rows, self.kl))
         penalised = []
         for group in groups:
             of_group = [next(found) for _ in group.completions]
-            rewards = [
-                reward - self.kl.coefficient * divergence
-                for reward, divergence in zip(group.rewards, of_group, strict=True)
-            ]
+            rewards = []
+            for reward, divergence in zip(group.rewards, of_group, strict=True):
+                rewards.append(reward - self.kl.coefficient * divergence)
             penalised.append(replace(group, rewards=rewards, divergences=of_group))
         return penalised
 
 
 def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: KL) -> list[float]:
-    """For each sample, `kl` of the generator's logprobs (the column old_logprobs) and ref_logprobs, summed over the completion."""
+    """For each sample the sum of `kl` over its completion, from the generator's logprobs (the column old_logprobs) and ref_logprobs."""
     found = []
     for sample, row in zip(samples, ref_logprobs, strict=True):
         is_completion_T = sample.columns["loss_weights"] != 0
@@ -88,11 +87,11 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 
 
 async def start_reference(run: "Run[GRPOConfig]", *, has_begun: bool, sft_steps: int) -> Reference:
-    """Start a second trainer that holds the policy as GRPO began.
+    """Start a second trainer with the policy that GRPO begins with.
 
-    If GRPO has not begun, the second trainer gets the first one's current weights, which are also saved in run/reference. If GRPO
-    `has_begun`, it gets the saved weights. With hf_path and without supervised steps both trainers read the policy from hf_path, and
-    nothing is saved.
+    has_begun: True if GRPO has begun in an earlier part of this run. False: the second trainer gets the current weights of the first one,
+    which are also saved in run/reference. True: it gets the saved weights.
+    With hf_path and without supervised steps, both trainers read the policy from hf_path, and nothing is saved.
     """
     config = run.config
     trainer = run.spawn_reference()
@@ -114,7 +113,7 @@ async def start_reference(run: "Run[GRPOConfig]", *, has_begun: bool, sft_steps:
 
 
 def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
-    """Raises ValueError when GRPO has begun in the run of this folder and the weights that it began with were not saved."""
+    """Raises ValueError if GRPO has begun in the run of this folder and the weights that it began with were not saved."""
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:

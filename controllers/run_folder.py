@@ -1,4 +1,4 @@
-"""Paths of a run's files, and functions that read and write their JSON."""
+"""The paths of a run's files, and functions that read and write their JSON."""
 
 import json
 import math
@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 
 class RunFolder:
-    """Paths of the files of one run."""
+    """The paths of the files of one run."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -32,7 +32,10 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def drop_after(self, step: int) -> None:
-        """Remove the lines of steps after this one, and a line that a killed run left half written. Each file is replaced in one rename."""
+        """Remove the lines of later steps from metrics, rollouts and validation, and a line that a killed run wrote only in part.
+
+        Each file is replaced by one rename, so a crash loses no line that stays.
+        """
         for file in (self.metrics, self.rollouts, self.validation):
             if not file.exists():
                 continue
@@ -46,7 +49,7 @@ class RunFolder:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The complete lines of a file of JSON lines; an empty list when there is no file."""
+    """The complete lines of a file of JSON lines. Without a file the list is empty."""
     if not path.exists():
         return []
     records = []
@@ -59,12 +62,12 @@ def read_jsonl(path: Path) -> list[Record]:
 
 
 def to_json(value: object) -> str:
-    """Strict JSON on one line. NaN and infinity become null; a tensor or an array becomes its numbers."""
+    """Strict JSON on one line. NaN and infinity become null. A tensor or an array becomes a list of its numbers."""
     return json.dumps(to_plain(value), allow_nan=False)
 
 
 def to_plain(value: object) -> Any:
-    """Convert a value to dict, list, float, int, str, bool and None, the types that JSON has. NaN and infinity become None."""
+    """Convert a value to the types of JSON: dict, list, float, int, str, bool and None. NaN and infinity become None."""
     match value:
         case Mapping():
             return {str(key): to_plain(item) for key, item in value.items()}
