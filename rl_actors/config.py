@@ -105,7 +105,10 @@ class LoRAConfig:
         if not (self.train_attn or self.train_mlp or self.train_unembed):
             raise ValueError(f"lora.rank={self.rank}, but train_attn, train_mlp and train_unembed are all False")
         if not hf_path:
-            raise ValueError(f"lora.rank={self.rank} with an empty hf_path: a checkpoint holds only the adapters")
+            raise ValueError(
+                f"lora.rank={self.rank} with an empty hf_path: a checkpoint holds only the adapters, so the weights under them "
+                "must come from a directory"
+            )
         if self.syncs_adapter and self.rank > MAX_VLLM_RANK:
             raise ValueError(
                 f'lora.rank={self.rank} with lora.sync="adapter"; vLLM takes at most {MAX_VLLM_RANK}. '

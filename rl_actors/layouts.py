@@ -91,7 +91,7 @@ def require_possible(config: TrainerConfig) -> None:
         ),
         (
             attention != "flex" and config.compute_dtype != "bfloat16",
-            f"attention={attention!r} with compute_dtype={config.compute_dtype!r}; it computes in bfloat16",
+            f"attention={attention!r} with compute_dtype={config.compute_dtype!r}; this kernel computes only in bfloat16",
         ),
         (
             model.num_attention_heads % tensor > 0,
@@ -263,15 +263,15 @@ def _require_stages(config: TrainerConfig) -> None:
         )
     if num_units(config) // stages < max(1, first, last):
         raise ValueError(
-            f"{pipeline} cuts model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
+            f"{pipeline} splits model.num_hidden_layers={model.num_hidden_layers} into {stages} stages, "
             f"where embedding and head count as {first} and {last} layers: too few layers"
         )
     blocks = stage_blocks(config)
     first_trains, last_trains = len(blocks[0]) > 0, len(blocks[-1]) > 0 or lora.train_unembed
     if lora.rank and not (first_trains and last_trains):
         raise ValueError(
-            f"{pipeline} and lora.rank={lora.rank} cuts model.num_hidden_layers={model.num_hidden_layers} into "
-            f"{stages} stages, of which the {'last' if first_trains else 'first'} has no block, and so nothing to train"
+            f"{pipeline} and lora.rank={lora.rank} splits model.num_hidden_layers={model.num_hidden_layers} into "
+            f"{stages} stages; the {'last' if first_trains else 'first'} has no block and would train nothing"
         )
 
 

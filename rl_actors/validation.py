@@ -65,7 +65,7 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
             name = min(differing)
             has, lacks = (0, index) if name in first else (index, 0)
             raise ValueError(
-                f"sample {has} has the column {name!r} and sample {lacks} has not; all samples of a call have it or none"
+                f"sample {has} has the column {name!r}, but sample {lacks} lacks it; all samples of a call must have it, or none"
             )
         _validate_top_k(index, sample, first, needs_weights="target_weights" in optional)
 
@@ -201,7 +201,7 @@ def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
         raise ValueError(f"optimizer.arguments={config.arguments} does not fit {config.name}: {error}") from None
     if not isinstance(made, torch.optim.Optimizer):
         raise ValueError(
-            f"optimizer.name={config.name!r} makes a {type(made).__name__}, which is no torch.optim.Optimizer"
+            f"optimizer.name={config.name!r} makes a {type(made).__name__}, which is not a torch.optim.Optimizer"
         )
 
 

@@ -165,5 +165,5 @@ def test_adapters_need_a_block_at_both_ends_of_a_pipeline(less, train_unembed, w
     made.parallelism.pipeline_parallel_last_stage_less_layers = less[1]
     if without is None:
         return made.validate()
-    with pytest.raises(ValueError, match=f"lora.rank=4 cuts .* into 4 stages, of which the {without} has no block"):
+    with pytest.raises(ValueError, match=f"lora.rank=4 splits .* into 4 stages; the {without} has no block"):
         made.validate()

@@ -200,13 +200,16 @@ BAD_SAMPLES = {
         [good(**ALL_COLUMNS), good(**ALL_COLUMNS, generator_logprobs=-1.0)],
         PPO(),
         ValueError,
-        ["sample 1 has the column 'generator_logprobs' and sample 0 has not", "all samples of a call have it or none"],
+        [
+            "sample 1 has the column 'generator_logprobs', but sample 0 lacks it",
+            "all samples of a call must have it, or none",
+        ],
     ),
     "top-K targets of one sample in forward": (
         [top_k(), good()],
         None,
         ValueError,
-        ["sample 0 has the column 'target_ids' and sample 1 has not"],
+        ["sample 0 has the column 'target_ids', but sample 1 lacks it"],
     ),
     "no reference for a KL": (
         [good(**ALL_COLUMNS)],

@@ -96,7 +96,7 @@ class Client:
         return True
 
     def close(self) -> Call[None]:
-        """End the processes that this client spawned. A mesh that the caller spawned goes on. A second call does nothing."""
+        """End the processes that this client spawned. A mesh that the caller spawned keeps running. A second call does nothing."""
         self._closed = True
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
@@ -139,7 +139,7 @@ class Client:
 
     def _require_open(self, what: str) -> None:
         if self._closed:
-            raise RuntimeError(f"{self.name}: {what} after close")
+            raise RuntimeError(f"{self.name}: {what} is not possible after close")
 
     async def _ask(
         self,

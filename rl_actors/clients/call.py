@@ -34,7 +34,9 @@ class Call(Generic[T]):
             if self._future.done():
                 self._asked = True
                 raise  # the call's own TimeoutError
-            raise TimeoutError(f"{self._what} has not answered within {timeout:g} s and goes on; ask again") from error
+            raise TimeoutError(
+                f"{self._what} has not answered within {timeout:g} s; it is still running, and result() can be called again"
+            ) from error
         except Exception:
             self._asked = True
             raise

@@ -147,8 +147,8 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # Columns are 0 where the target of a sample is IGNORE_TARGET, as they are at the padding after samples. So every loss and metric
-        # leaves out both.
+        # Columns are 0 where the target of a sample is IGNORE_TARGET, and at the padding after samples. So every loss and metric leaves
+        # out both.
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
@@ -175,5 +175,5 @@ class ModelInputs(TypedDict):
 
 
 def model_inputs(batch: PackedBatch) -> ModelInputs:
-    """Keyword arguments of torchtitan's model beside the tokens."""
+    """Keyword arguments of torchtitan's model. Its positional argument is the tokens."""
     return {"positions": batch.positions_BL, "attention_masks": batch.attention_masks}

@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """The values that the ranks of the group passed, in the order of the ranks.
 
-    torch.distributed sends objects over the CPU backend, so this works beside NCCL.
+    torch.distributed sends objects over the CPU backend, so this also works if tensors go over NCCL.
     """
     values: list[Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
@@ -26,7 +26,7 @@ def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """True if `holds` is true on all ranks. The tensor is on the CPU, so the same call works over gloo and beside NCCL."""
+    """True if `holds` is true on all ranks. The tensor is on the CPU, so this also works if other tensors go over NCCL."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)

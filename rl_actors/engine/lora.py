@@ -48,7 +48,9 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
     if trained != found:
-        raise RuntimeError(f"torchtitan trains {sorted(trained ^ found)}, which are not lora_a and lora_b of one layer")
+        raise RuntimeError(
+            f"the parameters that torchtitan trains are not the adapters; they differ in {sorted(trained ^ found)}"
+        )
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ def test_a_pattern_that_no_parameter_matches_is_refused(make_engine):
         ({"name": "builtins:print"}, r"optimizer.arguments=\{\} does not fit builtins:print"),
         (
             {"name": "collections:Counter"},
-            "optimizer.name='collections:Counter' makes a Counter, which is no torch.optim.Optimizer",
+            "optimizer.name='collections:Counter' makes a Counter, which is not a torch.optim.Optimizer",
         ),
         ({"groups": {"(": (1.0, 1.0)}}, r"optimizer.groups has the pattern '\('"),
         ({"groups": {"": (1.0, 1.0)}}, "optimizer.groups has an empty pattern"),

@@ -72,7 +72,9 @@ def test_wait_for_ends_the_waiting_and_not_the_call(trainer, tmp_path):
 def test_a_timeout_of_result_names_the_call_which_goes_on(trainer, tmp_path):
     gate = Gate(folder=tmp_path)
     call = trainer.forward_backward(random_samples(), loss=gate)
-    with pytest.raises(TimeoutError, match=r"trainer: forward_backward has not answered within 0\.1 s and goes on"):
+    with pytest.raises(
+        TimeoutError, match=r"trainer: forward_backward has not answered within 0\.1 s; it is still running"
+    ):
         call.result(timeout=0.1)
     gate.open()
     assert call.result().metrics["loss:sum"] > 0
@@ -280,7 +282,7 @@ def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(trainer_me
     trainer.ready().result()
     trainer.close().result()
     trainer.close().result()
-    with pytest.raises(RuntimeError, match="trainer: forward after close"):
+    with pytest.raises(RuntimeError, match="trainer: forward is not possible after close"):
         trainer.forward(random_samples())
     with TrainerClient(trainer_mesh) as other:  # a mesh of the caller's stays
         assert other.info().result()[0].state == "idle"
