@@ -1,6 +1,6 @@
-"""Models by their names on the Hugging Face Hub: from "Qwen/Qwen3-0.6B" to a directory on this machine. Reads no model.
+"""Finds models by their names on the Hugging Face Hub: "Qwen/Qwen3-0.6B" -> a directory on this machine. Reads no model.
 
-Called once, in the program that starts the actors. The actors get the directory.
+The program that starts the actors calls it once. The actors get the directory.
 """
 
 import json
@@ -14,19 +14,19 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 """Files of a repository that a run reads: weights, configs, and all forms of a tokenizer."""
 
 OTHER_FILES = ("*/*", "consolidated*")
-"""Files that are left out: the same weights in another form."""
+"""Files of a repository that are not downloaded. They have the same weights in another form."""
 
 
 def find_model(name_or_path: str) -> str:
-    """The directory of a model: of a directory itself, or of a Hub id.
+    """The directory of the model with this Hub id. Any other text, such as the path of a directory or "", is returned as it is.
 
-    The Hub's cache is looked into first; what it lacks is downloaded, unless HF_HUB_OFFLINE is set. An empty text stays empty.
+    The model is taken from the Hub's cache. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
     find_model("Qwen/Qwen3-0.6B") -> "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…"
-    Raises ValueError with the id, the reason and the command that downloads it, if the model is neither in the cache nor reachable.
+    Raises ValueError with the id, the reason and the command that downloads the model, if it is not in the cache and cannot be downloaded.
     """
     if not is_model_id(name_or_path):
         return name_or_path
-    # Imported here: it takes 0.3 s, and most programs give a directory.
+    # Imported here, because the import takes 0.3 s and most programs give a directory.
     import httpx
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -82,7 +82,7 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """Files without which no model can be loaded from a directory: config.json, and weights that an index names."""
+    """The files that a directory lacks and that loading a model needs: config.json, and the weights, all that an index names."""
     folder = Path(directory)
     wanted = ["config.json"]
     index = folder / "model.safetensors.index.json"

@@ -1,4 +1,4 @@
-"""Floating-point operations (FLOPs) that a model asks for, and the most that a GPU does in a second. Measures nothing.
+"""Number of floating-point operations (FLOPs) that a model needs, and the most that a GPU does in a second. Measures nothing.
 
 T positions of one document.
 """
@@ -9,11 +9,11 @@ from rl_actors.config import TrainerConfig
 from rl_actors.model_config import ModelConfig
 
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""FLOPs a second of a GPU in dense bfloat16, by a part of its name; in float8 it is twice as fast."""
+"""Part of a GPU's name -> its FLOPs per second in dense bfloat16. In float8 it is twice as fast."""
 
 
 def product_parameters(model: ModelConfig) -> int:
-    """Parameters of the matrix products that one token goes through: of a mixture, the router and the experts that it is routed to."""
+    """Number of parameters in the matrix products of one token. In a block with experts these are the router and the token's experts."""
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
     groups = model.num_key_value_heads * model.head_dim
@@ -29,11 +29,11 @@ def product_parameters(model: ModelConfig) -> int:
 
 
 def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
-    """FLOPs of forward and backward pass for a token of a document of this length; recomputation does not count.
+    """FLOPs of the forward and backward pass of one token in a document of this length. Recomputation does not count.
 
-    6 for every parameter of a matrix product, and 12 for every attended position of every block and head dimension. A position attends
-    to itself and to earlier positions of its document, which on average is half a document. The gradients of frozen weights are not
-    computed: with trains_weights=False, as under adapters, a parameter counts 4.
+    A parameter of a matrix product takes 6. An attended position takes 12 in every block and every dimension of every head. A position
+    attends to itself and to the earlier positions of its document, which on average is half the document. With trains_weights=False, as
+    under adapters, the gradients of the weights are not computed, and a parameter takes 4.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4
@@ -50,7 +50,7 @@ def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device_name: str, *, float8: bool = False) -> float | None:
-    """Most FLOPs a second of a GPU of this name. None for a CPU and for a GPU that PEAKS lacks."""
+    """The most FLOPs per second of the GPU with this name. None for a CPU, and for a GPU that PEAKS lacks."""
     for name, peak in PEAKS.items():
         if name in device_name:
             return peak * 2 if float8 else peak

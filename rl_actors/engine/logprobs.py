@@ -159,9 +159,9 @@ class ChunkedLogprobs:
         return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
-        """The smallest number of equal parts of a row that is at least min_chunks and gives a chunk at most chunk_tokens positions.
+        """The smallest number of chunks that is at least min_chunks and leaves at most chunk_tokens positions in a chunk.
 
-        A chunk is one part of each row.
+        All rows are split into as many equal parts as there are chunks. A chunk is one part of every row.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)

@@ -1,6 +1,6 @@
 """Plan one training call: sample lengths -> rows -> microbatches of every rank. Knows nothing of devices or tensors.
 
-R rows, B rows of a microbatch, L row length, M microbatches, T positions of one sample.
+R rows, B rows of a microbatch, L row length, T positions of one sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -91,10 +91,9 @@ def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, ro
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Rows of at most `capacity` positions. The longest sample goes first, each into the first row that has room for it.
+    """Rows of at most `capacity` positions. Samples are placed from the longest to the shortest, each into the first row with room for it.
 
-    Among samples of equal length the earlier one goes first. A segment tree of the rows' free space finds the first row with room in
-    O(log R) steps.
+    Among samples of equal length the earlier one is placed first. A segment tree of the rows' free space finds the row in O(log R) steps.
     """
     size = 1
     while size < len(lengths):
@@ -120,9 +119,9 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
-    """At most num_rows rows that are filled about equally. The longest sample goes first, each into the row with the most room.
+    """At most num_rows rows that are filled about equally. Samples are placed from the longest to the shortest, each into the emptiest row.
 
-    None if a sample finds no room.
+    Returns None if a sample does not fit.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]

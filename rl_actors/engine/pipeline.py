@@ -25,8 +25,8 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Number of schedules in the cache. torch makes a schedule for one shape of microbatches, one number of them, and calls that all train or
-all do not."""
+"""Number of schedules in the cache. A schedule is for one number of microbatches of one shape, and either for calls with gradients or for
+calls without."""
 
 
 @dataclass(kw_only=True)

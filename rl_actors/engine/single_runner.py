@@ -72,7 +72,7 @@ class SingleRunner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """keep=True: the parameters that FSDP gathers for the first microbatch stay gathered until the last is done.
+        """keep=True: the parameters that FSDP gathers for the first microbatch stay gathered until the last microbatch is done.
 
         At the end all parameters are sharded again. An optimizer's step on the shards would not change parameters that are still gathered.
         """
