@@ -23,7 +23,7 @@ class StepProfiler:
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps}; it must be an integer of at least 1")
         if self._trace is not None:
-            raise RuntimeError(f"profile: the trace {self._file} is not done; {self._steps_left} steps are left")
+            raise RuntimeError(f"profile: the trace {self._file} is not done; steps left: {self._steps_left}")
         self._file = Path(directory) / f"rank-{self.rank}.json"
         self._file.parent.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]

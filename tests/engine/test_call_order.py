@@ -222,7 +222,7 @@ def test_a_trace_of_no_steps_or_during_another_is_refused(make_engine, tmp_path)
     with pytest.raises(ValueError, match="steps=0; it must be an integer of at least 1"):
         engine.profile(str(tmp_path), steps=0)
     engine.profile(str(tmp_path), steps=1)
-    with pytest.raises(RuntimeError, match="rank-0.json is not done; 1 steps are left"):
+    with pytest.raises(RuntimeError, match="rank-0.json is not done; steps left: 1"):
         engine.profile(str(tmp_path), steps=1)
     engine.forward_backward(ppo_samples(LENGTHS), PPO())
     engine.optim_step(PARAMS)
