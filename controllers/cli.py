@@ -38,10 +38,10 @@ class Invocation:
     output_dir: Path  # with `resume`, that folder
     resume: Path | None
     eval_only: Path | None
-    save_config: Path | None
     dry_run: bool
     plan: bool
     verbose: bool
+    save_config: Path | None = None
 
 
 class _Flags(Protocol):

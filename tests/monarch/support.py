@@ -103,11 +103,14 @@ def shared_memory() -> set[str]:
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
     """Segments that came since `before` and that no living process maps. Other programs run at the same time and use segments, too."""
+    # A segment of another program is not mapped for a moment after it was made, and before its tracker removes it. So the segments are
+    # looked at until none is left. The last look decides.
     left = shared_memory() - before
-    # A segment of another program is not mapped for a moment after it was made. That program maps or removes it before the second look.
-    for _ in range(2):
-        time.sleep(0.5)
+    for _ in range(60):
         left &= shared_memory() - mapped_by_processes()
+        if not left:
+            break
+        time.sleep(1)
     return left
 
 
