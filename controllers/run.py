@@ -22,7 +22,7 @@ from controllers.trackers import TrackerName, validate_trackers
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 from rl_actors.config import LoRAConfig
-from rl_actors.hub import find_model, missing_files
+from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
@@ -144,8 +144,8 @@ class RunConfig:
         validate_trackers(self.all_trackers())
         self.generator.validate()
         self.trainer.validate()
-        if self.trainer.hf_path and (lacking := missing_files(self.trainer.hf_path)):
-            raise ValueError(f"trainer.hf_path={self.trainer.hf_path!r} lacks {', '.join(lacking)}")
+        if self.trainer.hf_path:
+            require_weights("trainer.hf_path", self.trainer.hf_path)
         if self.trainer.optimizer is None:
             raise ValueError("trainer.optimizer=None; a run needs an optimizer")
         self.trainer.require_hf("generation")

@@ -82,16 +82,37 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """The files that a directory lacks and that loading a model needs: config.json, and the weights, all that an index names."""
+    """The files that a directory lacks and that loading a model needs: config.json, and the weights, all that an index names.
+
+    Raises ValueError for an index that names none.
+    """
     folder = Path(directory)
     wanted = ["config.json"]
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted += sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            wanted += sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
+            raise ValueError(f"{index} is not a JSON object with a weight_map") from None
     lacking = [name for name in wanted if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         lacking.append("*.safetensors")
     return lacking
+
+
+def require_weights(field: str, path: str) -> None:
+    """Raises ValueError naming the field if files are missing or cut off. Reads only the headers of the files."""
+    from safetensors import SafetensorError, safe_open
+
+    lacking = missing_files(path)
+    if lacking:
+        raise ValueError(f"{field}={path!r} lacks {', '.join(lacking)}")
+    for file in sorted(Path(path).glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} cannot be read: {error}") from None
 
 
 def _not_found(name: str, reason: str) -> ValueError:

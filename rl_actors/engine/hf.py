@@ -39,6 +39,7 @@ MAX_FILE_BYTES = 4 << 30
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

@@ -56,6 +56,14 @@ CHANGES = {
         {"model.safetensors.index.json": '{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'},
         "trainer.hf_path='./mine' lacks model-00002-of-00002.safetensors",
     ),
+    "an index that is cut off": (
+        {"model.safetensors.index.json": '{"weight_map": {"a": '},
+        "mine/model.safetensors.index.json is not a JSON object with a weight_map",
+    ),
+    "weights that are cut off": (
+        {"model.safetensors": "\x08\0\0\0\0\0\0\0{"},
+        "mine/model.safetensors cannot be read: ",
+    ),
     "no tokenizer": ({"tokenizer_config.json": None}, "./mine holds no tokenizer_config.json"),
     "a small vocabulary": (
         {"config.json": {"vocab_size": 200}},
