@@ -1,6 +1,7 @@
 """What a run's parts get from its config."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ MODEL = ModelConfig(vocab_size=48, hidden_size=64, num_hidden_layers=2, head_dim
 def base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     MODEL.save("base")
+    Path("base/model.safetensors").touch()  # is only looked for
 
 
 def config(sync: str, generator: GeneratorConfig | None = None) -> RunConfig:
