@@ -84,7 +84,7 @@ class Curve:
 
 ALL = ("start", "sft", "grpo")
 PLANS = (
-    Plan(title="Reward, mean ± standard deviation", unit="reward", metrics={"reward/mean": "reward"}),
+    Plan(title="Reward, mean and standard deviation", unit="reward", metrics={"reward/mean": "reward"}),
     Plan(
         title="Validation",
         unit="reward, probability",
@@ -220,10 +220,10 @@ def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[
     return figure, axes
 
 
-def add_legend(axes: Axes) -> None:
-    """Name the curves under the chart, if there are several."""
+def add_legend(axes: Axes, *, at_least: int = 2) -> None:
+    """Name the curves under the chart, if there are so many."""
     labels = axes.get_legend_handles_labels()[1]
-    if len(labels) > 1:
+    if len(labels) >= at_least:
         columns = 2 if max(map(len, labels)) > 16 else 4
         axes.figure.legend(loc="outside lower left", ncols=columns, columnspacing=1.2, borderaxespad=0.2)
 
@@ -240,7 +240,7 @@ def inline_svg(figure: Figure) -> str:
 
 
 def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
-    """One chart as SVG. `records` are those of a single run, for what is drawn beside the curves."""
+    """One chart as SVG. `records` are those of a single run, for what is drawn beside the curves; without them a curve is a run."""
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:
         draw_spread(axes, of_phases(records, *plan.phases))
@@ -249,7 +249,7 @@ def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
     if supervised and set(plan.phases) == set(ALL) and len(supervised) < len(records):
         start, end = supervised[0]["step"], supervised[-1]["step"]
         axes.axvspan(start - 0.5, end + 0.5, color=LIGHT["gray"], alpha=0.15, linewidth=0, zorder=0)
-    add_legend(axes)
+    add_legend(axes, at_least=2 if records else 1)
     return inline_svg(figure)
 
 
@@ -279,7 +279,8 @@ def run_charts(records: Records) -> list[str]:
 @matplotlib.rc_context(STYLE)
 def compared_charts(runs: dict[str, Records]) -> list[str]:
     """Charts with a curve for each run: of the first metric of every plan, and of every metric of a validation."""
-    plans = [plan for plan in PLANS if "validation/accuracy" not in plan.metrics]
+    reward = Plan(title="Reward", unit="mean reward", metrics={"reward/mean": ""})
+    plans = [plan for plan in PLANS[1:] if "validation/accuracy" not in plan.metrics]
     validated = dict.fromkeys(name for records in runs.values() for name in validation_metrics(records))
     validations = []
     for name in validated:
@@ -288,7 +289,7 @@ def compared_charts(runs: dict[str, Records]) -> list[str]:
         validations.append(Plan(title=title, unit=unit, metrics={name: ""}, phases=ALL, has_markers=True))
     times = Plan(title="Time of a step", unit="seconds", metrics={"time/step": ""}, phases=("sft", "grpo"))
     charts = []
-    for plan in [*plans[:1], *validations, *plans[1:], times]:
+    for plan in [reward, *validations, *plans, times]:
         drawn = []
         key = next(iter(plan.metrics))
         for (name, records), color in zip(runs.items(), itertools.cycle(COLORS), strict=False):

@@ -11,6 +11,7 @@ import pytest
 from test_report import whole_run
 from waiting import GUARD
 
+from controllers.compare import write_comparison
 from controllers.report import write_report
 
 # A page in a frame of its own width: a browser's window is never as narrow as a phone. The program filters the groups as a user does,
@@ -69,4 +70,14 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
     assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
     # The last step at first; then all steps, those that are not trained on, all again, and those with a text.
     assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
+    assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [420, 1400])
+def test_a_comparison_of_runs_fits_a_phone_and_a_wide_screen(tmp_path, width):
+    folders = [whole_run(tmp_path / name).path for name in ("first", "second")]
+    write_comparison(folders, tmp_path / "compare.html")
+    found = open_page(tmp_path / "compare.html", width, tmp_path)
+    assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
     assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"

@@ -1,0 +1,132 @@
+"""Compare runs: their curves over each other in one HTML page, and a table on the terminal. Reads run folders only.
+
+python -m controllers.compare RUN RUN [RUN …] [--output compare.html]
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from controllers.charts import COLORS, compared_charts, of_phases, series, validation_metrics
+from controllers.config_file import leaves
+from controllers.report import RunFiles, minutes_text, number, page, total
+from controllers.run_folder import RunFolder
+
+PROG = "python -m controllers.compare"
+Row = tuple[str, list[str]]  # a name, and a text for each run
+
+
+def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
+    """Runs by the shortest ends of their paths that differ. Raises ValueError for a folder that holds no run or is named twice."""
+    paths = [folder.resolve() for folder in folders]
+    repeated = [str(path) for path in paths if paths.count(path) > 1]
+    if repeated:
+        raise ValueError(f"{repeated[0]} is named twice; a comparison needs different runs")
+    if len(paths) > len(COLORS):
+        raise ValueError(f"{len(paths)} runs; a chart has colours for at most {len(COLORS)}")
+    num_parts = 1
+    while len({path.parts[-num_parts:] for path in paths}) < len(paths):
+        num_parts += 1
+    return {"/".join(path.parts[-num_parts:]): RunFiles.read(RunFolder(path)) for path in paths}
+
+
+def summary(runs: dict[str, RunFiles]) -> list[Row]:
+    """What the runs reached, a row for each quantity."""
+    rows: list[Row] = [
+        ("outcome", [run.status for run in runs.values()]),
+        ("steps", [f"{len(of_phases(run.records, 'sft', 'grpo')):,}" for run in runs.values()]),
+    ]
+    names = dict.fromkeys(name for run in runs.values() for name in validation_metrics(run.records))
+    for name in names:
+        texts = []
+        for run in runs.values():
+            values = series(run.records, name)[1]
+            texts.append(f"{values[-1]:.3f} (best {max(values):.3f})" if values else "–")
+        rows.append((name, texts))
+    for name, label in {"reward/mean": "reward, last step", "entropy": "entropy, last step (nats)"}.items():
+        rows.append((label, [number(_last(run, name)) for run in runs.values()]))
+    rows += [
+        ("tokens trained", [f"{total(run.records, 'tokens/trained'):,.0f}" for run in runs.values()]),
+        ("time in steps", [minutes_text(total(run.records, "time/step")) for run in runs.values()]),
+        ("tokens a second", [number(_rate(run)) for run in runs.values()]),
+        ("trainer memory, peak (GiB)", [number(_largest(run, "memory/trainer_peak")) for run in runs.values()]),
+    ]
+    return rows
+
+
+def differences(runs: dict[str, RunFiles]) -> list[Row]:
+    """Fields of the configs that are not the same in all runs."""
+    configs = [dict(leaves(run.config)) for run in runs.values()]
+    rows: list[Row] = []
+    for name in dict.fromkeys(name for config in configs for name in config):
+        texts = [str(config.get(name, "–")) for config in configs]
+        if len(set(texts)) > 1:
+            rows.append((name, texts))
+    return rows
+
+
+def _last(run: RunFiles, name: str) -> float | None:
+    values = series(run.records, name)[1]
+    return values[-1] if values else None
+
+
+def _largest(run: RunFiles, name: str) -> float | None:
+    return max(series(run.records, name)[1], default=None)
+
+
+def _rate(run: RunFiles) -> float | None:
+    seconds = total(run.records, "time/step")
+    return total(run.records, "tokens/trained") / seconds if seconds else None
+
+
+def write_comparison(folders: Sequence[Path], output: Path) -> dict[str, RunFiles]:
+    """Write the page and return the runs. Raises ValueError for a folder that holds no run."""
+    runs = read_runs(folders)
+    html = page(
+        "compare.html.j2",
+        title="Runs: " + ", ".join(runs),
+        runs=dict(zip(runs, COLORS, strict=False)),
+        charts=compared_charts({name: run.records for name, run in runs.items()}),
+        summary=summary(runs),
+        differences=differences(runs),
+    )
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(html, encoding="utf-8")
+    return runs
+
+
+def print_table(runs: dict[str, RunFiles], console: Console) -> None:
+    table = Table()
+    table.add_column("")
+    for name in runs:
+        table.add_column(name, overflow="fold")
+    for name, texts in summary(runs):
+        table.add_row(name, *texts)
+    table.add_section()
+    for name, texts in differences(runs):
+        table.add_row(f"config: {name}", *texts)
+    console.print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=PROG, description="Compare runs: a table here, and a page with their curves.")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; at least two")
+    parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page (default: compare.html)")
+    arguments = parser.parse_args()
+    try:
+        if len(arguments.runs) < 2:
+            raise ValueError(f"{arguments.runs[0]} is the only run; a comparison needs at least two")
+        runs = write_comparison(arguments.runs, arguments.output)
+    except (ValueError, OSError) as error:
+        print(f"{PROG}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    print_table(runs, Console())
+    print(f"page: {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()

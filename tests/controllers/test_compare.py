@@ -1,0 +1,105 @@
+"""Runs over each other: the page, the table, and folders that cannot be compared."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_report import Nesting, Tags, grpo_record, whole_run, write_run
+
+from controllers import compare
+from controllers.charts import COLORS
+
+
+@pytest.fixture
+def two_runs(tmp_path) -> list[Path]:
+    """A finished run, and one under way with another learning rate and no validation."""
+    first = whole_run(tmp_path / "first")
+    records = [{**grpo_record(step), "reward/mean": 0.9, "validation/accuracy": None} for step in (1, 2)]
+    second = write_run(tmp_path / "second", records, outcome={"status": "running"})
+    second.config.write_text('{"seed": 7, "note": "other", "schedule": {"learning_rate": 0.5}}')
+    return [first.path, second.path]
+
+
+def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(two_runs, tmp_path):
+    output = tmp_path / "new" / "compare.html"
+    compare.write_comparison(two_runs, output)
+    html = output.read_text()
+    page = Tags(html)
+    charts = html.split("<figure>")[1:]
+    assert len(charts) == page.tags.count("svg") > 12
+    rewards = next(text for text in charts if "Reward" in text)
+    for color in COLORS[:2]:
+        assert f"stroke: var(--{color})" in rewards
+    assert "first" in rewards and "second" in rewards
+    validation = next(text for text in charts if "Validation hard/accuracy" in text)
+    assert f"var(--{COLORS[1]})" not in validation and "first" in validation  # the second run has none
+    assert Nesting(html).problems == [] and "script" not in page.tags
+
+
+def test_the_page_has_the_results_and_the_fields_that_differ(two_runs, tmp_path):
+    compare.write_comparison(two_runs, tmp_path / "compare.html")
+    shown = " ".join(Tags((tmp_path / "compare.html").read_text()).words)
+    for text in (
+        "outcome finished running or killed",
+        "steps 6 2",
+        "validation/accuracy 0.750 (best 0.875) –",
+        "reward, last step 0.5 0.9",
+        "time in steps 0 min 9 s 0 min 4 s",
+        "trainer memory, peak (GiB) 1.5 1.5",
+        "note </pre><script> other",
+        "schedule.learning_rate – 0.5",
+    ):
+        assert text in shown, text
+    assert "seed 7" not in shown
+
+
+def test_the_command_prints_a_table_and_names_the_page(two_runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, two_runs)])
+    compare.main()
+    shown = capsys.readouterr().out
+    assert "0.750 (best 0.875)" in shown and "config: schedule.learning_rate" in shown
+    assert shown.endswith("page: compare.html\n") and (tmp_path / "compare.html").stat().st_size > 10_000
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
+    for parent in ("a", "b"):
+        (tmp_path / parent).mkdir()
+        write_run(tmp_path / parent / "run", [grpo_record(1)])
+    runs = compare.read_runs([tmp_path / "a" / "run", tmp_path / "b" / "run"])
+    assert list(runs) == ["a/run", "b/run"]
+    out = io.StringIO()
+    compare.print_table(runs, Console(file=out, width=200))
+    assert "a/run" in out.getvalue() and "b/run" in out.getvalue()
+
+
+def test_runs_without_a_step_can_be_compared(tmp_path):
+    paths = [write_run(tmp_path / name, []).path for name in ("a", "b")]
+    compare.write_comparison(paths, tmp_path / "compare.html")
+    assert "no steps recorded" in Tags((tmp_path / "compare.html").read_text()).text
+
+
+WRONG = {
+    "is the only run; a comparison needs at least two": ["run"],
+    "empty holds no run: it has neither config.json nor metrics.jsonl": ["run", "empty"],
+    "nowhere holds no run": ["run", "nowhere"],
+    "run is named twice; a comparison needs different runs": ["run", "empty/../run"],
+    "8 runs; a chart has colours for at most 7": [f"run{number}" for number in range(8)],
+    "Is a directory: 'empty'": ["run", "other", "--output", "empty"],
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_cannot_be_compared_is_refused_in_one_line(message, tmp_path, monkeypatch, capsys):
+    (tmp_path / "empty").mkdir()
+    for name in ("run", "other"):
+        write_run(tmp_path / name, [grpo_record(1)])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["compare", *WRONG[message]])
+    with pytest.raises(SystemExit) as exit:
+        compare.main()
+    shown = capsys.readouterr().err
+    assert exit.value.code == 2 and message in shown and shown.count("\n") == 1
