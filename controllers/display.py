@@ -1,16 +1,23 @@
 """Terminal output of a run: a live panel, or one line a step when stdout is a file or a pipe. Measures nothing."""
 
 import sys
-import time
-from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from controllers.run_folder import Record
@@ -35,30 +42,53 @@ class LineDisplay:
 
     def __init__(self, console: Console, total_steps: int | None):
         self.console, self.total_steps = console, total_steps
-        self.setups: dict[str, float] = {}  # label of an unfinished setup -> time of its start
         self.record: Record = {"step": 0, "phase": ""}  # of the last step
-        self._start = time.perf_counter()
-        self._recent = deque[float](maxlen=20)  # seconds of the last steps
+        self.setups = Progress(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console)
+        self.steps = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(32),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("elapsed,"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            speed_estimate_period=3600,  # seconds: a step may take minutes
+        )
+        self.steps.add_task("", total=total_steps)
         self._num_rows, self._phase = 0, ""
 
     @contextmanager
     def setup(self, label: str) -> Iterator[None]:
-        self.setups[label] = start = time.perf_counter()
+        number = self.setups.add_task(label, total=None)
         self.setup_started(label)
         try:
             yield
         finally:
-            del self.setups[label]
-            self.print(f"{label}: {time.perf_counter() - start:.1f} s")
+            [task] = [task for task in self.setups.tasks if task.id == number]
+            self.setups.remove_task(number)
+            self.print(f"{label}: {task.elapsed or 0.0:.1f} s")
 
     def setup_started(self, label: str) -> None:
         self.print(f"{label} ...")
 
     def step(self, record: Record) -> None:
+        if record["phase"] != self.record["phase"]:
+            self._start_phase(record["phase"])
         self.record = record
-        if seconds := record.get("time/step"):
-            self._recent.append(seconds)
+        self.steps.update(self._task.id, completed=record["step"], total=self.total_steps)
         self.row()
+
+    def _start_phase(self, phase: str) -> None:
+        """Estimate the time that is left from the steps of this phase, which may take longer than those before."""
+        began = self._task.start_time
+        self.steps.remove_task(self._task.id)
+        self.steps.add_task(phase, total=self.total_steps)
+        self._task.start_time = began
+
+    @property
+    def _task(self) -> Task:
+        return self.steps.tasks[0]
 
     def row(self) -> None:
         if self._num_rows % 20 == 0 or self.record["phase"] != self._phase:
@@ -66,22 +96,10 @@ class LineDisplay:
             self.print(f"{'done':>7}  {'':4}{titles}  {'elapsed':>7}  {'left':>7}")
         self._num_rows, self._phase = self._num_rows + 1, self.record["phase"]
         values = "".join(f"  {_text(self.record, key, spec):>{width}}" for _, width, key, spec in COLUMNS)
+        elapsed, left = _clock(self._task.elapsed), _clock(self._task.time_remaining)
         skipped = "  skipped" if self.record.get("skipped") else ""
-        self.print(f"{self.done:>7}  {self._phase:4}{values}  {self.elapsed:>7}  {self.left:>7}{skipped}")
-
-    @property
-    def done(self) -> str:
-        return f"{self.record['step']}/{self.total_steps or '?'}"
-
-    @property
-    def elapsed(self) -> str:
-        return _clock(time.perf_counter() - self._start)
-
-    @property
-    def left(self) -> str:
-        if not self.total_steps or not self._recent:
-            return "-"
-        return _clock((self.total_steps - self.record["step"]) * sum(self._recent) / len(self._recent))
+        done = f"{self.record['step']}/{self.total_steps or '?'}"
+        self.print(f"{done:>7}  {self._phase:4}{values}  {elapsed:>7}  {left:>7}{skipped}")
 
     def print(self, line: str) -> None:
         print(line, file=self.console.file, flush=True)
@@ -120,20 +138,13 @@ class LiveDisplay(LineDisplay):
         self._live.stop()
 
     def _panel(self) -> Group:
-        now = time.perf_counter()
-        spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(now * 8) % 10]
-        setups = list(self.setups.items())  # a copy: the panel is drawn by a thread of its own
-        if setups or not self._known["phase"]:
-            return Group(*(Text(f"{spinner} {label}: {now - start:.0f} s") for label, start in setups))
-        bar = Table.grid(padding=(0, 2))
-        progress = ProgressBar(total=self.total_steps, completed=self._known["step"], width=32)
-        times = Text(f"{self.elapsed} elapsed, {self.left} left", style="dim")
-        bar.add_row(Text(self._known["phase"], style="bold"), progress, self.done, times)
+        if self.setups.tasks or not self._known["phase"]:
+            return Group(self.setups)
         cells = []
         for title, width, key, spec in COLUMNS:
             value = f"{_text(self._known, key, spec):<{width}}"
             cells.append(Text.assemble((f"{title} ", "dim"), (value, "bold")))
-        return Group(bar, Columns(cells, padding=(0, 2)))
+        return Group(self.steps, Columns(cells, padding=(0, 2)))
 
 
 def _text(record: Record, key: str, spec: str) -> str:
@@ -141,7 +152,6 @@ def _text(record: Record, key: str, spec: str) -> str:
     return "-" if value is None else format(value, spec)
 
 
-def _clock(seconds: float) -> str:
+def _clock(seconds: float | None) -> str:
     """3725.2 -> 1:02:05"""
-    minutes, seconds = divmod(max(0, int(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+    return "-" if seconds is None else str(timedelta(seconds=int(seconds)))

@@ -113,21 +113,51 @@ def test_the_header_comes_back_every_twenty_lines(tmp_path):
     assert [i for i, line in enumerate(out.getvalue().splitlines()) if "grad_norm" in line] == [0, 21, 42]
 
 
+class Clock:
+    """A clock that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
 def test_a_terminal_shows_a_live_panel_and_leaves_the_lines_with_a_validation(tmp_path):
-    out = io.StringIO()
-    console = Console(file=out, width=120, force_terminal=True, color_system=None)
-    with MetricsLogger(RunFolder(tmp_path), total_steps=2, console=console, trackers=()) as log:
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, width=120, force_terminal=True, color_system=None, get_time=clock)
+    with MetricsLogger(RunFolder(tmp_path), total_steps=4, console=console, trackers=()) as log:
         with log.setup("starting trainer"):
+            clock.now = 7.0
             log.display._live.refresh()
-        log.step(1, {"loss": 0.125, "validation/accuracy": 0.75, "time/step": 3661.0}, phase="grpo")
-        log.step(2, {"learning_rate": 0.1}, phase="grpo")
+        for step in (1, 2):
+            clock.now += 100.0
+            log.step(step, {"loss": 0.125}, phase="sft")
+        log.step(3, {"loss": 0.5, "validation/accuracy": 0.75}, phase="grpo")
+        clock.now += 3661.0
+        log.step(4, {"learning_rate": 0.1}, phase="grpo")
         log.display._live.refresh()
     shown = out.getvalue()
-    assert re.search(r"starting trainer: \d+ s", shown) and re.search(r"starting trainer: \d+\.\d s", shown)
-    (left,) = [line for line in shown.splitlines() if line.endswith("1:01:01")]
-    assert " 1/2  grpo " in left and " 0.750 " in left
-    final = shown[shown.rindex("2/2") :]
-    assert "accuracy 0.750" in final and "loss 0.125" in final and "lr 1.00e-01" in final
+    assert "starting trainer: 7 s" in shown and "starting trainer: 7.0 s" in shown
+    (left,) = [line for line in shown.splitlines() if " 0.750 " in line and " 3/4  grpo " in line]
+    assert left.split()[-2:] == ["0:03:27", "-"]  # the supervised steps say nothing of the time that is left
+    final = shown[shown.rindex("4/4") :]
+    assert "1:04:28 elapsed" in final and "0:00:00 left" in final
+    assert "accuracy 0.750" in final and "loss 0.5" in final and "lr 1.00e-01" in final
+
+
+def test_the_time_that_is_left_is_estimated_from_the_steps_of_the_phase(tmp_path):
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, width=200, get_time=clock)
+    with MetricsLogger(RunFolder(tmp_path), total_steps=20, console=console, trackers=()) as log:
+        for step in range(1, 11):
+            clock.now += 1.0
+            log.step(step, {}, phase="sft")
+        for step in range(11, 15):
+            clock.now += 60.0
+            log.step(step, {}, phase="grpo")
+    rows = [line.split()[-2:] for line in out.getvalue().splitlines() if line.strip()[0].isdigit()]
+    assert rows[1] == ["0:00:02", "0:00:18"] and rows[9] == ["0:00:10", "0:00:10"]
+    assert rows[10] == ["0:01:10", "-"] and rows[13] == ["0:04:10", "0:06:00"]
 
 
 def test_groups_kept_are_whole_and_a_few_evenly_spaced(tmp_path):
