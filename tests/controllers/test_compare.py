@@ -1,6 +1,7 @@
 """Runs over each other: the page, the table, and folders that cannot be compared."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from controllers import compare
 from controllers.charts import COLORS
 
 
-@pytest.fixture
-def two_runs(tmp_path) -> list[Path]:
+@pytest.fixture(scope="module")
+def two_runs(tmp_path_factory) -> list[Path]:
     """A finished run, and one under way with another learning rate and no validation."""
+    tmp_path = tmp_path_factory.mktemp("runs")
     first = whole_run(tmp_path / "first")
     records = [{**grpo_record(step), "reward/mean": 0.9, "validation/accuracy": None} for step in (1, 2)]
     second = write_run(tmp_path / "second", records, outcome={"status": "running"})
@@ -22,10 +24,14 @@ def two_runs(tmp_path) -> list[Path]:
     return [first.path, second.path]
 
 
-def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(two_runs, tmp_path):
-    output = tmp_path / "new" / "compare.html"
+@pytest.fixture(scope="module")
+def html(two_runs) -> str:
+    output = two_runs[0].parent / "new" / "compare.html"
     compare.write_comparison(two_runs, output)
-    html = output.read_text()
+    return output.read_text()
+
+
+def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(html):
     page = Tags(html)
     charts = html.split("<figure>")[1:]
     assert len(charts) == page.tags.count("svg") > 12
@@ -38,9 +44,8 @@ def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(two_runs
     assert Nesting(html).problems == [] and "script" not in page.tags
 
 
-def test_the_page_has_the_results_and_the_fields_that_differ(two_runs, tmp_path):
-    compare.write_comparison(two_runs, tmp_path / "compare.html")
-    shown = " ".join(Tags((tmp_path / "compare.html").read_text()).words)
+def test_the_page_has_the_results_and_the_fields_that_differ(html):
+    shown = " ".join(Tags(html).words)
     for text in (
         "outcome finished running or killed",
         "steps 6 2",
@@ -55,13 +60,16 @@ def test_the_page_has_the_results_and_the_fields_that_differ(two_runs, tmp_path)
     assert "seed 7" not in shown
 
 
-def test_the_command_prints_a_table_and_names_the_page(two_runs, tmp_path, monkeypatch, capsys):
+def test_the_command_prints_a_table_and_names_the_page(tmp_path, monkeypatch, capsys):
+    for name, rate in (("first", 0.25), ("second", 0.5)):
+        folder = write_run(tmp_path / name, [{"step": 1, "loss": 0.5, "validation/accuracy": 0.75}])
+        folder.config.write_text(json.dumps({"schedule": {"learning_rate": rate}}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.setattr(sys, "argv", ["compare", *map(str, two_runs)])
+    monkeypatch.setattr(sys, "argv", ["compare", "first", "second"])
     compare.main()
     shown = capsys.readouterr().out
-    assert "0.750 (best 0.875)" in shown and "config: schedule.learning_rate" in shown
+    assert "0.750 (best 0.750)" in shown and "config: schedule.learning_rate" in shown
     assert shown.endswith("page: compare.html\n") and (tmp_path / "compare.html").stat().st_size > 10_000
 
 
@@ -88,7 +96,7 @@ WRONG = {
     "nowhere holds no run": ["run", "nowhere"],
     "run is named twice; a comparison needs different runs": ["run", "empty/../run"],
     "8 runs; a chart has colours for at most 7": [f"run{number}" for number in range(8)],
-    "Is a directory: 'empty'": ["run", "other", "--output", "empty"],
+    "--output empty is a folder; it must be a file": ["run", "other", "--output", "empty"],
 }
 
 
