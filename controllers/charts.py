@@ -55,6 +55,7 @@ STYLE = {
     "xtick.color": LIGHT["muted"],
     "ytick.color": LIGHT["muted"],
     "xtick.major.size": 0,
+    "xtick.major.pad": 6,
     "ytick.major.size": 0,
     "ytick.minor.size": 0,
 }
