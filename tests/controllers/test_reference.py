@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from references import save_random
 
 from configs.tiny import tiny
 from controllers import config_file, launch
@@ -251,9 +252,9 @@ def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
 
 def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys):
     made = tiny()
-    made.trainer.model.save(str(tmp_path / "model"))
-    (tmp_path / "model" / "model.safetensors").touch()  # is only looked for
-    config = replace(made, trainer=replace(made.trainer, hf_path=str(tmp_path / "model")), sft_steps=0)
+    directory = save_random(tmp_path / "model", made.trainer.model)
+    capsys.readouterr()  # transformers shows its progress
+    config = replace(made, trainer=replace(made.trainer, hf_path=directory), sft_steps=0)
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=0)
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")
     folder = past_run(tmp_path / "warm", step=9, has_reference=False, config=config, sft_steps=5)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from references import save_random
 
 from controllers.config_file import from_json, to_json
 from controllers.run import RunConfig
@@ -15,8 +16,7 @@ MODEL = ModelConfig(vocab_size=48, hidden_size=64, num_hidden_layers=2, head_dim
 @pytest.fixture(autouse=True)
 def base(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    MODEL.save("base")
-    Path("base/model.safetensors").touch()  # is only looked for
+    save_random(Path("base"), MODEL)
 
 
 def config(sync: str, generator: GeneratorConfig | None = None) -> RunConfig:
@@ -49,7 +49,7 @@ def test_a_directory_without_the_trainers_model_is_refused():
 
 def test_an_expert_bias_that_the_generator_could_not_have_is_refused():
     model = replace(MODEL, num_experts=4, num_experts_per_tok=2)
-    model.save("base")
+    save_random(Path("base"), model)
     trainer = TrainerConfig(model=model, hf_path="base", load_balance_coeff=0.01)
     with pytest.raises(ValueError, match="generation is not possible with load_balance_coeff=0.01"):
         RunConfig(trainer=trainer, generator=GeneratorConfig()).validate()
