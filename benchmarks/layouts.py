@@ -50,7 +50,7 @@ TOLERANCE = {
     "gradient": 1e-5,
     "worst_parameter": 1e-4,
 }
-# What one rank reports of a step: the output of forward_backward, and the gradient norm of optim_step.
+# The report of one rank about a step: the output of forward_backward, and the gradient norm of optim_step.
 StepReport = tuple[RankOutput, float]
 # With a small eps Adam's first step is nearly the sign of the gradient, and rounding can flip that sign. A large eps avoids this.
 STEP = OptimParams(learning_rate=1e-3, eps=1e-2, grad_divisor=1000.0)
@@ -171,7 +171,7 @@ def step(engine: "TrainEngine", shape: Shape) -> StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    """What a job of `compare` found: the answers of its ranks as one."""
+    """The numbers of one job of `compare`, merged from the answers of its ranks."""
 
     output: ForwardBackwardOutput
     grad_norm: float

@@ -35,7 +35,7 @@ def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
 
 
 def summary(runs: dict[str, RunFiles]) -> list[Row]:
-    """What the runs reached, a row for each quantity."""
+    """The results of the runs, one row for each quantity."""
     rows: list[Row] = [
         ("outcome", [run.status for run in runs.values()]),
         ("steps", [f"{len(of_phases(run.records, 'sft', 'grpo')):,}" for run in runs.values()]),

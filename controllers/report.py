@@ -67,7 +67,7 @@ def page(template: str, **values: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFiles:
-    """What the files of a run hold. A run may be finished, under way, failed or not begun."""
+    """The contents of a run's files. The run may be finished, running, failed or not begun."""
 
     name: str
     records: Records  # of metrics.jsonl

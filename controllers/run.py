@@ -198,7 +198,7 @@ class Run(Generic[Config]):
         return scores.metrics
 
     def trained(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
-        """What it takes to train on the samples, as metrics of the step."""
+        """Tokens and FLOPs of training on the samples, as metrics of the step."""
         lengths = [len(sample) for sample in samples]
         flops = training_flops(self.config.trainer, lengths)
         return {"tokens/trained": num_epochs * sum(lengths), "tflops/trained": num_epochs * flops / 1e12}
@@ -211,9 +211,9 @@ class Run(Generic[Config]):
         self.log.step(step, values, phase=phase, skipped=skipped)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """End a step with its state. Begin to write a checkpoint beside training, if one is due after step `phase_step` of the phase.
+        """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it while training goes on.
 
-        Raises Interrupted when a signal has asked for the end of the run, but not after the last step of a phase, and RuntimeError or
+        Raises Interrupted if a signal has asked for the end of the run, except after the last step of a phase. Raises RuntimeError or
         OSError when the previous checkpoint could not be written.
         """
         # A dropped rollout may have drawn random numbers, so their state is noted here and not when the checkpoint is written.
@@ -358,7 +358,7 @@ async def open_generator(
 
 
 def shares_gpu(config: RunConfig) -> bool:
-    """True if the generator shares a GPU with a rank of the trainer. That rank must not take memory while vLLM measures what is left."""
+    """True if the generator shares a GPU with a rank of the trainer. The rank must not take memory while vLLM measures the free memory."""
     return torch.cuda.is_available() and (config.generator.gpu or 0) < config.trainer.num_processes()
 
 

@@ -146,7 +146,7 @@ def _held_parts(config: TrainerConfig) -> list[Part]:
     parts: list[Part] = [(layer, block_weights(config, layer)) for layer in range(num_layers)]
     if num_ranks == 1:
         return [(None, before), *parts, (None, after)]
-    stages = [[parts[layer] for layer in blocks] for blocks in layouts.stage_blocks(config)]
+    stages = [parts[blocks.start : blocks.stop] for blocks in layouts.stage_blocks(config)]
     stages[0].insert(0, (None, before))
     stages[-1].append((None, after))
     ranks = [list(chain.from_iterable(stages[rank::num_ranks])) for rank in range(num_ranks)]
