@@ -18,7 +18,9 @@ Scalars = dict[str, int | float]
 def validate_trackers(names: Sequence[str]) -> None:
     """Raise ValueError, with the command that installs it, for a tracker whose package is absent."""
     for name in names:
-        if importlib.util.find_spec(name) is None:
+        found = importlib.util.find_spec(name)
+        # A folder without code is found, too, as a package without an origin: wandb and mlflow leave folders of their names.
+        if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 
 

@@ -159,6 +159,13 @@ def test_an_absent_package_is_refused_with_the_command_that_installs_it(name, mo
     assert exit.value.code == 2 and message in capsys.readouterr().err
 
 
+def test_a_folder_that_has_the_name_of_a_tracker_is_not_its_package(tmp_path, monkeypatch):
+    (tmp_path / "comet_ml").mkdir()  # as wandb and mlflow leave one where a program runs
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="pip install comet_ml"):
+        validate_trackers(["comet_ml"])
+
+
 def test_an_unknown_tracker_is_refused_with_those_there_are(capsys):
     with pytest.raises(SystemExit) as exit:
         parse("prog", CONFIGS["controllers.grpo"], ["--trackers", "wandbb"])
