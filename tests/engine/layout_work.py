@@ -24,6 +24,16 @@ TIED = replace(BASE, max_position_embeddings=512, tie_word_embeddings=True)
 UNTIED = replace(TIED, tie_word_embeddings=False)
 FOUR_BLOCKS = replace(UNTIED, num_hidden_layers=4)
 EXPERTS = replace(UNTIED, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LLAMA = replace(
+    UNTIED,
+    architecture="llama",
+    rope_scaling={
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64.0,
+    },
+)
 ADAPTERS = LoRAConfig(rank=4, train_unembed=True)
 MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "tied": (TIED, {}),
@@ -32,6 +42,8 @@ MODELS: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "experts": (EXPERTS, {}),
     "balanced experts": (EXPERTS, {"load_balance_coeff": 0.01}),
     "adapters": (UNTIED, {"lora": ADAPTERS}),
+    "Llama": (LLAMA, {}),
+    "Llama with adapters": (LLAMA, {"lora": ADAPTERS}),
     "adapters beside experts": (EXPERTS, {"lora": LoRAConfig(rank=4, train_mlp=False)}),
     # Models without a directory. Their weights are drawn from the seed.
     "tied, drawn": (TIED, {"model": TIED, "seed": 5}),
