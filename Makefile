@@ -33,7 +33,7 @@ grpo: setup ## the main job: GRPO on a tiny model
 sft: setup ## supervised training of the same model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
-bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from such a machine
+bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from this kind of machine
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays

@@ -52,7 +52,7 @@ class Phases:
 
 
 def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
-    """How busy each GPU is in a phase, as {"gpu0_busy": 0.96, …}.
+    """The busy share of each GPU in a phase, as {"gpu0_busy": 0.96, …}.
 
     readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. A long run of the phase has more readings than a short one, but
     counts as much: the result is the mean of the means.

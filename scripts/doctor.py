@@ -151,7 +151,7 @@ def check_leftovers(report: Report) -> None:
 
 
 def stale_segments(open_files: str) -> list[Path]:
-    """This user's shared-memory segments that no process has open, after a grace of a minute: a segment is created before it is mapped."""
+    """This user's shared-memory segments that no process maps. Those of the last minute do not count: a segment is created before it is mapped."""
     stale = []
     for pattern in ("-tp:*", "psm_*", "torch_*", "rl_actors*"):
         for path in Path("/dev/shm").glob(pattern):

@@ -1,4 +1,4 @@
-"""Stand-ins for tests, each named for what it is."""
+"""Fakes for tests: environments, generators and trainers without a model."""
 
 import random
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def trainer_info(**values: object) -> TrainerInfo:
 
 
 class ReplayingGenerator:
-    """A generator that answers as another did, call by call, whatever the weights; `recording` holds what is left to answer."""
+    """A generator that repeats the answers of another one, call by call, whatever the weights. `recording` holds the answers that are left."""
 
     recording: list[Any]
 
@@ -129,7 +129,7 @@ class ReplayingGenerator:
 
 
 class ActorOfNothing:
-    """The calls that start and end an actor, for actors without a process."""
+    """The calls that start and end an actor, for fakes without a process."""
 
     @classmethod
     def spawn(cls, config, **_):
@@ -149,7 +149,7 @@ class Step:
 
 
 class NearTrainer(ActorOfNothing):
-    """A trainer without a model: its logprobs are the generator's, or -1, plus `difference`. It computes real losses of them."""
+    """A trainer without a model. Its logprobs are the generator's, or -1, plus `difference`, and it computes real losses from them."""
 
     difference = 0.25
 
@@ -193,7 +193,7 @@ class Generation:
 
 
 class RandomGenerator(ActorOfNothing):
-    """A generator without a model: it draws tokens 2 to 11, by the seed of the call, the prompt and the completion."""
+    """A generator without a model. It draws tokens 2 to 11; they depend on the seed of the call, the prompt and the completion."""
 
     def __init__(self) -> None:
         self.version = -1

@@ -26,13 +26,13 @@ BASE = ModelConfig(
 
 
 def save_qwen3(directory: Path, *, tied: bool) -> str:
-    """Save a random Qwen3 that is sure of itself: at the usual 0.02 all logprobs are near -log V, and errors hide."""
+    """Save a random Qwen3 with large weights. With the usual deviation of 0.02 all logprobs are near -log V, which would hide errors."""
     model_config = replace(BASE, num_hidden_layers=3, tie_word_embeddings=tied)
     return save_random(directory, model_config, seed=int(tied))
 
 
 def save_random(directory: Path, model_config: ModelConfig, *, seed: int = 0) -> str:
-    """The same for any dimensions, and for experts."""
+    """Save a random model of any dimensions, also with experts."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model_config.to_hf()))
@@ -55,7 +55,7 @@ def load_qwen3(path: str):
 
 
 def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float = 1.0, **columns) -> list[Sample]:
-    """Random tokens, a random split into prompt and completion; a column is a function of (generator, completion length)."""
+    """Samples of random tokens with a random split into prompt and completion. A column is a function of (generator, completion length)."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for length in lengths:
@@ -67,7 +67,7 @@ def random_samples(lengths: Sequence[int], *, seed: int = 0, temperature: float 
 
 
 def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
-    """Samples with old_logprobs and advantages of both signs, weights that are not all 1."""
+    """Samples with old_logprobs, advantages of both signs, and weights that are not all 1."""
     return random_samples(
         lengths,
         seed=seed,
@@ -78,13 +78,13 @@ def ppo_samples(lengths: Sequence[int], *, seed: int = 0) -> list[Sample]:
 
 
 def reference_logprobs(model, sample: Sample) -> Tensor:
-    """log softmax(logits / T) at the targets of one sample alone: [T]."""
+    """Logprobs of the targets of one sample, computed without other samples: log softmax(logits / temperature), [T]."""
     logits = model(input_ids=sample.tokens[None]).logits[0] / sample.temperature
     return logits.log_softmax(-1).gather(-1, sample.targets[:, None])[:, 0]
 
 
 def reference_training(model, batches: Sequence[Sequence[Sample]], params: OptimParams) -> list[tuple[float, float]]:
-    """Cross entropy, clipping and AdamW as PyTorch documents them: (loss, grad_norm) of every step."""
+    """(loss, grad_norm) of every step of a plain PyTorch loop with cross entropy, clipping and AdamW."""
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=params.learning_rate,

@@ -23,11 +23,11 @@ from benchmarks.harness.table import H200
 from configs import CONFIGS
 
 ROOT = Path(__file__).parents[1]
-# A program in the place of `python -m benchmarks`: it appends a result for each NAME, and a note that it ran.
+# A program that replaces `python -m benchmarks`. For each NAME it appends a result, and the name to the file "ran".
 FAKE = """
 import signal, subprocess, sys, time
 from benchmarks.harness import results
-results.gpus = tuple  # the results of a CPU, also where there is a GPU
+results.gpus = tuple  # results are those of a CPU, even on a machine with GPUs
 _, *names = sys.argv[1:]
 for name in names:
     with (results.FOLDER / "ran").open("a") as file:
@@ -44,7 +44,7 @@ for name in names:
     if name != "silent":
         results.add("fake", name, {"ratio": 0.5, "tokens_per_second": 50.0, "engine_tokens_per_second": 100.0})
 """
-# `missing` over fake rows with these names, for a process of its own.
+# A program that runs `missing` over fake rows with these names.
 DRIVER = """
 import sys
 from benchmarks.harness import missing, register, results
@@ -63,7 +63,7 @@ missing.main()
 
 
 def fake_rows(*names: str, num_gpus: int = 0) -> dict[str, TableRow]:
-    """Rows by name. "a+b" stands for two rows of one process."""
+    """Fake rows by name. "a+b" stands for two rows with the same command, which one process measures."""
     made = {}
     for name in names:
         for line in name.split("+"):
@@ -93,6 +93,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows(monkeypatch):
+    """rows(made) replaces the rows of the table by these."""
+
     def put(made: dict[str, TableRow]) -> None:
         monkeypatch.setattr(table, "TABLE", made)
         monkeypatch.setattr(missing, "TABLE", made)
@@ -102,11 +104,13 @@ def rows(monkeypatch):
 
 
 def keep(folder: Path, benchmark: str, name: str, device: str, date: str = "2026-01-01T00:00:00+00:00", **figures):
+    """Append a line to the results of a benchmark."""
     with (folder / f"{benchmark}.jsonl").open("a") as file:
         file.write(json.dumps({"name": name, "device": device, "date": date, **figures}) + "\n")
 
 
 def ran(folder: Path) -> list[str]:
+    """The names that FAKE has run, in order."""
     return (folder / "ran").read_text().split() if (folder / "ran").exists() else []
 
 
@@ -164,7 +168,7 @@ def test_the_list_counts_only_results_of_this_kind_of_machine(folder, rows, monk
     assert [line[1:] for line in on_two_gpus] == [
         ["CPU", "-", "not"],
         ["CPU", "-", "0.250"],
-        ["1", "GPU", "missing"],  # an H200 is no H100
+        ["1", "GPU", "missing"],  # a result from an H200 does not count on an H100
         ["4", "GPUs", "-"],
     ]
 
@@ -261,7 +265,7 @@ def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_
 
 
 def training_line(name: str, *, reference_attention: str, speed: float) -> dict[str, Any]:
-    """Fields of a line of trainer_speed, measured with the shape of the row of this name."""
+    """Fields of a line of trainer_speed that was measured with the shape of the row of this name."""
     return {**asdict(ROWS[name]), "reference_attention": reference_attention, "tokens_per_second": speed}
 
 
@@ -330,7 +334,7 @@ def test_a_short_run_is_judged_by_its_worst_update():
     assert table.verdict(row, figures | {"difference_mean": 1e-3}) == "yes"
 
 
-def test_a_quotient_runs_its_rows_and_is_of_their_speeds(folder, rows, capsys):
+def test_a_quotient_runs_its_two_rows_and_divides_their_speeds(folder, rows, capsys):
     quotient = TableRow(
         what="", num_gpus=0, measured=register._quotient, at_least={"ratio": 1.2}, quotient_of=("a", "b")
     )
@@ -341,7 +345,7 @@ def test_a_quotient_runs_its_rows_and_is_of_their_speeds(folder, rows, capsys):
     assert "q: ratio 1.000; target ≥ 1.2: misses ratio" in capsys.readouterr().out
 
 
-def test_a_row_may_ask_for_a_flag():
+def test_a_target_may_be_a_flag():
     row = TableRow(what="", num_gpus=0, command=("fake",), line="a", measured=str, at_least={"bit_equal": True})
     assert table.target(row) == "bit equal"
     assert table.verdict(row, {"bit_equal": True}) == "yes"

@@ -1,4 +1,4 @@
-"""Loss values and gradients against closed forms in float64 plain Python."""
+"""Loss values and gradients, compared with closed forms in plain Python and float64."""
 
 import math
 
@@ -43,7 +43,7 @@ def data(seed=0):
 
 
 def run(loss, logprobs_BL, columns):
-    """-> (value, gradient [B, L], finished metrics)"""
+    """(value, gradient [B, L], finished metrics) of a loss."""
     logprobs_BL = logprobs_BL.clone().requires_grad_()
     required, _ = columns_of(loss)
     value, metrics = loss(logprobs_BL, **{name: columns[name] for name in required})
@@ -277,7 +277,7 @@ def test_dual_clip_bounds_the_objective_of_negative_advantages():
 
 
 def rows_of(logprobs_BL, columns, *names):
-    """One list a row of (logprob, columns by name ...) in float64."""
+    """A list for each row, with (logprob, columns by name …) of each position, in float64."""
     tensors = [logprobs_BL, *(columns[name] for name in names)]
     return [list(zip(*row, strict=True)) for row in zip(*(x.double().tolist() for x in tensors), strict=True)]
 

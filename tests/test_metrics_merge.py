@@ -1,4 +1,4 @@
-"""Partial metrics merge to what one pass over everything gives, in any order."""
+"""Partial metrics, merged in any order, give the numbers of one pass over everything."""
 
 import math
 from itertools import permutations

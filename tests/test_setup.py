@@ -1,4 +1,4 @@
-"""scripts/setup.sh in a checkout whose .venv cannot be used: what it says, and what it keeps. Nothing is installed."""
+"""scripts/setup.sh in a checkout whose .venv cannot be used: its messages, and the packages that it keeps. Nothing is installed."""
 
 import os
 import shutil

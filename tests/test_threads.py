@@ -42,4 +42,7 @@ def workers(*, prepared: bool) -> list[int]:
 
 def test_only_the_thread_that_prepared_its_process_has_workers():
     assert workers(prepared=True) == [2, 0]
-    assert workers(prepared=False) == [2, 2]  # without it the other thread has workers, so the count sees them
+    assert workers(prepared=False) == [
+        2,
+        2,
+    ]  # unprepared, the other thread has workers too, so the count would see them

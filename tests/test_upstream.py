@@ -1,7 +1,7 @@
 """Names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that the code relies on beside their public interfaces.
 
-docs/upstream.md has a row for each, and each row has one check here. After an upgrade run `python tests/test_upstream.py` first: it prints
-the rows that no longer hold, in seconds; it starts no engine and no actor.
+docs/upstream.md has a row for each, and each row has one check here. After an upgrade run `python tests/test_upstream.py` first. In seconds
+it prints the rows that no longer hold. It starts no engine and no actor.
 """
 
 import ast
@@ -186,7 +186,7 @@ def _() -> None:
 
 
 def one_stage(**fields: Any) -> tuple[Any, Any]:
-    """(a pipeline's only stage: y = w x with w = 2, its schedule of two microbatches, whose loss is the sum)."""
+    """(stage, schedule): a pipeline's only stage computes y = w x with w = 2; the schedule has two microbatches, and its loss is the sum."""
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -870,7 +870,7 @@ def test_every_row_of_the_page_has_a_check_and_every_check_a_row():
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str]:
-    """{row: why it no longer holds}, from a process of its own: vLLM and our own modules change what others in this one would see."""
+    """{row: why it no longer holds}. A new process runs the checks, because vLLM and our modules change things that other tests here use."""
     program = subprocess.run([sys.executable, __file__], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
     lines = program.stdout.splitlines()
     assert lines, program.stderr
@@ -1019,7 +1019,7 @@ def overridden_names() -> Iterator[tuple[str, str]]:
 
 
 def overridden_in(thing: type) -> list[str]:
-    """Private methods that the class, or another of our classes that it is made of, has in the place of a foreign class's."""
+    """Private methods of a foreign class that this class, or one of ours among its bases, replaces."""
     foreign = [base for base in thing.__mro__ if base.__module__.split(".")[0] in FOREIGN]
     ours = [base for base in thing.__mro__ if base.__module__.split(".")[0] in CODE]
     methods = {name for base in ours for name, value in vars(base).items() if inspect.isroutine(value)}
@@ -1036,7 +1036,7 @@ def test_every_private_name_of_others_that_the_code_reaches_is_on_the_page():
 
 
 def main() -> None:
-    """Print {row: why it no longer holds}; exit status 1 when there is one."""
+    """Print {row: why it no longer holds}. The exit status is 1 if there is such a row."""
     sys.path.insert(0, str(ROOT))
     found = {}
     for name, check in CHECKS.items():

@@ -451,6 +451,6 @@ print(len(behind - before), len(running() - behind))
 
 
 def test_a_large_call_wakes_none_of_torchs_threads_in_the_callers_process():
-    """They are as many as the host has cores, and waking them can take longer than a step."""
+    """torch has as many threads as the host has cores, and waking them can take longer than a step."""
     done = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True, timeout=GUARD, check=True)
-    assert done.stdout.split() == ["0", "2"]  # 2: else this counts nothing
+    assert done.stdout.split() == ["0", "2"]  # the 2 shows that the program counts at all

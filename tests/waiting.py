@@ -1,9 +1,9 @@
-"""How tests wait for what has no event of its own."""
+"""Waiting in tests, for conditions that have no event."""
 
 import time
 
 GUARD = 900.0
-"""Seconds that only a hang takes, however busy the machine is; less than pytest's own limit for a test."""
+"""A limit in seconds that only a hang exceeds, however busy the machine is. It is less than pytest's own limit for a test."""
 
 
 def wait_until(condition, what: str = ""):

@@ -16,9 +16,10 @@ def expect(actual, expected):
 
 
 def test_grpo_divides_by_the_sample_standard_deviation_of_the_group():
-    expected = [
-        [(r - statistics.mean(g)) / (statistics.stdev(g) + 1e-6) for r in g] for g in REWARDS_GN
-    ]  # statistics.stdev has N - 1 degrees of freedom
+    expected = []
+    for group in REWARDS_GN:
+        mean, deviation = statistics.mean(group), statistics.stdev(group)  # stdev has N - 1 degrees of freedom
+        expected.append([(reward - mean) / (deviation + 1e-6) for reward in group])
     expect(grpo(torch.tensor(REWARDS_GN)), expected)
 
 

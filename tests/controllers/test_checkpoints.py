@@ -19,7 +19,7 @@ from controllers.run import Run
 
 @dataclass
 class FakeTrainer:
-    """A trainer's save_checkpoint. It copies at once; the files are on disk when `durable` is set, or writing fails with `error`."""
+    """A trainer's save_checkpoint. It copies at once. When `durable` is set, the files are on disk, or writing fails with `error`."""
 
     durable: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -172,7 +172,7 @@ def test_random_states_survive_their_json():
         return [random.gauss(0, 1), random.random(), *np.random.randn(3).tolist(), torch.rand(()).item()]
 
     checkpoints.seed_random(3)
-    first = draw()  # Python and NumPy draw Gaussian numbers in pairs: each now holds the second of a pair
+    first = draw()  # Python and NumPy draw Gaussian numbers in pairs, so each now holds the second number of a pair
     text = json.dumps(checkpoints.random_states())
     after = draw()
     checkpoints.restore_random_states(json.loads(text))

@@ -33,7 +33,7 @@ PARITY += ["--updates-per-step", "1", "--epochs-per-step", "1"]
 
 
 def start(*arguments: object, marker: str = "", **kwargs) -> subprocess.Popen:
-    """Run the command line in a process group of its own; `marker` is in the environment of all that it starts."""
+    """Run the command line in a process group of its own. All processes that it starts have `marker` in their environment."""
     command = [sys.executable, "-m", "controllers.grpo", *map(str, arguments)]
     environment = {**os.environ, "RL_ACTORS_TEST_MARKER": marker}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -167,7 +167,7 @@ def test_the_kl_to_the_policy_as_grpo_began_starts_at_0_and_a_resumed_run_has_th
     assert process.returncode == 0, output
     whole = read_jsonl(folder / "metrics.jsonl")
     found = [record["kl/reference"] for record in whole if record["phase"] == "grpo"]
-    # In the reward it is k1 between the generator's logprobs and the reference's, which differ by rounding at first.
+    # In the reward the KL is estimated by k1, from the generator's and the reference's logprobs. At first these differ only by rounding.
     assert abs(found[0]) < {"loss": 1e-9, "reward": 1e-5}[kind] and all(abs(value) > 1e-4 for value in found[1:]), found
     assert [("reward/kl_penalty" in record) for record in whole if record["phase"] == "grpo"] == [kind == "reward"] * 4
     shutil.rmtree(folder / "checkpoints" / "step-7")

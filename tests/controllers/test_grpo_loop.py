@@ -187,10 +187,11 @@ def test_every_name_of_a_record_is_explained_in_the_docs(finished):
 
 def test_lengths_are_those_of_all_completions_of_a_step(finished):
     records = [record for record in finished.records if record["phase"] == "grpo"]
-    completions = [group for generation in finished.training for group in generation.answer]
-    assert sum(record["tokens/generated"] for record in records) == sum(
-        len(completion.tokens) for group in completions for completion in group
-    )
+    num_tokens = 0
+    for generation in finished.training:
+        for group in generation.answer:
+            num_tokens += sum(len(completion.tokens) for completion in group)
+    assert sum(record["tokens/generated"] for record in records) == num_tokens
     for record in records:
         assert 1 <= record["completion/length_mean"] <= record["completion/length_max"] <= finished.config.max_tokens
         assert record["completion/truncated"] == 0.0  # this generator always stops by itself

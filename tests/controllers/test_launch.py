@@ -1,4 +1,4 @@
-"""Refusals before a run starts anything: memory that the machine does not have, and folders that nothing can be written to."""
+"""Refusals before a run starts anything: too little memory, and folders that cannot be written to."""
 
 import json
 import os
@@ -15,7 +15,7 @@ on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of a m
 
 @pytest.fixture
 def command_line(monkeypatch, tmp_path, capsys):
-    """command_line("--dry-run"): exit status, stdout and stderr of `python -m controllers.grpo --dry-run`, run in this process."""
+    """command_line("--dry-run") -> exit status, stdout and stderr of `python -m controllers.grpo --dry-run`, which runs in this process."""
     monkeypatch.chdir(tmp_path)
 
     def run(*arguments: object) -> tuple[int, str, str]:

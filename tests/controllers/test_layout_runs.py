@@ -1,4 +1,4 @@
-"""GRPO runs under other layouts: from one checkpoint and with the same rollouts they report what the run of one process does."""
+"""GRPO runs under other layouts. With the same checkpoint and rollouts they report the same numbers as a run of one process."""
 
 import asyncio
 import io
@@ -23,12 +23,12 @@ LAYOUTS = {
     "PP2": {"pipeline_parallel_degree": 2},
 }
 COMPARED = ("loss", "grad_norm", "entropy", "ratio/mean", "kl/policy_generator", "logprob_diff/mean")
-# Rounding alone differs, and training amplifies it: six optimizer steps, each a division by the root of second moments, a step of the run.
+# Only rounding differs, and training amplifies it: each of the six optimizer steps in a step of the run divides by the root of second moments.
 FIRST, LATER, LATER_GRAD_NORM = 2e-6, 5e-4, 2e-3
 
 
 class RecordingGenerator(rl_actors.GeneratorClient):
-    """The real generator; what it answers is kept in `recording`."""
+    """The real generator. It adds its answers to `recording`."""
 
     recording: list[Any]
 
@@ -70,7 +70,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
 
 
 def resumed(recorded: Path, path: Path, name: str, **degrees: int) -> list[dict[str, Any]]:
-    """The steps after the warm-up, from its checkpoint, with the recorded answers."""
+    """The GRPO steps of a run that begins with the checkpoint after the supervised phase and gets the recorded answers."""
     shutil.copytree(
         recorded / "checkpoints" / f"step-{NUM_WARMUP_STEPS}", path / f"checkpoints/step-{NUM_WARMUP_STEPS}"
     )
@@ -89,7 +89,9 @@ def test_a_run_under_another_layout_follows_the_run_of_one_process(tmp_path, mon
     assert len(expected) == NUM_STEPS and sum(record["updates"] for record in expected) == 6 * NUM_STEPS
     monkeypatch.setattr(rl_actors, "GeneratorClient", ReplayingGenerator, raising=False)
     for name, degrees in {"one again": {}, **LAYOUTS}.items():
-        recording = list(answers[2:])  # the first two validated before and after the warm-up
+        recording = list(
+            answers[2:]
+        )  # the first two answers are of the validations before and after the supervised phase
         monkeypatch.setattr(ReplayingGenerator, "recording", recording, raising=False)
         found = resumed(tmp_path / "one", tmp_path / name, name, **degrees)
         assert recording == []

@@ -23,7 +23,7 @@ FLAGS = {
     "--schedule.learning-rate": 2e-2,
     "--updates-per-step": 1,
     "--epochs-per-step": 1,
-    # The weights of hf_path are the reference: its divergence says how far the adapters moved the policy.
+    # The weights of hf_path are the reference, so the divergence from it says how far the adapters moved the policy.
     "--reference-kl": 0.01,
     "--reference-kl-in": "reward",
     # A reward that random weights earn half of the time, so that every step has a signal.

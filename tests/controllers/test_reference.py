@@ -55,7 +55,7 @@ def group_of(prompt: list[int], completions: list[Completion], rewards: list[flo
 
 @pytest.fixture
 def groups() -> list[Group]:
-    """Two groups with different task rewards and one with equal ones between them; completions of one to four tokens."""
+    """Three groups with completions of one to four tokens. Task rewards are equal in the middle group and different in the others."""
     draw = torch.Generator().manual_seed(0)
     return [
         group(REWARDS[0], [2, 1, 4], draw),
@@ -65,7 +65,7 @@ def groups() -> list[Group]:
 
 
 class ReferenceClient:
-    """A client that answers forward with logprobs that it draws, prompts included, and keeps those of the completions."""
+    """A client that answers forward with random logprobs of prompts and completions. It keeps those of the completions."""
 
     def __init__(self):
         self.completions: list[list[float]] = []
@@ -167,7 +167,7 @@ def test_the_example_of_the_docstring():
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
-    """In the mean over all completions of two tokens out of three, by enumeration in float64."""
+    """The mean is over all completions of two tokens out of three, which are enumerated, in float64."""
     draw = torch.Generator().manual_seed(2)
     logits, reference = (torch.randn(4, 3, generator=draw, dtype=torch.float64) for _ in range(2))
     logits.requires_grad_()
@@ -212,7 +212,7 @@ def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFol
 
 
 def resume(monkeypatch, capsys, folder: RunFolder, *flags: str) -> tuple[int | None, str]:
-    """The exit status of a dry run and what it says on stderr."""
+    """The exit status of a dry run and its text on stderr."""
     monkeypatch.setattr(sys, "argv", ["grpo", "--resume", str(folder.path), "--dry-run", *flags])
     try:
         launch.main("controllers.grpo")

@@ -21,7 +21,7 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, victim, moment)
     assert "1 of 1 rounds went on as the uninterrupted run, 0 lost" in finished.stdout
 
 
-def test_what_differs_between_two_runs_is_named_but_for_times_and_rates():
+def test_differences_between_two_runs_are_named_except_times_and_rates():
     one = [{"step": 0, "loss": 0.5, "time/step": 1.0}, {"step": 1, "loss": 0.25, "tokens": 12, "nothing": None}]
     near = [{"step": 0, "loss": 0.5 + 4e-6, "time/step": 9.0}, {"step": 1, "loss": 0.25, "tokens": 12}]
     assert differences(one, near) == []

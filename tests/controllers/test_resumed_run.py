@@ -37,7 +37,7 @@ ALPHABET = "0123456789+-=."
 
 
 class Killed(Exception):
-    """In the place of SIGKILL."""
+    """An exception that takes the place of SIGKILL."""
 
 
 BeforeCall = Callable[[str, Interruption], Awaitable[None]]
@@ -46,7 +46,7 @@ BeforeCall = Callable[[str, Interruption], Awaitable[None]]
 
 @dataclass
 class SignalAt:
-    """SIGTERM to this process, `times` times, before call number `number` of this name."""
+    """A hook that sends SIGTERM to this process, `times` times, before call number `number` of this name."""
 
     call: str
     number: int
@@ -71,7 +71,7 @@ async def nothing(call: str, interruption: Interruption) -> None:
 
 
 class EngineTrainer:
-    """The calls of a TrainerClient on an engine in this process; dies before optimizer step number `last`."""
+    """The calls of a TrainerClient on an engine in this process. It dies before optimizer step number `last`."""
 
     def __init__(self, engine: TrainEngine, last: int | None, before: BeforeCall, interruption: Interruption) -> None:
         self.engine, self.last, self.before, self.interruption = engine, last, before, interruption
@@ -100,7 +100,7 @@ class EngineTrainer:
 
 
 class RecordedGenerator:
-    """Completions that depend on the seed only, as those of a file do."""
+    """A generator whose completions depend only on the seed, as if they were read from a file."""
 
     version = -1
 
@@ -115,10 +115,11 @@ class RecordedGenerator:
         if params.n > 1:  # not a validation
             is_refill = len(prompts) < grpo_config().rollouts.groups_per_step
             await self.before("refill" if is_refill else "generate", self.interruption)
-        return [
-            [self.completion(random.Random(f"{params.seed}/{p}/{i}"), params) for i in range(params.n)]
-            for p in range(len(prompts))
-        ]
+        groups = []
+        for prompt in range(len(prompts)):
+            draws = [random.Random(f"{params.seed}/{prompt}/{index}") for index in range(params.n)]
+            groups.append([self.completion(draw, params) for draw in draws])
+        return groups
 
     def completion(self, draw, params):
         tokens = [draw.randrange(2, 16) for _ in range(draw.randint(1, params.max_tokens))]
@@ -128,14 +129,14 @@ class RecordedGenerator:
 
 
 class NoisyReward(ParityReward):
-    """Draws from the global random state, as a user's environment may."""
+    """An environment that draws from the global random state, as a user's may."""
 
     def reward(self, problem, completion):
         return float(super().reward(problem, completion) != (random.random() < 0.3))
 
 
 class WrongReward(ParityReward):
-    """Rewards of which those of one prompt are not finite numbers."""
+    """An environment whose rewards of one prompt are not finite numbers."""
 
     def __init__(self, prompt: str, reward: object) -> None:
         super().__init__(0.0, 20)
@@ -223,12 +224,12 @@ def run(make_engine, monkeypatch):
 
 
 def lines(folder: RunFolder) -> list[dict]:
-    """metrics.jsonl without what depends on the clock and the process."""
+    """The records of metrics.jsonl, without the values that depend on the clock and the process."""
     measured = ("time/", "tokens/s", "memory/")
-    return [
-        {key: value for key, value in record.items() if not key.startswith(measured)}
-        for record in read_jsonl(folder.metrics)
-    ]
+    records = []
+    for record in read_jsonl(folder.metrics):
+        records.append({key: value for key, value in record.items() if not key.startswith(measured)})
+    return records
 
 
 @pytest.fixture
@@ -295,7 +296,7 @@ def test_a_second_signal_ends_a_run_within_a_step_and_without_a_checkpoint(run, 
 
 
 def test_a_signal_that_is_sent_twice_at_once_is_one_signal(run, tmp_path):
-    """`timeout` signals the process and then its group, to which the process belongs."""
+    """`timeout` signals the process and then the process's group, so the process gets two signals."""
     folder, config = RunFolder(tmp_path / "run"), replace(grpo_config(), checkpoint_every=100)
     assert run(folder, config=config, before=SignalAt("forward_backward", 14, times=2)) == 128 + signal.SIGTERM
     assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] == 6

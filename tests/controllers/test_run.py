@@ -1,4 +1,4 @@
-"""What a run's parts get from its config."""
+"""The parts of a run, as its config describes them."""
 
 from dataclasses import replace
 from pathlib import Path

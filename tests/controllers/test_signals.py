@@ -77,7 +77,7 @@ class Terminal:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a terminal of WIDTH columns shows after these characters; it has room for all lines."""
+    """The lines that a terminal shows after these characters. It has WIDTH columns and room for all lines."""
     lines, row, column = [""], 0, 0
     for code, letter, character in re.findall(r"\x1b\[([?\d;]*)([A-Za-z])|(.)", written, re.DOTALL):
         if letter == "A":

@@ -1,4 +1,4 @@
-"""What trackers are given, read back with the tools of TensorBoard and wandb; nothing uses the network."""
+"""Metrics and rollouts that trackers get, read back with the tools of TensorBoard and wandb. Nothing uses the network."""
 
 import io
 import json

@@ -14,7 +14,7 @@ from rl_actors import OptimParams, Sample
 
 
 class RecordingTrainer:
-    """A trainer that computes nothing: it writes down the calls that it gets."""
+    """A trainer that computes nothing and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []

@@ -142,7 +142,7 @@ def gradients(engine) -> dict[str, Tensor]:
 
 
 def refused(engine) -> list[tuple[str, int, str]]:
-    """What this rank sees when a loss fails on only one rank: (message, failing rank, state afterwards).
+    """(message, failing rank, state afterwards) of calls in which a loss fails on only one rank, as this rank sees them.
 
     The first answer is of a call of many microbatches, the second of a call of one.
     """

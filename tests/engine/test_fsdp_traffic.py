@@ -53,7 +53,7 @@ def count_gathers(monkeypatch) -> list[str]:
 
 
 def observe(path: str, fields: dict, policy: str) -> dict:
-    """What a rank reads, pushes and gathers: bytes by name, and for each call the number of gathers by group."""
+    """The traffic of this rank: bytes that it reads and pushes by name, and for each call the number of gathers by group."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         reads, gathers = count_reads(monkeypatch), count_gathers(monkeypatch)
         engine = make_engine(path, layout(shard=2, fsdp_reshard_after_forward=policy), fields)

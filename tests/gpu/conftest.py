@@ -11,7 +11,7 @@ def tiny_run(tmp_path_factory):
     """(process, folder of its run, file of its output)."""
     folder = tmp_path_factory.mktemp("tiny")
     command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--output-dir", str(folder / "run")]
-    # The cache has a fixed size: vLLM cannot measure how much memory is left while trainers of other tests start and end.
+    # The cache has a fixed size, because vLLM cannot measure how much memory is free while trainers of other tests start and end.
     command += ["--steps", "8", "--generator.kv-cache-bytes", str(1 << 28)]
     with (folder / "output").open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

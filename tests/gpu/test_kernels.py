@@ -1,4 +1,4 @@
-"""FlashAttention 4 and fused logprobs beside float32 on one GPU, and two deterministic trainers beside each other."""
+"""FlashAttention 4 and fused logprobs, compared with float32 on one GPU, and two deterministic trainers, compared with each other."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The default run on a GPU, without changes but for its length. conftest.py starts it before the first test; this file is the last one."""
+"""The default run on a GPU, shortened. conftest.py starts it before the first test, and this file is the last one."""
 
 import json
 

@@ -26,7 +26,7 @@ def trainer_mesh(transport):
 
 @pytest.fixture(scope="session")
 def ranks():
-    """ranks(n) -> a mesh of n processes. Tests share it, and each spawns a trainer of its own there. Starting processes is slow."""
+    """ranks(n) -> a mesh of n processes, on which a test spawns a trainer of its own. Tests share it, because starting processes is slow."""
     started: dict[int, ProcessMesh] = {}
 
     def of(count: int):
@@ -48,7 +48,7 @@ def generator_mesh(transport):
 
 @pytest.fixture
 def trainer(trainer_mesh):
-    """A client of its own for each test, with a closed step; weights and version are as the last test left them."""
+    """A new client for each test, with a closed step. Weights and version are as the last test left them."""
     client = TrainerClient(trainer_mesh)
     client.discard_gradients().result()
     yield client

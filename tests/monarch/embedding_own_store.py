@@ -1,3 +1,5 @@
+"""A Monarch program that opens and closes a torchstore of its own. test_lifecycle.py runs it."""
+
 import asyncio
 import gc
 

@@ -1,6 +1,6 @@
-"""Shared by the tests with real processes: a small model, actors that can be made to fail or to wait, reference logprobs.
+"""Helpers of the tests with real processes: a small model, actors that can be made to fail or to wait, reference logprobs.
 
-T tokens of one sequence, V vocabulary.
+T tokens of one sequence, C tokens of a completion, V vocabulary.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from waiting import wait_until
 
-from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
+from rl_actors import Completion, GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
 from rl_actors.engine import checkpoint
 from rl_actors.engine.collectives import by_rank
 from rl_actors.generator import Generator
@@ -78,9 +78,9 @@ def random_samples(count: int = 8, seed: int = 0) -> list[Sample]:
 
 
 def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
-    """One step that moves every weight far enough to change what is sampled; the new version.
+    """Take a step that moves every weight far enough to change the samples. Returns the new version.
 
-    The decay bounds the weights: after 40 steps without it rounding moves logprobs by more than 1e-5.
+    The weight decay keeps the weights small. After 40 steps without it, rounding moves logprobs by more than 1e-5.
     """
     trainer.forward_backward(random_samples(seed=seed), loss="cross_entropy").result()
     params = OptimParams(learning_rate=learning_rate, weight_decay=5.0, grad_divisor=96)
@@ -88,7 +88,7 @@ def step(trainer, *, seed: int = 0, learning_rate: float = 0.02) -> int:
 
 
 def descendants(pid: int) -> set[int]:
-    """All living processes below this one."""
+    """The living processes that this process, or one of its descendants, has started."""
     try:
         below = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -97,12 +97,12 @@ def descendants(pid: int) -> set[int]:
 
 
 def shared_memory() -> set[str]:
-    """Names of the segments. Folders are somebody's temporary files."""
+    """Names of the segments. Folders are left out, because they are somebody's temporary files."""
     return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
 
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
-    """Segments that came since `before` and that no living process maps. Other programs run at the same time and use segments, too."""
+    """Segments that are newer than `before` and that no living process maps. Other programs run at the same time and use segments, too."""
     # A segment of another program is not mapped for a moment after it was made, and before its tracker removes it. So the segments are
     # looked at until none is left. The last look decides.
     left = shared_memory() - before
@@ -136,7 +136,7 @@ def hf_model(weights: dict[str, Tensor], *, tied: bool = True):
 
 
 def random_weights(*, tied: bool, seed: int) -> dict[str, Tensor]:
-    """Under Hugging Face names, large enough for a policy far from uniform."""
+    """Random weights under Hugging Face names. They are large, so that the policy is far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -162,7 +162,27 @@ def reference_logprobs(model, prompt, completion, *, temperature=1.0, top_p=1.0,
     return torch.log_softmax(logits_CV, -1)[range(len(completion)), completion]
 
 
+def forward_logprobs(trainer, sequences: list[list[int]]) -> list[Tensor]:
+    """The trainer's logprobs of every token of a sequence but the first."""
+    return trainer.forward([Sample.from_tokens(tokens[:1], tokens[1:]) for tokens in sequences]).result().logprobs
+
+
+def with_prompts(prompts: list[list[int]], groups: list[list[Completion]]) -> list[tuple[list[int], Completion]]:
+    """(prompt, completion) of all completions, in the order of the groups."""
+    pairs = []
+    for prompt, group in zip(prompts, groups, strict=True):
+        pairs += [(prompt, completion) for completion in group]
+    return pairs
+
+
+def worst(some, others) -> float:
+    """The largest absolute difference between two lists of tensors."""
+    return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
+
+
 def published_weights(transport: Transport, version: int) -> dict[str, Tensor]:
+    """The weights of a version, as a generator would get them."""
+
     async def get():
         return await transport.get_tensors(await find(transport, version, 5.0))
 
@@ -170,7 +190,7 @@ def published_weights(transport: Transport, version: int) -> dict[str, Tensor]:
 
 
 def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, stream: str, version: int) -> Manifest:
-    """As a trainer of one rank would."""
+    """Publish these weights as a trainer of one rank would."""
     everything = {"stream": stream, "version": version, "rank": 0, "gather": lambda text: [text]}
     return asyncio.run(publish(transport, weights, **everything))
 
@@ -183,7 +203,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def use_transport(self, transport: Transport | None) -> None:
-        """Publish there from now on, as a trainer that has published nothing yet."""
+        """Publish through this transport from now on, as a trainer that has published nothing yet."""
         self.publisher = Publisher(transport, rank=self.rank, gather=by_rank) if transport is not None else None
 
     @endpoint
@@ -192,12 +212,12 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def num_frozen(self) -> int:
-        """How many objects the garbage collector of this process leaves out."""
+        """Number of objects that the garbage collector of this process leaves out."""
         return gc.get_freeze_count()
 
     @endpoint
     async def pack(self, limits: dict[str, int]) -> None:
-        """Plan the calls that follow with other limits."""
+        """Change the limits with which later calls are planned."""
         self.engine.config = replace(self.engine.config, **limits)
         self.engine.logprobs.chunk_tokens = self.engine.config.logprob_chunk_tokens
 
@@ -207,7 +227,7 @@ class TestTrainer(PolicyTrainer):
         parameters = list(self.engine.built.model.parameters())
         weights = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
-            # The model's state dict splits the fused query, key and value, so the gradients take the weights' places in it.
+            # hf_state_dict splits the fused query, key and value. To use it, the gradients take the weights' places for a moment.
             for parameter in parameters:
                 parameter.copy_(parameter.grad)
             named = self.engine.hf_state_dict()
@@ -233,7 +253,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def hold_saves(self, folder: Path, error: str = "") -> None:
-        """A save stops before its last file until `open` is in the folder, and then fails with `error` if there is one."""
+        """Make the next save wait before its last file until the file `open` is in the folder. With `error` it then fails."""
         finish = checkpoint._WholeDirectoryWriter.finish
 
         def wait_and_finish(*args, **kwargs):
@@ -247,7 +267,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def fail_next_write(self, rank: int, error: str) -> None:
-        """The next save fails on this rank before its tensors are on disk."""
+        """Make the next save fail on this rank before its tensors are on disk."""
 
         def fail(*_, **__):
             del checkpoint._WholeDirectoryWriter.write_data
@@ -282,9 +302,9 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def held_weights(self) -> dict[str, Tensor]:
-        """The weights that every layer of the engine computes with, under vLLM's names (q, k, v and gate, up are fused there).
+        """The weights that every layer of the engine computes with, under vLLM's names, where q, k, v and gate, up are fused.
 
-        On a CPU vLLM packs a weight W away; the layer's output for the unit vectors, W^T, shows it exactly.
+        On a CPU vLLM holds a weight W only in packed form. The layer's output for the unit vectors is W^T, which shows W exactly.
         """
 
         def read(model) -> dict[str, Tensor]:
@@ -300,7 +320,7 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def fail_next_forward(self, message: str) -> None:
-        """Raise in the middle of vLLM's next step, where its scheduler already counts on the outcome."""
+        """Make vLLM's next step raise in the middle, after its scheduler has planned the step."""
         executor = self.engine.engine.model_executor
 
         def fail(*_, **__):
@@ -312,7 +332,7 @@ class TestGenerator(Generator):
 
 @dataclass(frozen=True, kw_only=True)
 class FailingTransport(Transport):
-    """Puts as `inner` does, but for one rank that fails half way."""
+    """A transport that works as `inner` does, except that a put of one rank fails half way."""
 
     inner: Transport
     failing_rank: int
@@ -339,7 +359,7 @@ class FailingTransport(Transport):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A loss that holds the trainer: it writes `name` into a folder as it begins and ends once the file `open` is there."""
+    """A loss that holds up the trainer. It makes the file `name` in a folder when it begins, and ends when the file `open` is there."""
 
     folder: Path
     name: str = "begun"
@@ -365,7 +385,7 @@ class UnpicklableError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class UnpicklableLoss:
-    """Fails with an exception that cannot be sent."""
+    """A loss that fails with an exception that cannot be pickled, and so cannot be sent."""
 
     def __call__(self, logprobs_BL, *, loss_weights):
         raise UnpicklableError("it holds a lock", threading.Lock())
@@ -373,7 +393,7 @@ class UnpicklableLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class FailingLoss:
-    """Fails on one rank."""
+    """A loss that fails on one rank."""
 
     rank: int
     message: str = "the loss is broken"

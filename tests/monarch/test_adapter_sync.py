@@ -1,4 +1,4 @@
-"""Adapters reach vLLM merged into the weights or as an adapter over them: real trainer, real generator, equal logprobs."""
+"""Adapters reach vLLM, either merged into the weights or as an adapter over them. Real trainers and generators have equal logprobs."""
 
 import asyncio
 import os
@@ -15,6 +15,7 @@ import torch
 from monarch.actor import concurrent_endpoint
 from references import save_random
 from safetensors.torch import load_file
+from support import forward_logprobs, worst
 from waiting import GUARD
 
 from rl_actors import (
@@ -23,7 +24,6 @@ from rl_actors import (
     LoRAConfig,
     MemoryTransport,
     ModelConfig,
-    Sample,
     SamplingParams,
     TrainerClient,
     adapters,
@@ -88,34 +88,32 @@ def pair(request, base):
     asyncio.run(stop())
 
 
-def forward(trainer, sequences) -> list[torch.Tensor]:
-    return trainer.forward([Sample.from_tokens(tokens[:1], tokens[1:]) for tokens in sequences]).result().logprobs
-
-
-def worst(a, b) -> float:
-    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
-
-
 def sync(trainer, generator) -> int:
     return generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
 
 
 def pull_under_way(pair) -> tuple[int, list]:
-    """Make a step and a pull while requests run. Returns the new version, and every completion with its logprobs under the new weights."""
+    """Take a step and pull its weights while requests run.
+
+    Returns the new version, and every completion with its logprobs under the new weights.
+    """
     call = pair.generator.generate(PROMPTS, SamplingParams(max_tokens=400, n=2, seed=1))
     support.wait_until(lambda: min(pair.mesh.num_tokens_under_way.call_one().get(), default=0) > 3)
     new = support.step(pair.trainer, seed=1)
     sync(pair.trainer, pair.generator)
-    pairs = [(prompt, c) for prompt, group in zip(PROMPTS, call.result(), strict=True) for c in group]
-    logprobs = forward(pair.trainer, [prompt + completion.tokens for prompt, completion in pairs])
-    return new, [(c, of_new[len(prompt) - 1 :]) for (prompt, c), of_new in zip(pairs, logprobs, strict=True)]
+    with_prompts = support.with_prompts(PROMPTS, call.result())
+    logprobs = forward_logprobs(pair.trainer, [prompt + completion.tokens for prompt, completion in with_prompts])
+    outcomes = []
+    for (prompt, completion), of_sequence in zip(with_prompts, logprobs, strict=True):
+        outcomes.append((completion, of_sequence[len(prompt) - 1 :]))
+    return new, outcomes
 
 
 def test_every_push_gives_the_generator_the_trainers_logprobs(pair):
     known = pair.before
     for _ in range(3):
         version = sync(pair.trainer, pair.generator)
-        expected = forward(pair.trainer, SEQUENCES)
+        expected = forward_logprobs(pair.trainer, SEQUENCES)
         assert worst(pair.generator.compute_logprobs(SEQUENCES).result(), expected) < 1e-4
         assert worst(known, expected) > 0.1
         known = expected
@@ -152,19 +150,19 @@ def test_a_pull_while_requests_run_splits_them_into_old_and_new_policy(pair, pul
 def test_a_pull_serves_no_cached_prefix(pair):
     sync(pair.trainer, pair.generator)
     block_size = pair.mesh.cache_block_size.call_one().get(timeout=GUARD)
-    # vLLM caches only whole blocks: two of them.
+    # vLLM caches only whole blocks. This prompt fills two.
     prompt = [index % support.VOCAB_SIZE for index in range(2 * block_size + 1)]
     pair.generator.generate([prompt], SamplingParams(max_tokens=8)).result()
     new = support.step(pair.trainer, seed=3)
     sync(pair.trainer, pair.generator)
     [[completion]] = pair.generator.generate([prompt], SamplingParams(max_tokens=8, seed=3)).result()
     assert completion.policy_versions == [new] * 8
-    [expected] = forward(pair.trainer, [prompt + completion.tokens])
+    [expected] = forward_logprobs(pair.trainer, [prompt + completion.tokens])
     assert worst([torch.tensor(completion.logprobs)], [expected[-8:]]) < 1e-4
 
 
 @pytest.mark.parametrize("kind", ["missing", "misshapen", "unknown"])
-def test_adapters_that_do_not_fit_fail_and_leave_those_that_are_held(pair, kind):
+def test_a_pull_of_adapters_that_do_not_fit_fails_and_changes_nothing(pair, kind):
     version = sync(pair.trainer, pair.generator)
     before = pair.generator.compute_logprobs(SEQUENCES).result()
     tensors = support.published_weights(pair.transport, version)
@@ -188,7 +186,7 @@ def test_adapters_that_do_not_fit_fail_and_leave_those_that_are_held(pair, kind)
 def test_vllm_loads_an_exported_adapter(pair, tmp_path):
     support.step(pair.trainer, seed=5)
     pair.trainer.export_lora(str(tmp_path / "adapter")).result()
-    expected = forward(pair.trainer, SEQUENCES)
+    expected = forward_logprobs(pair.trainer, SEQUENCES)
     assert worst(pair.generator.compute_logprobs(SEQUENCES).result(), expected) > 0.1
     pair.mesh.load_directory.call_one(str(tmp_path / "adapter")).get()
     assert worst(pair.generator.compute_logprobs(SEQUENCES).result(), expected) < 1e-4
@@ -198,8 +196,8 @@ UNEMBED = replace(LORA, train_unembed=True, sync="adapter")
 
 
 @pytest.mark.slow
-def test_an_adapter_of_the_output_projection_is_sampled_from_and_gives_no_logprobs_of_given_tokens(tmp_path):
-    """The generator comes from spawn_generator, so that its config is tested, too."""
+def test_a_generator_samples_with_an_adapter_of_the_output_projection_but_refuses_compute_logprobs(tmp_path):
+    """The generator comes from spawn_generator, so that the config that it makes is tested, too."""
     base = save_random(tmp_path / "base", support.model_config(tied=False))
     config = support.trainer_config(tied=False, hf_path=base, lora=UNEMBED)
     with TrainerClient.spawn(config) as trainer, trainer.spawn_generator() as generator:
@@ -207,8 +205,8 @@ def test_an_adapter_of_the_output_projection_is_sampled_from_and_gives_no_logpro
             version = support.step(trainer, seed=seed)
             sync(trainer, generator)
             groups = generator.generate(PROMPTS, SamplingParams(max_tokens=24, n=4, seed=7)).result()
-            pairs = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
-            logprobs = forward(trainer, [prompt + completion.tokens for prompt, completion in pairs])
+            pairs = support.with_prompts(PROMPTS, groups)
+            logprobs = forward_logprobs(trainer, [prompt + completion.tokens for prompt, completion in pairs])
             for (_, completion), expected in zip(pairs, logprobs, strict=True):
                 assert completion.policy_versions == [version] * 24
                 assert worst([torch.tensor(completion.logprobs)], [expected[-24:]]) < 1e-4
@@ -249,7 +247,7 @@ if __name__ == "__main__":
         ("experts", "module 'triton.language' has no attribute 'float32'"),
     ],
 )
-def test_what_is_refused_fails_in_vllm(tmp_path, case, error):
+def test_a_config_that_we_refuse_fails_in_vllm(tmp_path, case, error):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if case == "experts" else {}
     base = save_random(tmp_path / "base", replace(support.model_config(tied=False), **experts))
     (tmp_path / "program.py").write_text(BARE_VLLM)

@@ -1,3 +1,5 @@
+"""Calls on a TrainerClient: their order, timeouts, failures, numbers, and what closing does."""
+
 import asyncio
 import gc
 import os
@@ -49,14 +51,14 @@ def test_result_works_in_a_running_loop_as_in_jupyter(trainer):
     assert len(asyncio.run(cell()).logprobs) == 8
 
 
-def test_a_client_outlives_any_number_of_loops(trainer):
+def test_a_client_outlives_any_number_of_event_loops(trainer):
     async def run():
         return (await trainer.info())[0].policy_version
 
     assert len({asyncio.run(run()) for _ in range(3)}) == 1
 
 
-def test_wait_for_ends_the_waiting_and_not_the_call(trainer, tmp_path):
+def test_wait_for_ends_the_waiting_but_not_the_call(trainer, tmp_path):
     gate = Gate(folder=tmp_path)
     call = trainer.forward_backward(random_samples(), loss=gate)
 
@@ -180,14 +182,16 @@ def test_a_call_refused_before_the_limits_were_known_stops_the_next_optim_step(t
     gate = Gate(folder=tmp_path)
     trainer.forward(random_samples(), loss=gate)
     gate.wait_begun()
-    trainer = TrainerClient(trainer_mesh)  # it learns the limits behind the call that the gate holds
+    trainer = TrainerClient(
+        trainer_mesh
+    )  # its set-up, which learns the limits, waits behind the call that the gate holds
     bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
     trainer.forward_backward(random_samples(), loss="cross_entropy")
     trainer.forward_backward(bad, loss="cross_entropy")
     gate.open()
     with pytest.raises(ValueError, match=f"sample 0: targets.*{support.VOCAB_SIZE}"):
         trainer.optim_step(STEP).result()
-    # It was said once; the gradients of the good call are still there.
+    # The error is raised only once, and the gradients of the good call are still there.
     assert trainer.optim_step(STEP).result().grad_norm > 0
 
 
@@ -197,7 +201,7 @@ def test_a_failed_call_that_nobody_asked_for_warns_when_it_is_collected(trainer)
     ):
         trainer.load_checkpoint("nowhere")
         trainer.ready().result()
-        trainer.info().result()  # it came after the failed call, whose Call is gone
+        trainer.info().result()  # its turn comes after the failed call, which nothing refers to any more
         gc.collect()
 
 
@@ -218,7 +222,7 @@ def test_clients_and_calls_say_their_name_state_and_version(trainer_mesh, tmp_pa
 
 @pytest.fixture
 def numbered(trainer, trainer_mesh):
-    """Call an endpoint under a number of the session "numbered"; what a network that repeats messages would do."""
+    """numbered(number, endpoint, *args) calls an endpoint as a message with this number, as a network would that repeats messages."""
     trainer_mesh.setup.call_one("numbered").get(timeout=GUARD)
 
     def call(number: int, endpoint: str, *args):
@@ -284,7 +288,7 @@ def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(trainer_me
     trainer.close().result()
     with pytest.raises(RuntimeError, match="trainer: forward is not possible after close"):
         trainer.forward(random_samples())
-    with TrainerClient(trainer_mesh) as other:  # a mesh of the caller's stays
+    with TrainerClient(trainer_mesh) as other:  # closing leaves a mesh of the caller as it is
         assert other.info().result()[0].state == "idle"
 
 
@@ -314,7 +318,7 @@ def test_two_trainers_in_one_program_do_not_disturb_each_other(trainer, transpor
 
 
 def test_the_failure_of_a_rank_and_the_death_of_one_in_a_call_reach_the_caller(tmp_path, capfd):
-    """Rank 1 of two fails, and the other does not wait for it. Then rank 1 is aborted in a call, and its log says where it was."""
+    """Rank 1 of two fails, and rank 0 does not wait for it. Then rank 1 is aborted during a call, and its log says where it was."""
     before = support.descendants(os.getpid())
     trainer = TrainerClient.spawn(support.trainer_config(shard=2), name="pair")
     info = trainer.info().result()[1]

@@ -1,4 +1,4 @@
-"""Experts reach vLLM: real trainer, torchstore, real generator, equal logprobs after every push and pull."""
+"""Experts reach vLLM through torchstore. Real trainers and generators have equal logprobs after every push and pull."""
 
 from dataclasses import replace
 
@@ -7,15 +7,16 @@ import support
 import torch
 from references import save_random
 from safetensors.torch import load_file
+from support import forward_logprobs, worst
 
-from rl_actors import ModelConfig, Sample, SamplingParams, TrainerClient, TrainerConfig
+from rl_actors import ModelConfig, SamplingParams, TrainerClient, TrainerConfig
 from rl_actors.generator import expected_tensors
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
 LAYERS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 EXPERTS = replace(support.model_config(tied=False), **LAYERS)
-# vLLM's kernel on a CPU takes multiples of 32: experts of 48 are padded.
+# vLLM's kernel on a CPU takes widths in multiples of 32, so it pads experts of 48.
 SPARSE = replace(
     support.model_config(tied=True),
     **LAYERS | {"moe_intermediate_size": 48},
@@ -39,14 +40,6 @@ def trainer_config(path: str, degrees: dict[str, int] | None = None, **fields) -
     return config
 
 
-def forward(trainer, sequences) -> list[torch.Tensor]:
-    return trainer.forward([Sample.from_tokens(tokens[:1], tokens[1:]) for tokens in sequences]).result().logprobs
-
-
-def worst(a, b) -> float:
-    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_pull_gives_the_generator_the_trainers_logprobs(tmp_path, case):
@@ -55,16 +48,16 @@ def test_every_pull_gives_the_generator_the_trainers_logprobs(tmp_path, case):
     with TrainerClient.spawn(config) as trainer, trainer.spawn_generator() as generator:
         known = [torch.zeros(len(tokens) - 1) for tokens in SEQUENCES]
         for version in range(4):
-            expected = forward(trainer, SEQUENCES)
+            expected = forward_logprobs(trainer, SEQUENCES)
             assert worst(expected, known) > 0.1
             known = expected
             assert worst(generator.compute_logprobs(SEQUENCES).result(), expected) < 1e-4
             groups = generator.generate(PROMPTS, SamplingParams(max_tokens=24, n=4, seed=version)).result()
-            pairs = [(prompt, c) for prompt, group in zip(PROMPTS, groups, strict=True) for c in group]
-            logprobs = forward(trainer, [prompt + completion.tokens for prompt, completion in pairs])
-            for (_, completion), of_all in zip(pairs, logprobs, strict=True):
+            pairs = support.with_prompts(PROMPTS, groups)
+            logprobs = forward_logprobs(trainer, [prompt + completion.tokens for prompt, completion in pairs])
+            for (_, completion), of_sequence in zip(pairs, logprobs, strict=True):
                 assert completion.policy_versions == [version] * 24
-                assert worst([torch.tensor(completion.logprobs)], [of_all[-24:]]) < 1e-4
+                assert worst([torch.tensor(completion.logprobs)], [of_sequence[-24:]]) < 1e-4
             support.step(trainer, seed=version)
             generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
 

@@ -1,5 +1,8 @@
+"""Calls on a GeneratorClient: samples, logprobs, pulls, refusals, and failures of vLLM."""
+
 import asyncio
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 import support
@@ -16,14 +19,17 @@ SAMPLED = SamplingParams(max_tokens=24, n=4, seed=7)
 
 def trainer_logprobs(trainer, prompts, groups, temperature=1.0) -> list[torch.Tensor]:
     """Logprobs of every completion, from the trainer's forward."""
-    pairs = [(prompt, completion.tokens) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    samples = [Sample.from_tokens(prompt, tokens, temperature=temperature) for prompt, tokens in pairs]
+    completions = flat(groups)
+    samples = []
+    for prompt, completion in support.with_prompts(prompts, groups):
+        samples.append(Sample.from_tokens(prompt, completion.tokens, temperature=temperature))
     logprobs = trainer.forward(samples).result().logprobs
-    return [values[-len(tokens) :] for values, (_, tokens) in zip(logprobs, pairs, strict=True)]
+    return [values[-len(one.tokens) :] for values, one in zip(logprobs, completions, strict=True)]
 
 
 def flat(groups) -> list[Completion]:
-    return [completion for group in groups for completion in group]
+    """The completions of all groups."""
+    return list(chain.from_iterable(groups))
 
 
 def test_greedy_equals_greedy_of_transformers(generator, policy):
@@ -124,13 +130,17 @@ def test_32_concurrent_callers_get_the_completions_that_each_gets_without_the_ot
     params = [SamplingParams(max_tokens=1 + index % 7, seed=index) for index in range(32)]
     prompts = [[1 + index % 40, 2, 3] for index in range(32)]
 
-    async def together():
-        return await asyncio.gather(*(generator.generate([p], s) for p, s in zip(prompts, params, strict=True)))
+    async def generate_together() -> list[list[list[Completion]]]:
+        calls = [generator.generate([prompt], one) for prompt, one in zip(prompts, params, strict=True)]
+        return await asyncio.gather(*calls)
 
-    alone = [generator.generate([p], s).result() for p, s in zip(prompts[:4], params[:4], strict=True)]
-    groups = asyncio.run(together())
-    assert [len(completion.tokens) for completion in map(lambda g: g[0][0], groups)] == [1 + i % 7 for i in range(32)]
-    assert [g[0][0].tokens for g in groups[:4]] == [g[0][0].tokens for g in alone]
+    alone = []
+    for prompt, one in zip(prompts[:4], params[:4], strict=True):
+        [[completion]] = generator.generate([prompt], one).result()
+        alone.append(completion.tokens)
+    together = [completion.tokens for [[completion]] in asyncio.run(generate_together())]
+    assert [len(tokens) for tokens in together] == [1 + index % 7 for index in range(32)]
+    assert together[:4] == alone
 
 
 def test_compute_logprobs_equals_the_trainers_forward(generator, trainer, synced):
@@ -153,7 +163,8 @@ def test_a_pull_of_the_held_version_is_a_no_op(generator, generator_mesh, synced
 
 def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generator, generator_mesh, trainer, synced):
     block_size = generator_mesh.cache_block_size.call_one().get(timeout=GUARD)
-    prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]  # vLLM caches only whole blocks: two of them
+    # vLLM caches only whole blocks. This prompt fills two.
+    prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]
     params = SamplingParams(max_tokens=8, seed=3)
     before = generator.generate([prompt], params).result()
     new = support.step(trainer, seed=3)
@@ -166,6 +177,7 @@ def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generat
 
 
 def misfits(weights):
+    """Kind of misfit -> (the changed weights, a part of the error's message)."""
     name = "model.layers.1.mlp.up_proj.weight"
     missing = {n: w for n, w in weights.items() if n != name}
     return {
@@ -197,8 +209,8 @@ def test_a_pull_of_an_unpublished_version_is_a_timeout_that_names_it_and_the_new
 
 
 @pytest.mark.slow
-def test_an_untied_model_is_replaced_whole():
-    """The head is a tensor of its own here, with a kernel of its own. All other tests have a tied head."""
+def test_a_pull_replaces_all_weights_of_an_untied_model():
+    """The head is a tensor of its own here, with a kernel of its own. Most other tests have a tied head."""
     transport = MemoryTransport()
     asyncio.run(transport.open())
     with GeneratorClient.spawn(support.generator_config(tied=False), transport=transport) as generator:
@@ -263,10 +275,8 @@ def test_a_bad_pull_is_refused_before_anything_waits(generator, generator_mesh, 
 
 
 def test_a_sequence_longer_than_the_model_allows_is_refused(generator, generator_mesh):
-    sequence, words = (
-        [5] * (MAX_MODEL_LEN + 1),
-        f"sequence 0 has {MAX_MODEL_LEN + 1} tokens; it must have 1 to {MAX_MODEL_LEN}",
-    )
+    sequence = [5] * (MAX_MODEL_LEN + 1)
+    words = f"sequence 0 has {MAX_MODEL_LEN + 1} tokens; it must have 1 to {MAX_MODEL_LEN}"
     generator.ready().result()
     with pytest.raises(ValueError, match=words):
         generator.compute_logprobs([sequence])
@@ -279,13 +289,13 @@ def test_a_trainers_config_makes_no_generator(trainer):
         trainer.spawn_generator(support.trainer_config())
 
 
-def test_a_pull_warns_of_no_layer_that_has_no_weights_to_load(generator, generator_mesh, trainer, synced):
-    """A tied head and the rotary embedding have none. vLLM would warn of both at every pull."""
+def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(generator, generator_mesh, trainer, synced):
+    """A tied head and the rotary embedding have none. vLLM itself would warn of both at every pull."""
     generator_mesh.vllm_log.call_one().get(timeout=GUARD)
     support.step(trainer)
     generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
     lines = generator_mesh.vllm_log.call_one().get(timeout=GUARD)
-    assert lines  # else nothing was recorded
+    assert lines  # the recorder works
     assert [line for line in lines if "Failed to load" in line] == []
 
 
@@ -307,7 +317,7 @@ def test_a_failing_step_reaches_every_waiting_caller_and_the_engine_works_afterw
     calls = [generator.generate([prompt], SamplingParams(max_tokens=400)) for prompt in PROMPTS * 3]
     outcomes = [call._future.exception(GUARD) for call in calls]
     failed = [error for error in outcomes if error is not None]
-    # Requests that came after the failing step were not part of it.
+    # Requests that arrive after the failing step do not fail.
     assert failed and {(type(error), str(error)) for error in failed} == {(RuntimeError, "the kernel is broken")}
     assert generator.generate(PROMPTS, SAMPLED).result() == before
 

@@ -1,6 +1,7 @@
-"""Any split into calls, microbatches, rows and chunks, in any order, under any layout: the gradient of plain PyTorch in one go.
+"""The gradient of a batch is that of plain PyTorch, however its samples are ordered and split into calls, microbatches, rows and chunks.
 
-The reference is transformers' Qwen3, one sample at a time, with PPO's formula written out; float32 on both sides.
+This holds under every layout. The reference is transformers' Qwen3, one sample at a time, with PPO's formula written out. Both sides
+compute in float32.
 """
 
 from itertools import pairwise
@@ -22,7 +23,7 @@ LOW, HIGH, LONGEST = 0.8, 1.28, 64
 
 @st.composite
 def calls(draw):
-    """Sample lengths, the seed of their content, their order, where the calls end, and the limits of the packing."""
+    """(sample lengths, the seed of their content, their order, where the calls end, the limits of the packing, grad_divisor)."""
     lengths = draw(st.lists(st.integers(1, LONGEST), min_size=1, max_size=8))
     order = draw(st.permutations(range(len(lengths))))
     ends = draw(st.sets(st.integers(1, len(lengths)), max_size=3)) | {len(lengths)}
@@ -87,6 +88,6 @@ def test_the_gradient_does_not_depend_on_how_the_samples_are_split(sharded, refe
     for name, grad in expected.items():
         allowed = 1e-5 * grad.norm() + 1e-7 * norm
         assert (actual[name] - grad).norm() <= allowed, f"{name}: {(actual[name] - grad).norm()} of {grad.norm()}"
-    # A rate of 0 leaves the weights to the next example.
+    # A learning rate of 0 leaves the weights as they are for the next example.
     result = trainer.optim_step(OptimParams(learning_rate=0.0, grad_divisor=divisor)).result()
     assert result.grad_norm == pytest.approx(float(norm) / divisor, rel=1e-5)

@@ -1,4 +1,4 @@
-"""A trainer without an optimizer: what infers works, and what trains is refused before any rank works."""
+"""A trainer without an optimizer: calls that infer work, and calls that train are refused before any rank begins to work."""
 
 import pytest
 import support
@@ -14,7 +14,7 @@ def frozen(tmp_path_factory):
         yield client
 
 
-def test_it_infers_with_the_weights_of_a_trainer_and_passes_them_on(trainer, frozen, tmp_path):
+def test_a_trainer_without_an_optimizer_infers_with_loaded_weights_and_passes_them_on(trainer, frozen, tmp_path):
     support.step(trainer)
     saved = trainer.save_checkpoint(str(tmp_path / "trained")).result()
     saved.wait().result()
@@ -45,7 +45,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_trains_is_refused_before_any_rank_works(frozen, call):
+def test_a_call_that_trains_is_refused_before_any_rank_works(frozen, call):
     frozen.ready().result()
     sent = frozen._number
     with pytest.raises(ValueError) as caught:

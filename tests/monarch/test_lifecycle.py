@@ -1,4 +1,4 @@
-"""Programs of their own, from start to end: what they leave behind, and what an interrupt does to them."""
+"""Whole programs: they leave no process, port or shared memory behind, and an interrupt does not harm a client."""
 
 import os
 import re
@@ -26,7 +26,7 @@ generator = trainer.spawn_generator(support.generator_config())
 
 
 class Program:
-    """A Python program in a process group of its own, all of whose processes carry a mark in their environment."""
+    """A Python program in a process group of its own. All its processes have a mark in their environment, by which they are found."""
 
     def __init__(self, *arguments: str) -> None:
         self.mark, self.segments = uuid.uuid4().hex, support.shared_memory()
@@ -59,8 +59,13 @@ class Program:
         return [process for process in found if process.is_running()]
 
     def ports(self) -> set[int]:
-        connections = [connection for process in self.processes() for connection in process.net_connections("tcp")]
-        return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+        """The TCP ports on which processes of the program listen."""
+        ports = set()
+        for process in self.processes():
+            for connection in process.net_connections("tcp"):
+                if connection.status == psutil.CONN_LISTEN:
+                    ports.add(connection.laddr.port)
+        return ports
 
     def assert_nothing_is_left(self, ports: set[int]) -> None:
         support.wait_until(lambda: not self.processes() and not any(map(is_open, ports)))
@@ -144,7 +149,7 @@ print("version", trainer.optim_step(OptimParams(learning_rate=0.1)).result().pol
 def test_ctrl_c_ends_the_waiting_and_the_client_still_answers(start, tmp_path):
     program = start("-c", WAIT + CTRL_C, str(tmp_path))
     program.read_until("waiting")
-    os.killpg(program.process.pid, signal.SIGINT)  # as a terminal does, to all processes of the program
+    os.killpg(program.process.pid, signal.SIGINT)  # to all processes of the program, as a terminal does
     program.read_until("interrupted")
     program.read_until("version 1")
     assert program.process.wait(GUARD) == 0

@@ -1,4 +1,4 @@
-"""The memory arithmetic of sharded layouts against the shards of real ranks, with dimensions that do not divide evenly."""
+"""The memory arithmetic of sharded layouts, compared with the shards of real ranks. The dimensions do not divide evenly."""
 
 from dataclasses import replace
 
@@ -48,10 +48,6 @@ def test_parameters_gradients_and_optimizer_of_the_fullest_rank_are_exact(ranks,
     trainer.forward_backward(samples, loss=PPO()).result()
     held = [values for _, values in mesh.held_bytes.call().get(timeout=GUARD).items()]
     trainer.close().result()
+    fullest = tuple(max(of_ranks) for of_ranks in zip(*held, strict=True))
     expected = memory(config)
-    assert tuple(map(max, zip(*held, strict=True))) == (
-        expected.parameters,
-        expected.gradients,
-        expected.optimizer,
-        expected.buffers,
-    )
+    assert fullest == (expected.parameters, expected.gradients, expected.optimizer, expected.buffers)

@@ -1,4 +1,4 @@
-"""Two ranks on processes that the caller spawned, with SGD: their info, traces and signs of life, and refusals by the client."""
+"""Two ranks on processes that the caller spawned, with SGD: info, signals, traces, is_alive, and refusals by the client."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ def trainer(mesh):
     client.close().result()
 
 
-def test_every_rank_says_who_and_on_what_it_is(trainer, mesh):
+def test_every_rank_reports_its_number_its_device_and_its_optimizer(trainer, mesh):
     on_gpu = torch.cuda.is_available()
     infos = trainer.info().result()
     assert [info.rank for info in infos] == [0, 1]
@@ -47,7 +47,7 @@ def test_every_rank_says_who_and_on_what_it_is(trainer, mesh):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_still_work_after_a_signal_to_all_processes_of_a_program(trainer, number):
-    """A terminal sends Ctrl-C so, and a scheduler SIGTERM. The program may still want a checkpoint."""
+    """A terminal sends Ctrl-C to all processes of a program, and a scheduler SIGTERM. The program may then still want a checkpoint."""
     pids = [info.pid for info in trainer.info().result()]
     for pid in pids:
         os.kill(pid, number)
@@ -65,7 +65,7 @@ def test_every_rank_traces_the_steps(trainer, tmp_path):
         events = json.loads((tmp_path / f"rank-{rank}.json").read_text())["traceEvents"]
         names = [event.get("name", "") for event in events]
         assert names.count("Optimizer.step#SGD.step") == 2
-        # Both blocks, in the backward pass of both steps.
+        # There is one for each of the two blocks in each of the two steps.
         assert sum(name.startswith("FSDP::post_backward_reduce (layers.") for name in names) == 4
 
 

@@ -1,4 +1,4 @@
-"""The client refuses every bad input of the tables, and the step around the refusal is bit-identical to a step without it."""
+"""The client refuses every bad input of the tables. A step with refused calls in it is bit-identical to a step without them."""
 
 import asyncio
 
@@ -9,8 +9,9 @@ from test_validation import BAD_OPTIM_PARAMS, BAD_SAMPLES, LIMITS, assert_in_ord
 from rl_actors import PPO, MemoryTransport, OptimParams, Sample, TrainerClient
 from rl_actors.processes.spawn import spawn_processes
 
-# TAKEN: the ranks refuse these, but the client converts them first. WORDS: the client refuses these in other words than the ranks.
+# The ranks refuse these inputs, but the client converts them before it sends them.
 TAKEN = {"a list as column"}
+# The client refuses these inputs in other words than the ranks.
 WORDS = {
     "a list of tokens": ["targets has 4 positions", "tokens has 2"],
     "a list of targets": ["targets has 2 positions", "tokens has 4"],
@@ -25,7 +26,7 @@ PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=8.0)
 
 
 def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
-    """Answers of two steps from the first weights, with a bad call before, inside and after the first step."""
+    """Answers of two steps from the first weights. A bad call comes before and in the middle of each step."""
     trainer.load_checkpoint(trainer.start).result()
     answers = []
     for _ in range(2):
@@ -39,7 +40,7 @@ def two_steps(trainer: TrainerClient, bad=lambda: None) -> list:
 
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
-    """A client of a trainer with the limits of the tables; trainer.start is a checkpoint of its first weights."""
+    """A client of a trainer with the limits of the tables. Its attribute `start` is a checkpoint of the first weights."""
     config = support.trainer_config(max_sequence_length=8, tokens_per_row=64, max_call_bytes=LIMITS["max_call_bytes"])
     config.model.vocab_size = LIMITS["vocab_size"]
     processes = asyncio.run(spawn_processes("refusals", 1))
@@ -56,11 +57,11 @@ def undisturbed(trainer):
     return two_steps(trainer)
 
 
-@pytest.mark.parametrize("what", [name for name in BAD_SAMPLES if name not in TAKEN])
-def test_bad_samples_change_nothing(trainer, undisturbed, what):
-    samples, loss, error, words = BAD_SAMPLES[what]
-    words = WORDS.get(what, words)
-    error = ValueError if what in WORDS else error
+@pytest.mark.parametrize("name", [name for name in BAD_SAMPLES if name not in TAKEN])
+def test_bad_samples_change_nothing(trainer, undisturbed, name):
+    samples, loss, error, words = BAD_SAMPLES[name]
+    words = WORDS.get(name, words)
+    error = ValueError if name in WORDS else error
 
     def bad() -> None:
         with pytest.raises(error) as caught:
@@ -93,7 +94,7 @@ def test_bad_optim_params_change_nothing(trainer, undisturbed, field, value, err
 def test_bad_names_and_paths_change_nothing(trainer, undisturbed, call, error, words):
     def bad() -> None:
         if trainer.info().result()[0].state == "open" and words[0] == "nowhere":
-            return  # refused there for the open step, whatever the path
+            return  # an open step refuses load_checkpoint whatever the path is
         with pytest.raises(error) as caught:
             call(trainer).result()
         assert_in_order(str(caught.value), words)

@@ -1,4 +1,4 @@
-"""FSDP2, TP2 and FSDP2 x TP2 give the numbers of one process: real processes, the same weights, odd lengths, several rows."""
+"""FSDP2, TP2 and FSDP2 x TP2 give the numbers of one process, with real processes, the same weights, odd lengths and several rows."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -17,9 +17,11 @@ LAYOUTS = {"FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_paral
 
 @dataclass(frozen=True, kw_only=True)
 class Numbers:
-    losses: list[float]  # of three forward_backward, an optim_step after each of the first two
-    grad_norms: list[float]
-    logprobs: list[list[Tensor]]  # of each forward_backward and of a forward at the end, in the order of the samples
+    """Results of three calls of forward_backward, with an optim_step after each of the first two, and of a forward at the end."""
+
+    losses: list[float]  # of each forward_backward
+    grad_norms: list[float]  # of each optim_step
+    logprobs: list[list[Tensor]]  # of each forward_backward and of the forward, in the order of the samples
 
 
 def config(hf_path: str, shard: int, tensor: int) -> TrainerConfig:
@@ -48,7 +50,7 @@ def train(trainer: TrainerClient, save_to: str) -> Numbers:
 
 @pytest.fixture(scope="module")
 def numbers_of(tied_qwen3, tmp_path_factory):
-    """numbers_of(shard, tensor) -> (Numbers, the checkpoint written after two steps); each layout is spawned once."""
+    """numbers_of(shard, tensor) -> (Numbers, the checkpoint written after two steps). Each layout is spawned only once."""
     folder = tmp_path_factory.mktemp("layouts")
 
     @cache
@@ -62,7 +64,10 @@ def numbers_of(tied_qwen3, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param(v, id=k, marks=[] if k == "FSDP2" else [pytest.mark.slow]) for k, v in LAYOUTS.items()],
+    [
+        pytest.param(layout, id=name, marks=[] if name == "FSDP2" else [pytest.mark.slow])
+        for name, layout in LAYOUTS.items()
+    ],
 )
 def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     (one, _), (actual, _) = numbers_of(1, 1), numbers_of(*layout)
@@ -71,7 +76,7 @@ def test_a_layout_gives_the_numbers_of_one_process(numbers_of, layout):
     assert actual.grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
     assert_close(actual.logprobs, one.logprobs, rtol=1e-5, atol=1e-5)
     assert [len(logprobs) for logprobs in actual.logprobs[0]] == LENGTHS
-    assert one.losses[0] != pytest.approx(one.losses[2], rel=1e-3)  # the steps were not idle
+    assert one.losses[0] != pytest.approx(one.losses[2], rel=1e-3)  # the steps changed the weights
 
 
 def test_a_checkpoint_of_fsdp2_goes_on_in_one_process(numbers_of, make_engine):
@@ -89,7 +94,7 @@ def test_a_checkpoint_of_fsdp2_goes_on_under_tp2_and_a_missing_one_is_refused_th
     with TrainerClient.spawn(config(tied_qwen3, 1, 2), transport=MemoryTransport()) as trainer:
         assert trainer.load_checkpoint(path).result() == 2
         loss = trainer.forward_backward(ppo_samples(LENGTHS), loss=LOSS).result().metrics["loss:sum"]
-        # Every rank refuses at once, so nothing hangs and the step stays as it was.
+        # Every rank refuses before it waits for another one, so nothing hangs and the step stays as it was.
         trainer.discard_gradients().result()
         with pytest.raises(ValueError, match=r"nowhere is not a checkpoint: it holds no \.metadata"):
             trainer.load_checkpoint("nowhere").result()

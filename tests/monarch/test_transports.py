@@ -1,4 +1,4 @@
-"""One contract for all transports: a real sharded trainer publishes, and what is published is whole and exact."""
+"""The contract of all transports: the weights that a real sharded trainer publishes arrive whole and exact."""
 
 import asyncio
 import os
@@ -36,10 +36,13 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(v, id=k, marks=[] if k == "TP2" else [pytest.mark.slow]) for k, v in LAYOUTS.items()],
+    params=[
+        pytest.param(layout, id=name, marks=[] if name == "TP2" else [pytest.mark.slow])
+        for name, layout in LAYOUTS.items()
+    ],
 )
 def sharded_mesh(request, weights):
-    """A trainer of two or four processes, without a transport yet."""
+    """A trainer of two or four processes. `use` gives it a transport."""
     shard, tensor = request.param
     config = support.trainer_config(shard=shard, tensor=tensor, hf_path=str(weights[1]))
     processes = asyncio.run(spawn_processes("sharded", shard * tensor))
@@ -57,8 +60,12 @@ def sharded(sharded_mesh):
 
 @pytest.fixture
 def use(sharded, sharded_mesh):
-    """use(transport): the sharded trainer publishes there from now on, with nothing published so far."""
-    return lambda transport: sharded_mesh.use_transport.call(transport).get(timeout=GUARD)
+    """use(transport) makes the sharded trainer publish there, as a trainer that has published nothing yet."""
+
+    def use(transport) -> None:
+        sharded_mesh.use_transport.call(transport).get(timeout=GUARD)
+
+    return use
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -95,7 +102,7 @@ def assert_equal(tensors, expected, dtype=torch.float32) -> None:
         assert tensor.dtype == dtype and torch.equal(tensor, expected[name].to(dtype)), name
 
 
-def test_what_all_ranks_push_is_got_exactly(open_transport, sharded, use, tmp_path):
+def test_the_pushed_weights_of_all_ranks_arrive_exactly(open_transport, sharded, use, tmp_path):
     use(open_transport)
     version = sharded.push_model_state_dict().result()
     assert_equal(support.published_weights(open_transport, version), weights_of(sharded, tmp_path))
@@ -137,7 +144,7 @@ def test_a_push_that_fails_on_one_rank_is_never_readable_and_can_be_repeated(ope
 
 
 def test_tensors_without_a_manifest_are_not_readable(open_transport):
-    """They are left when a trainer is killed between its tensors and its manifest."""
+    """A trainer that is killed between its tensors and its manifest leaves such tensors."""
 
     async def interrupted():
         await open_transport.put_object("latest", ("killed", 10))
@@ -154,7 +161,7 @@ def test_a_missing_version_is_a_timeout_naming_it_and_the_newest(open_transport)
         asyncio.run(find(open_transport, 7, 0.1))
 
 
-def test_a_version_published_while_one_waits_for_it_is_found(open_transport):
+def test_a_version_that_is_published_during_the_wait_for_it_is_found(open_transport):
     async def main():
         waiting = asyncio.create_task(find(open_transport, 1, GUARD))
         one_rank = {"stream": "run", "version": 1, "rank": 0, "gather": lambda text: [text]}
@@ -206,7 +213,7 @@ def test_two_stores_side_by_side_do_not_mix_and_a_closed_one_leaves_nothing(open
     assert support.published_weights(open_transport, 1)["w"].tolist() == [0, 0]
 
 
-def test_a_store_of_the_callers_is_used_and_left_open(tmp_path):
+def test_a_store_of_the_caller_is_used_and_left_open(tmp_path):
     async def main():
         processes = await spawn_processes("own_store", 1)
         await torchstore.initialize(store_name="own", mesh=processes.mesh)
@@ -221,10 +228,10 @@ def test_a_store_of_the_callers_is_used_and_left_open(tmp_path):
     asyncio.run(main())
 
 
-def test_the_generator_holds_what_a_sharded_trainer_pushed(
+def test_the_generator_holds_the_weights_of_a_sharded_trainer(
     generator, generator_mesh, transport, sharded, use, tmp_path
 ):
-    """Several ranks, torchstore, vLLM: exact to its own parameters, in which q, k, v and gate, up are fused."""
+    """Several ranks push through torchstore. vLLM's own parameters, in which q, k, v and gate, up are fused, are then exactly the weights."""
     use(transport)
     support.step(sharded)
     version = sharded.push_model_state_dict().result()
@@ -235,7 +242,7 @@ def test_the_generator_holds_what_a_sharded_trainer_pushed(
 
 @pytest.mark.slow
 def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
-    """The trainer casts; beside a generator of float32, the generator itself does."""
+    """The trainer casts the weights. Beside a generator that computes in float32, this generator casts them itself."""
     transport = TorchStoreTransport()
 
     async def start():
@@ -266,9 +273,13 @@ def assert_vllm_equal(held, weights, dtype) -> None:
     fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
     names = set()
     for name, tensor in held.items():
-        parts = next(([name.replace(f, p) for p in parts] for f, parts in fused.items() if f in name), [name])
+        parts = [name]
+        for whole, pieces in fused.items():
+            if whole in name:
+                parts = [name.replace(whole, piece) for piece in pieces]
         names.update(parts)
-        parts = ["model.embed_tokens.weight"] if name == "lm_head.weight" else parts  # tied
+        if name == "lm_head.weight":  # the head is tied
+            parts = ["model.embed_tokens.weight"]
         expected = torch.cat([weights[part] for part in parts]).to(dtype)
         # vLLM pads the vocabulary.
         assert tensor.dtype == dtype and torch.equal(tensor[: len(expected)], expected), name
