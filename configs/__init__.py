@@ -1,6 +1,7 @@
 """Configs by name. Each is a function that returns a config; a variant edits the result of another function."""
 
 from configs import qwen3
+from configs.blank import blank, blank_sft
 from configs.small import small
 from configs.tiny import tiny, tiny_sft
 
@@ -15,6 +16,6 @@ _QWEN3 = (
     qwen3.qwen3_8b,
 )
 CONFIGS = {
-    "controllers.grpo": {"tiny": tiny, "small": small} | {make.__name__: make for make in _QWEN3},
-    "controllers.sft": {"tiny": tiny_sft, "qwen3": qwen3.qwen3_sft},
+    "controllers.grpo": {"tiny": tiny, "blank": blank, "small": small} | {make.__name__: make for make in _QWEN3},
+    "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},
 }

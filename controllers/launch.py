@@ -28,7 +28,7 @@ from controllers.metrics import MetricsLogger
 from controllers.report import write_report
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
 from controllers.run_folder import RunFolder
-from controllers.tokenizer import Tokenizer, build_character_tokenizer, load_tokenizer
+from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
 from controllers.validation import ValidationSet, build_sets
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
@@ -69,7 +69,9 @@ def main(controller: str) -> None:
             invocation = replace(invocation, eval_only=checkpoints.find(invocation.eval_only))
         if invocation.resume:
             invocation.config.validate_resumed(RunFolder(invocation.resume))
-        environment, validation_sets, tokenizer = _task_and_tokenizer(invocation.config)
+        environment, validation_sets = _task(invocation.config)
+        invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, validation_sets))
+        tokenizer = _tokenizer(invocation.config, environment, validation_sets)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -99,10 +101,30 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
     return ""
 
 
-def _task_and_tokenizer(config: RunConfig) -> tuple[Environment, list[ValidationSet], Tokenizer]:
-    """Raises ValueError for a task that cannot be built and for prompts that the tokenizer or the generator cannot take."""
+def _task(config: RunConfig) -> tuple[Environment, list[ValidationSet]]:
+    """Raises ValueError for a task that cannot be built."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
-    validation_sets = build_sets(environment, config.validation, seed=config.seed)
+    return environment, build_sets(environment, config.validation, seed=config.seed)
+
+
+def _first_problems(environment: Environment, validation_sets: Sequence[ValidationSet]) -> list[Problem]:
+    """The problems that are looked at before a run: all held-out ones, and the first that train."""
+    held_out = [problem for each in validation_sets for problem in each.problems]
+    return [*held_out, *map(environment.problem, range(PROBLEMS_CHECKED))]
+
+
+def _with_alphabet(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> RunConfig:
+    """The config with the alphabet of its problems, and with a vocabulary of that size, if its alphabet is "auto"."""
+    if config.alphabet != "auto":
+        return config
+    problems = _first_problems(environment, validation_sets)
+    alphabet = alphabet_of(text for problem in problems for text in (problem.prompt, problem.answer))
+    model = replace(config.trainer.model, vocab_size=len(alphabet) + NUM_SPECIAL_TOKENS)
+    return replace(config, alphabet=alphabet, trainer=replace(config.trainer, model=model))
+
+
+def _tokenizer(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
+    """Raises ValueError for problems that the tokenizer, the trainer or the generator cannot take."""
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
             build_character_tokenizer(directory, config.alphabet)
@@ -111,10 +133,9 @@ def _task_and_tokenizer(config: RunConfig) -> tuple[Environment, list[Validation
         tokenizer = load_tokenizer(config.trainer.hf_path, config.chat)
     if len(tokenizer) > (rows := config.trainer.model.vocab_size):
         raise ValueError(f"the tokenizer has {len(tokenizer)} tokens but trainer.model.vocab_size={rows}")
-    held_out = [problem for each in validation_sets for problem in each.problems]
-    for problem in [*held_out, *map(environment.problem, range(PROBLEMS_CHECKED))]:
+    for problem in _first_problems(environment, validation_sets):
         _require_fits(problem, tokenizer, config)
-    return environment, validation_sets, tokenizer
+    return tokenizer
 
 
 def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> None:

@@ -60,7 +60,8 @@ class RunConfig:
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
-    """Characters of a character-level tokenizer made for the run; empty: the tokenizer of trainer.hf_path."""
+    """Characters of a character-level tokenizer that is made for the run. auto: those of the problems, which then also give the size of
+    the vocabulary. Empty: the tokenizer of trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     """The model's chat template: whether prompts go through it, and how."""

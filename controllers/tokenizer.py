@@ -4,7 +4,8 @@ In the latter <pad> is 0, <eos> is 1, and the characters of the alphabet follow 
 """
 
 import json
-from collections.abc import Sequence
+import string
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PAD, EOS = "<pad>", "<eos>"
+NUM_SPECIAL_TOKENS = 2
 
 
 def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
@@ -45,6 +47,18 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
     Path(directory).mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(Path(directory) / "tokenizer.json"))
     (Path(directory) / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def alphabet_of(texts: Iterable[str]) -> str:
+    """The characters of the texts, in order. A digit or a letter brings all digits, or all letters of its case: other texts have them.
+
+    alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
+    """
+    found = set().union(*texts)
+    for kind in (string.digits, string.ascii_lowercase, string.ascii_uppercase):
+        if found & set(kind):
+            found |= set(kind)
+    return "".join(sorted(found))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

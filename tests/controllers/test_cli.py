@@ -386,10 +386,13 @@ def test_print_config_prints_json_that_config_takes(capsys, monkeypatch):
 @pytest.mark.parametrize("controller", configs.CONFIGS)
 def test_every_config_is_valid_and_no_two_share_a_model(controller):
     made = {name: make() for name, make in configs.CONFIGS[controller].items()}
-    of_a_user = {"qwen3"}  # needs a model of one's own
+    of_a_user = {
+        "qwen3": "--trainer.hf-path takes a directory or the id of a model",
+        "blank": "environment.task is empty: --task takes a reasoning-gym task",
+    }
     for name, config in made.items():
         if name in of_a_user:
-            with pytest.raises(ValueError, match="--trainer.hf-path takes a directory or the id of a model"):
+            with pytest.raises(ValueError, match=of_a_user[name]):
                 config.validate()
         else:
             config.validate()

@@ -158,6 +158,25 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"prompt_pattern": "["}, r"prompt_pattern='\[' is not a regular expression"),
         ({"prompt_pattern": "no"}, r"num_held_out=512 is more than half of the 0 .* and prompt_pattern='no'"),
         ({"task": "a:b", "reward": "task"}, "reward='task' needs a reasoning-gym task"),
+        ({"task": ""}, "environment.task is empty: --task takes"),
+        (
+            {"reward": "exact"},
+            "reward='exact'; it must be one of exact_match, math_verify, regex, task, or module:function",
+        ),
+        ({"reward": "nowhere:score"}, "reward='nowhere:score' cannot be imported"),
+        ({"reward": "regex"}, "the reward regex needs a pattern"),
+        ({"reward_pattern": "a"}, "the reward regex needs a pattern, and no other takes one"),
+        ({"reward": "regex", "reward_pattern": "("}, r"reward_pattern='\(' is not a regular expression"),
+        ({"task": "no/where"}, "task='no/where', split='train': .*hf download --repo-type dataset no/where"),
+        ({"mixture": [{"weight": 2}]}, r"mixture\[0\]={'weight': 2} names no task"),
+        ({"mixture": [{"task": "spell_backward", "weight": 0}]}, "weight is a number above 0"),
+        ({"mixture": ["spell_backward"]}, r"mixture\[0\]=spell_backward; it must be an object"),
+        (
+            {"mixture": [{"task": "spell_backward", "promt": "x"}]},
+            r"mixture\[0\]: promt is not a field; did you mean prompt",
+        ),
+        ({"mixture": [{"task": "spell_backward"}] * 2}, "mixture has 'spell_backward' twice"),
+        ({"mixture": [{"task": "spel_backward"}]}, "mixture, spel_backward: .*did you mean spell_backward"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(fields, message):
@@ -168,5 +187,172 @@ def test_a_wrong_value_is_refused_by_name(fields, message):
 def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2"}\n')
-    with pytest.raises(ValueError, match=r'bad.jsonl:2 is not a JSON object with "prompt" and "answer"'):
+    with pytest.raises(ValueError, match=r"bad.jsonl:2 has no column 'answer'; it has prompt"):
         build_environment(EnvironmentConfig(task=str(path), num_held_out=1))
+
+
+ROWS = [{"question": f"{n}+1", "value": n + 1, "level": n % 3} for n in range(40)]
+
+
+def write_table(path, rows) -> str:
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    table = pyarrow.Table.from_pylist(rows)
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        csv.write_csv(table, path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def data(task: str, **fields) -> EnvironmentConfig:
+    return EnvironmentConfig(task=task, prompt_column="question", answer_column="value", num_held_out=4, **fields)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv"])
+def test_every_file_format_gives_the_same_problems(tmp_path, ending):
+    environment = build_environment(
+        data(write_table(tmp_path / f"rows.{ending}", ROWS), prompt="[{level}] {question}=")
+    )
+    expected = build_environment(data(write_table(tmp_path / "same.jsonl", ROWS), prompt="[{level}] {question}="))
+    assert environment.held_out() == expected.held_out()
+    first = [environment.problem(index) for index in range(36)]
+    assert first == [expected.problem(index) for index in range(36)]
+    assert {problem.answer for problem in [*first, *environment.held_out()]} == {str(n + 1) for n in range(40)}
+    assert re.fullmatch(r"\[[012]\] \d+\+1=", first[0].prompt)
+
+
+def test_a_directory_of_a_hugging_face_data_set_is_read_by_its_split(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write_table(folder / "train.parquet", ROWS)
+    write_table(folder / "test.parquet", ROWS[:20])
+    assert len({build_environment(data(str(folder))).problem(index).key for index in range(36)}) == 36
+    small = build_environment(data(str(folder), split="test"))
+    assert len({small.problem(index).key for index in range(16)}) == 16
+
+
+def test_a_conversation_has_its_last_message_as_the_answer_or_a_column(tmp_path):
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "One more than 3?"}]
+    answered = [*asked, {"role": "assistant", "content": "4"}]
+    rows = [{"chat": answered, "n": 0}] + [
+        {"chat": [{"role": "user", "content": str(n)}, {"role": "assistant", "content": str(n + 1)}], "n": n}
+        for n in range(1, 9)
+    ]
+    task = write_table(tmp_path / "chats.jsonl", rows)
+    environment = build_environment(EnvironmentConfig(task=task, messages_column="chat", num_held_out=1))
+    problems = {p.prompt: p for p in [*environment.held_out(), *map(environment.problem, range(8))]}
+    assert problems["One more than 3?"].answer == "4"
+    assert problems["One more than 3?"].messages == answered
+    rows = [{"chat": asked[:1] + [{"role": "user", "content": str(n)}], "answer": n} for n in range(8)]
+    task = write_table(tmp_path / "asked.jsonl", rows)
+    environment = build_environment(EnvironmentConfig(task=task, messages_column="chat", num_held_out=1))
+    assert environment.problem(0).answer == environment.problem(0).prompt
+
+
+def cut_off(tmp_path) -> str:
+    path = tmp_path / "cut.parquet"
+    write_table(path, ROWS)
+    path.write_bytes(path.read_bytes()[:-20])
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "name, text, fields, message",
+    [
+        (
+            "a.jsonl",
+            '{"question": "1", "value": "1"}\n{"question"',
+            {},
+            r"a.jsonl:2 is not JSON \(.*column.*\{\"question\"",
+        ),
+        ("a.jsonl", "[1]", {}, r"a.jsonl:1 is '\[1\]', not an object with columns"),
+        ("a.jsonl", "", {}, "a.jsonl:1 is not JSON"),
+        ("a.json", "[]", {}, "num_held_out=4 is more than half of the 0 distinct problems"),
+        ("a.json", '{"question": 1}', {}, "a.json holds dict, not a list of objects"),
+        ("a.json", "[1", {}, "a.json is not JSON: .*line 1 column 3"),
+        ("a.csv", "question,answer\n1,2\n", {}, "a.csv, row 0 has no column 'value'; it has question, answer"),
+        (
+            "a.jsonl",
+            '{"question": "1", "value": 1}\n{"question": "2", "value": "2"}',
+            {},
+            "a.jsonl:2: column 'value' holds str '2', but int at .*a.jsonl:1",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "1", "value": null}',
+            {},
+            "column 'value' holds 'None', which is neither text nor a number",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "1", "value": 1}',
+            {"prompt": "{level}"},
+            "uses the unknown field 'level'; known are question",
+        ),
+        (
+            "a.jsonl",
+            '{"question": "1", "value": 1}',
+            {"messages_column": "chat"},
+            "has no column 'chat'; it has question, value",
+        ),
+        ("a.jsonl", '{"chat": "hi", "value": 1}', {"messages_column": "chat"}, "holds 'hi', not a list of messages"),
+        (
+            "a.jsonl",
+            '{"chat": [{"role": "user"}], "value": 1}',
+            {"messages_column": "chat"},
+            'not {"role": …, "content": …}',
+        ),
+    ],
+)
+def test_wrong_data_is_refused_with_its_file_and_row(tmp_path, name, text, fields, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=message):
+        build_environment(data(str(tmp_path / name), **fields))
+
+
+def test_a_parquet_file_that_is_cut_off_is_named(tmp_path):
+    with pytest.raises(ValueError, match="cut.parquet cannot be read, it may be cut off"):
+        build_environment(data(cut_off(tmp_path)))
+
+
+def test_a_mixture_has_its_weights_in_every_block_and_names_the_source(tmp_path):
+    task = write_table(tmp_path / "rows.jsonl", ROWS)
+    parts = [
+        {"task": task, "weight": 3, "name": "file", "prompt_column": "question", "answer_column": "value"},
+        {"task": "spell_backward", "prompt": "{question}!"},
+    ]
+    made = build_environment(EnvironmentConfig(mixture=parts, num_held_out=8))
+    again = build_environment(EnvironmentConfig(mixture=parts, num_held_out=8))
+    problems = [made.problem(index) for index in range(200)]
+    assert problems == [again.problem(index) for index in reversed(range(200))][::-1]
+    for block in (problems[:100], problems[100:]):
+        assert [problem.source for problem in block].count("file") == 75
+    assert {problem.source for problem in made.held_out()} == {"file", "spell_backward"}
+    assert [problem.source for problem in made.held_out()].count("file") == 6
+    trained = {problem.prompt for problem in problems if problem.source == "file"}
+    assert len(trained) == 34  # every problem of the file that is not held out
+    for problem in problems[:20]:
+        assert made.reward(problem, problem.answer) == 1.0 and made.reward(problem, "?") == 0.0
+
+
+def closeness(answer: str, completion: str) -> float:
+    return 1 / (1 + abs(len(answer) - len(completion)))
+
+
+def test_the_reward_is_the_last_match_of_a_pattern_or_a_function_of_ones_own(jsonl):
+    problem = Problem(prompt="", answer="72", key="")
+    config = EnvironmentConfig(task=jsonl, num_held_out=10, reward="regex", reward_pattern=r"#### (-?\d+)")
+    reward = build_environment(config).reward
+    texts = ("#### 7 no, #### 72", "#### 72, #### 7", "72", "")
+    assert [reward(problem, text) for text in texts] == [1.0, 0.0, 0.0, 0.0]
+    whole = EnvironmentConfig(task=jsonl, num_held_out=10, reward="regex", reward_pattern=r"\d+")
+    assert build_environment(whole).reward(problem, "7 and 72") == 1.0
+    own = EnvironmentConfig(task=jsonl, num_held_out=10, reward=f"{__name__}:closeness")
+    assert build_environment(own).reward(problem, "123") == 0.5

@@ -53,7 +53,8 @@ def config(**degrees: int) -> GRPOConfig:
 
 def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> list[dict[str, Any]]:
     made.validate()
-    task = launch._task_and_tokenizer(made)
+    environment, validation_sets = launch._task(made)
+    task = (environment, validation_sets, launch._tokenizer(made, environment, validation_sets))
     flags = dict.fromkeys(("dry_run", "plan", "verbose"), False)
     invocation = cli.Invocation(
         config=made,

@@ -3,7 +3,7 @@
 import pytest
 import tokenizers
 
-from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.tokenizer import alphabet_of, build_character_tokenizer, load_tokenizer
 from rl_actors.config import ModelConfig
 
 ALPHABET = "0123456789+-*= \n"
@@ -69,3 +69,8 @@ def test_bad_alphabets_and_folders_are_refused(tmp_path):
         build_character_tokenizer(tmp_path, "")
     with pytest.raises(ValueError, match="no tokenizer_config.json"):
         load_tokenizer(tmp_path)
+
+
+def test_the_alphabet_of_problems_has_whole_kinds_of_characters():
+    assert alphabet_of(["7 + b", "?"]) == " +0123456789?abcdefghijklmnopqrstuvwxyz"
+    assert alphabet_of(["T"]) == "ABCDEFGHIJKLMNOPQRSTUVWXYZ"

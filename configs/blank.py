@@ -1,0 +1,76 @@
+"""A run without a task: the user names one with --task. A Qwen3 of a million parameters learns it from random weights, on two cores."""
+
+from configs.tiny import sft_phase
+from controllers.environments import EnvironmentConfig
+from controllers.grpo import GRPOConfig
+from controllers.rollouts import RolloutConfig
+from controllers.schedules import ScheduleConfig
+from controllers.sft import SFTConfig
+from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
+
+NUM_SFT_STEPS = 300
+
+
+def blank() -> GRPOConfig:
+    """Supervised steps on the answers until every second sampled answer is right, then GRPO."""
+    return GRPOConfig(
+        environment=_no_task(),
+        trainer=_trainer(),
+        generator=_generator(),
+        alphabet="auto",
+        max_tokens=16,
+        steps=40,
+        updates_per_step=2,
+        rollouts=RolloutConfig(groups_per_step=64, group_size=8),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=3e-4, warmup_steps=2, min_ratio=0.1),
+        sft=sft_phase(stop_at=0.5),
+        sft_steps=NUM_SFT_STEPS,
+    )
+
+
+def blank_sft() -> SFTConfig:
+    """Supervised training only, for all of its steps."""
+    return SFTConfig(
+        environment=_no_task(),
+        trainer=_trainer(),
+        generator=_generator(),
+        alphabet="auto",
+        max_tokens=16,
+        steps=NUM_SFT_STEPS,
+        sft=sft_phase(stop_at=1.0),
+    )
+
+
+def _no_task() -> EnvironmentConfig:
+    return EnvironmentConfig(task="", num_held_out=128)
+
+
+def _model() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=128,  # the alphabet of the problems decides
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        max_position_embeddings=256,
+        rope_theta=100.0,  # a text has some tens of tokens: with a base of 10,000 most frequencies hardly rotate over it
+        tie_word_embeddings=False,
+    )
+
+
+def _trainer() -> TrainerConfig:
+    return TrainerConfig(
+        model=_model(),
+        max_sequence_length=256,
+        tokens_per_row=256,
+        rows_per_microbatch=32,
+        logprob_chunk_tokens=1 << 13,
+    )
+
+
+def _generator() -> GeneratorConfig:
+    return GeneratorConfig(
+        model=_model(), max_model_len=256, max_num_seqs=512, gpu_memory_utilization=0.3, enforce_eager=True
+    )

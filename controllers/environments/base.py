@@ -1,0 +1,53 @@
+"""What a task is: problems, and the reward of a completion. Knows no data and no model."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Protocol, TypedDict, runtime_checkable
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str  # "system", "user" or "assistant"
+    content: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    prompt: str
+    answer: str
+    key: str  # training uses no problem that has the key of a held-out one
+    metadata: dict[str, object] = field(default_factory=dict)
+    # The conversation that the completion continues. If it is not empty, the model's chat template makes the prompt from it, and `prompt`
+    # is only shown.
+    messages: list[Message] = field(default_factory=list)
+    source: str = ""  # name of the environment of a mixture that it comes from
+
+
+@runtime_checkable
+class Environment(Protocol):
+    def problem(self, index: int) -> Problem:
+        """Training problem number `index`. It depends on (seed, index) only, and it is never a held-out problem."""
+
+    def held_out(self) -> list[Problem]:
+        """`num_held_out` problems with distinct keys."""
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """The reward of a completion of this problem's prompt: a finite number."""
+
+
+class RewardError(ValueError):
+    """A reward that is not a finite number."""
+
+
+def score(environment: Environment, problem: Problem, completion: str) -> float:
+    """The reward of a completion. Raises RewardError for one that is not a finite number: it would spoil the whole group's advantages."""
+    reward = environment.reward(problem, completion)
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value):
+        where = f"completion {completion!r} of prompt {problem.prompt!r}"
+        raise RewardError(f"the reward of {where} is {reward!r}; it must be a finite number")
+    return value

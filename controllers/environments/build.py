@@ -1,0 +1,38 @@
+"""The environment of a config."""
+
+from controllers.environments.base import Environment
+from controllers.environments.config import EnvironmentConfig
+from controllers.environments.data import DataEnvironment, read_dataset, read_file
+from controllers.environments.entries import imported
+from controllers.environments.generated import reasoning_gym
+from controllers.environments.mixture import MixedEnvironment, read_parts
+
+
+def build_environment(config: EnvironmentConfig) -> Environment:
+    """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems."""
+    config.validate()
+    if config.mixture:
+        parts = read_parts(config)
+        environments = []
+        for part in parts:
+            try:
+                environments.append(build_environment(part.config))
+            except ValueError as error:
+                raise ValueError(f"mixture, {part.name}: {error}") from None
+        return MixedEnvironment(parts, environments, config.seed)
+    if config.is_file:
+        return DataEnvironment(config, read_file(config.task))
+    if config.is_function:
+        return _of_function(config)
+    if config.is_dataset:
+        return DataEnvironment(config, read_dataset(config))
+    return reasoning_gym(config)
+
+
+def _of_function(config: EnvironmentConfig) -> Environment:
+    function = imported("task", config.task)
+    environment = function(seed=config.seed, num_held_out=config.num_held_out, **config.options)
+    if not isinstance(environment, Environment):
+        missing = [name for name in ("problem", "held_out", "reward") if not hasattr(environment, name)]
+        raise ValueError(f"task={config.task!r} returned {type(environment).__name__} without {', '.join(missing)}")
+    return environment

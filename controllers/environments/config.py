@@ -1,0 +1,107 @@
+"""The choice of a task as fields of a config."""
+
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from tyro.constructors import PrimitiveConstructorSpec
+
+REWARDS = ("exact_match", "math_verify", "regex", "task")
+FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
+
+
+def _json_field(kind: type) -> PrimitiveConstructorSpec:
+    """A flag whose value is JSON of this type."""
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda args: json.loads(args[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+
+
+@dataclass(kw_only=True)
+class EnvironmentConfig:
+    task: str = "basic_arithmetic"
+    """A reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a directory or an id of a Hugging Face data set, which has a slash;
+    or a function as module:function. Not read with `mixture`."""
+    options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
+    """Arguments of the reasoning-gym task or of the user's function: one JSON object, which replaces the default as a whole."""
+    mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
+    """Several tasks in the place of one: a JSON list of objects with these fields, and a "weight" each, 1 if it has none."""
+    prompt_column: str = "prompt"
+    """Column of a file or a data set with the prompt."""
+    answer_column: str = "answer"
+    """Column of a file or a data set with the answer."""
+    messages_column: str = ""
+    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}, in the place of a prompt. The model's chat
+    template makes the prompt. Without an answer column the content of the last message, which is the assistant's, is the answer."""
+    split: str = "train"
+    """Split of a Hugging Face data set."""
+    prompt: str = "{question}"
+    """Template of the prompt. It may use `question`, which is the prompt of the data, and the keys of the problem's metadata, which are
+    the other columns, e.g. "{expression}="."""
+    remove_whitespace: bool = False
+    """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
+    prompt_pattern: str = ""
+    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
+    reward: str = "exact_match"
+    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern with
+    the answer. task asks the reasoning-gym task. module:function calls your function(answer, completion), which returns a number."""
+    reward_pattern: str = ""
+    """For the reward regex: a regular expression, whose first group, or whole match if it has none, is compared with the answer."""
+    num_held_out: int = 512
+    """Distinct problems that are used for validation and never for training."""
+    seed: int = 0
+    """Seed of the problems, of their order and of the split between training and held-out."""
+
+    @property
+    def is_file(self) -> bool:
+        return self.task.endswith(FILE_FORMATS)
+
+    @property
+    def is_function(self) -> bool:
+        return ":" in self.task and not self.is_file
+
+    @property
+    def is_dataset(self) -> bool:
+        return "/" in self.task and not self.is_file and not self.is_function
+
+    @property
+    def source(self) -> str:
+        """The task and what narrows it down, for error texts."""
+        text = f"task={self.task!r} with options={self.options}"
+        return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
+
+    def validate(self) -> None:
+        """Raise ValueError for a wrong value that can be found without the dataset. `build_environment` finds the others."""
+        if self.num_held_out < 1:
+            raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
+        if not isinstance(self.options, dict):
+            raise ValueError(f"options={self.options!r} is not a JSON object")
+        if not isinstance(self.mixture, list):
+            raise ValueError(f"mixture={self.mixture!r} is not a JSON list")
+        for name in ("prompt_pattern", "reward_pattern"):
+            try:
+                re.compile(getattr(self, name))
+            except re.error as error:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not a regular expression: {error}") from None
+        if (self.reward == "regex") != bool(self.reward_pattern):
+            raise ValueError(
+                f"reward={self.reward!r} with reward_pattern={self.reward_pattern!r}; the reward regex needs a pattern, and no other takes one"
+            )
+        if self.reward not in REWARDS and ":" not in self.reward:
+            raise ValueError(f"reward={self.reward!r}; it must be one of {', '.join(REWARDS)}, or module:function")
+        if self.mixture:
+            return
+        if not self.task:
+            raise ValueError(
+                "environment.task is empty: --task takes a reasoning-gym task, a file, a Hugging Face data set or module:function"
+            )
+        if self.reward == "task" and (self.is_file or self.is_function or self.is_dataset):
+            raise ValueError(f"reward='task' needs a reasoning-gym task, but task={self.task!r}")
+        if self.is_file and not Path(self.task).is_file():
+            raise ValueError(f"task={self.task!r} is not a file")

@@ -1,0 +1,171 @@
+"""Problems of a file or of a Hugging Face data set, all of which are read at the start."""
+
+import functools
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from random import Random
+
+from controllers.environments.base import Message, Problem
+from controllers.environments.config import EnvironmentConfig
+from controllers.environments.entries import Entry, fits, text_score, to_problem
+from controllers.environments.held_out import fraction, hold_out
+
+Row = tuple[str, Mapping[str, object]]
+"""Where a row stands, for error texts, and its columns."""
+
+
+class DataEnvironment:
+    """All problems of the data except the held-out ones, in another order in every epoch."""
+
+    def __init__(self, config: EnvironmentConfig, rows: Iterable[Row]):
+        self.config, self.reward = config, text_score(config)
+        problems = []
+        for entry in read_entries(config, rows):
+            problem = to_problem(entry, config)
+            if fits(problem, config):
+                problems.append(problem)
+        self._held_out, highest = hold_out(
+            problems, number=config.num_held_out, seed=config.seed, share=0.0, source=config.source
+        )
+        self._training = [problem for problem in problems if fraction(problem.key, config.seed) > highest]
+
+    def problem(self, index: int) -> Problem:
+        epoch, position = divmod(index, len(self._training))
+        return self._training[_shuffled(len(self._training), f"{self.config.seed}/{epoch}")[position]]
+
+    def held_out(self) -> list[Problem]:
+        return list(self._held_out)
+
+
+@functools.lru_cache(maxsize=4)
+def _shuffled(length: int, seed: str) -> list[int]:
+    return Random(seed).sample(range(length), length)
+
+
+def read_file(path: str) -> Iterator[Row]:
+    """The rows of a .jsonl, .json, .parquet or .csv file. Raises ValueError naming the file, and the row if it can be named."""
+    reader = {".jsonl": _read_jsonl, ".json": _read_json}.get(Path(path).suffix, _read_table)
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+
+
+def _read_jsonl(path: str) -> Iterator[Row]:
+    # split, not splitlines: a JSON string may hold U+2028, at which splitlines splits, too.
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").rstrip().split("\n"), 1):
+        try:
+            values = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number} is not JSON ({error}): {line[:80]}") from None
+        yield f"{path}:{number}", _as_row(f"{path}:{number}", values)
+
+
+def _read_json(path: str) -> Iterator[Row]:
+    try:
+        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} holds {type(rows).__name__}, not a list of objects")
+    for number, values in enumerate(rows):
+        yield f"{path}[{number}]", _as_row(f"{path}[{number}]", values)
+
+
+def _as_row(where: str, values: object) -> Mapping[str, object]:
+    if not isinstance(values, dict):
+        raise ValueError(f"{where} is {str(values)[:80]!r}, not an object with columns")
+    return values
+
+
+def _read_table(path: str) -> Iterator[Row]:
+    import pyarrow
+    from pyarrow import csv, parquet
+
+    try:
+        table = parquet.read_table(path) if path.endswith(".parquet") else csv.read_csv(path)
+    except pyarrow.ArrowInvalid as error:
+        raise ValueError(f"{path} cannot be read, it may be cut off: {error}") from None
+    for number, values in enumerate(table.to_pylist()):
+        yield f"{path}, row {number}", values
+
+
+def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
+    """The rows of a Hugging Face data set: a directory, or an id that is in the cache or can be fetched.
+
+    Raises ValueError naming the id and the command that fetches it.
+    """
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(config.task, split=config.split, **config.options)
+    except Exception as error:  # what the package raises depends on where the data lies
+        remedy = "" if os.path.isdir(config.task) else f"; to fetch it: hf download --repo-type dataset {config.task}"
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"task={config.task!r}, split={config.split!r}: {reason}{remedy}") from None
+    for number, values in enumerate(rows):
+        yield f"{config.task}, row {number}", values
+
+
+def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
+    """The rows as entries. Raises ValueError naming the row for a missing column, or for a value of another type than in the first row."""
+    kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the row where it was first seen
+    used = (config.prompt_column, config.answer_column, config.messages_column)
+    for where, row in rows:
+        messages: list[Message] = []
+        if config.messages_column:
+            messages, question, answer = _conversation(config, where, row)
+        else:
+            question, answer = _column(config.prompt_column, where, row), _column(config.answer_column, where, row)
+        _require_kind(config.prompt_column, question, where, kinds)
+        _require_kind(config.answer_column, answer, where, kinds)
+        metadata = {name: value for name, value in row.items() if name not in used}
+        yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages)
+
+
+def _conversation(
+    config: EnvironmentConfig, where: str, row: Mapping[str, object]
+) -> tuple[list[Message], object, object]:
+    """The messages of a row, the last question in them, and the answer to it."""
+    messages = _messages(config.messages_column, where, row)
+    asked = [message for message in messages if message["role"] != "assistant"]
+    if not asked:
+        raise ValueError(f"{where}: column {config.messages_column!r} has only messages of the assistant")
+    question: object = asked[-1]["content"]
+    if config.answer_column not in row and messages[-1]["role"] == "assistant":
+        return messages, question, messages[-1]["content"]
+    return messages, question, _column(config.answer_column, where, row)
+
+
+def _column(name: str, where: str, row: Mapping[str, object]) -> object:
+    if name not in row:
+        raise ValueError(f"{where} has no column {name!r}; it has {', '.join(row) or 'none'}")
+    return row[name]
+
+
+def _require_kind(column: str, value: object, where: str, kinds: dict[str, tuple[type, str]]) -> None:
+    if not isinstance(value, str | int | float | bool):
+        raise ValueError(f"{where}: column {column!r} holds {str(value)[:80]!r}, which is neither text nor a number")
+    kind, first = kinds.setdefault(column, (type(value), where))
+    if type(value) is not kind:
+        raise ValueError(
+            f"{where}: column {column!r} holds {type(value).__name__} {value!r}, but {kind.__name__} at {first}"
+        )
+
+
+def _messages(column: str, where: str, row: Mapping[str, object]) -> list[Message]:
+    found = _column(column, where, row)
+    messages = []
+    for each in found if isinstance(found, list) else []:
+        if (
+            not isinstance(each, dict)
+            or not isinstance(each.get("role"), str)
+            or not isinstance(each.get("content"), str)
+        ):
+            raise ValueError(f'{where}: column {column!r} holds {str(each)[:80]!r}, not {{"role": …, "content": …}}')
+        messages.append(Message(role=each["role"], content=each["content"]))
+    if not messages:
+        raise ValueError(f"{where}: column {column!r} holds {str(found)[:80]!r}, not a list of messages")
+    return messages

@@ -1,0 +1,76 @@
+"""Entries of a task's data as problems, and their rewards."""
+
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from controllers.environments import scores
+from controllers.environments.base import Message, Problem
+from controllers.environments.config import EnvironmentConfig
+
+Score = Callable[[Problem, str], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A row of the data of a task."""
+
+    question: str
+    answer: str
+    metadata: Mapping[str, object]
+    messages: list[Message] = field(default_factory=list)
+
+
+def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
+    """The problem of an entry. Raises ValueError when the template of the prompt has a field that the entry has not."""
+    fields = {**entry.metadata, "question": entry.question}
+    try:
+        prompt = config.prompt.format(**fields)
+    except (KeyError, IndexError) as error:
+        known = ", ".join(fields)
+        raise ValueError(f"prompt={config.prompt!r} uses the unknown field {error}; known are {known}") from None
+    prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
+    key = operands_or_text(entry)
+    return Problem(prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages)
+
+
+def fits(problem: Problem, config: EnvironmentConfig) -> bool:
+    """True if the prompt matches the pattern of the config."""
+    return not config.prompt_pattern or re.fullmatch(config.prompt_pattern, problem.prompt) is not None
+
+
+def operands_or_text(entry: Entry) -> str:
+    """Key of an entry: the sorted operands of plain arithmetic ("12 + 34" and "34 + 12" give "12 34"), else the question."""
+    expression = str(entry.metadata.get("expression", ""))
+    if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
+        return entry.question
+    return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
+
+
+def imported(field_name: str, name: str) -> Callable:
+    """The function of a name module:function. Raises ValueError, naming the field, when it cannot be imported."""
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{field_name}={name!r} cannot be imported: {error}") from error
+
+
+def text_score(config: EnvironmentConfig) -> Score:
+    """The score of a completion against the problem's answer, as `reward` says. The reward "task" has none.
+
+    Raises ValueError for a function that cannot be imported.
+    """
+    compares: dict[str, Callable[[str, str], float]] = {
+        "exact_match": scores.exact_match,
+        "math_verify": scores.math_verify,
+        "regex": partial(scores.last_match, config.reward_pattern),
+    }
+    compare = compares[config.reward] if config.reward in compares else imported("reward", config.reward)
+
+    def score(problem: Problem, completion: str) -> float:
+        return compare(problem.answer, completion)
+
+    return score

@@ -1,0 +1,78 @@
+"""Problems of reasoning-gym, drawn at random."""
+
+import difflib
+from random import Random
+from typing import TYPE_CHECKING
+
+from controllers.environments.base import Problem
+from controllers.environments.config import EnvironmentConfig
+from controllers.environments.entries import Entry, Score, fits, text_score, to_problem
+from controllers.environments.held_out import fraction, hold_out
+
+if TYPE_CHECKING:
+    from reasoning_gym.dataset import ProceduralDataset
+
+HELD_OUT_SHARE = 1 / 8
+"""Share of the keys that training does not use. If a task has few keys, `num_held_out` can need a larger share."""
+
+DRAWS_PER_PROBLEM = 1000
+"""Entries tried for one training problem before the task is given up."""
+
+
+class GeneratedEnvironment:
+    """Random draws from a reasoning-gym task."""
+
+    def __init__(self, config: EnvironmentConfig, dataset: "ProceduralDataset"):
+        self.config, self.dataset = config, dataset
+        self._score: Score = self._task_score if config.reward == "task" else text_score(config)
+        probes = map(self._read, range(min(len(dataset), 32 * config.num_held_out)))
+        self._held_out, self._highest_held_out = hold_out(
+            (problem for problem in probes if fits(problem, config)),
+            number=config.num_held_out,
+            seed=config.seed,
+            share=HELD_OUT_SHARE,
+            source=config.source,
+        )
+
+    def _read(self, position: int) -> Problem:
+        drawn = self.dataset[position]
+        entry = Entry(question=drawn["question"], answer=str(drawn["answer"]), metadata=drawn["metadata"])
+        return to_problem(entry, self.config)
+
+    def problem(self, index: int) -> Problem:
+        # Entries are drawn at random, not taken in order: entry i of reasoning-gym's seed s is entry i + 1 of seed s - 1.
+        draws = Random(f"{self.config.seed}/{index}")
+        for _ in range(DRAWS_PER_PROBLEM):
+            problem = self._read(draws.randrange(len(self.dataset)))
+            if fits(problem, self.config) and fraction(problem.key, self.config.seed) > self._highest_held_out:
+                return problem
+        draw = f"training problem {index}: each of {DRAWS_PER_PROBLEM} draws of task={self.config.task!r} was held out"
+        if self.config.prompt_pattern:
+            draw += f" or did not match prompt_pattern={self.config.prompt_pattern!r}"
+        raise ValueError(draw)
+
+    def held_out(self) -> list[Problem]:
+        return list(self._held_out)
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return self._score(problem, completion)
+
+    def _task_score(self, problem: Problem, completion: str) -> float:
+        entry = {"question": problem.metadata["question"], "answer": problem.answer, "metadata": problem.metadata}
+        return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
+
+
+def reasoning_gym(config: EnvironmentConfig) -> GeneratedEnvironment:
+    """Raises ValueError for an unknown task or option."""
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if config.task not in DATASETS:
+        near = " or ".join(difflib.get_close_matches(config.task, DATASETS)) or "a file or module:function"
+        raise ValueError(f"task={config.task!r} is not a reasoning-gym task; did you mean {near}?")
+    options = {"seed": int(fraction("dataset", config.seed) * 2**31), "size": 1_000_000, **config.options}
+    try:
+        dataset = create_dataset(config.task, **options)
+    except (TypeError, ValueError, AssertionError) as error:
+        known = ", ".join(DATASETS[config.task][1].__dataclass_fields__)
+        raise ValueError(f"task={config.task!r} with options={options}: {error} (known options: {known})") from error
+    return GeneratedEnvironment(config, dataset)

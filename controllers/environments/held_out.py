@@ -1,0 +1,37 @@
+"""The split of problems into training and held-out ones, by a hash of their keys."""
+
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from controllers.environments.base import Problem
+
+
+def fraction(key: str, seed: int) -> float:
+    """A hash of key and seed in [0, 1). It is the same on every machine and in every process."""
+    return int.from_bytes(blake2b(f"{seed}/{key}".encode(), digest_size=6).digest(), "big") / 2**48
+
+
+def hold_out(
+    problems: Iterable[Problem], *, number: int, seed: int, share: float, source: str
+) -> tuple[list[Problem], float]:
+    """Held-out problems, and the highest hash of their keys.
+
+    The `number` keys with the lowest hashes are held out, each with its first problem. Reading stops when `number` keys with hashes
+    below `share` are found. Raises ValueError, naming the source, when `number` is more than half of all keys.
+    """
+    found: dict[str, tuple[float, Problem]] = {}
+    num_low = 0
+    for problem in problems:
+        if problem.key in found:
+            continue
+        hashed = fraction(problem.key, seed)
+        found[problem.key] = (hashed, problem)
+        num_low += hashed < share
+        if num_low == number:
+            break
+    if 2 * number > len(found):
+        raise ValueError(
+            f"num_held_out={number} is more than half of the {len(found)} distinct problems found in {source}"
+        )
+    lowest = sorted(found.values(), key=lambda item: item[0])[:number]
+    return [problem for _, problem in lowest], lowest[-1][0]

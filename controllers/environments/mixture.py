@@ -1,0 +1,92 @@
+"""Several environments as one, mixed by weight."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from random import Random
+
+from controllers import config_file
+from controllers.environments.base import Environment, Problem
+from controllers.environments.config import EnvironmentConfig
+
+BLOCK = 100
+"""Consecutive problems in which every environment has its exact share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    name: str
+    weight: float
+    config: EnvironmentConfig
+
+
+def read_parts(config: EnvironmentConfig) -> list[Part]:
+    """The parts of a mixture, each with its share of the held-out problems. Raises ValueError naming the part and what is wrong.
+
+    A part takes the fields that it does not set from the config around it.
+    """
+    around = asdict(config) | {"mixture": []}
+    total = sum(_weight(number, values) for number, values in enumerate(config.mixture))
+    parts = []
+    for number, values in enumerate(config.mixture):
+        own = {name: value for name, value in values.items() if name not in ("weight", "name")}
+        if "task" not in own:
+            raise ValueError(f"mixture[{number}]={values} names no task")
+        try:
+            made = config_file.from_values(EnvironmentConfig, around | own)
+        except ValueError as error:
+            raise ValueError(f"mixture[{number}]: {error}") from None
+        weight = _weight(number, values) / total
+        if "num_held_out" not in own:
+            made.num_held_out = max(1, round(config.num_held_out * weight))
+        parts.append(Part(name=str(values.get("name", made.task)), weight=weight, config=made))
+    repeated = [name for name, count in Counter(part.name for part in parts).items() if count > 1]
+    if repeated:
+        raise ValueError(f"mixture has {repeated[0]!r} twice; give each part a name of its own")
+    return parts
+
+
+def _weight(number: int, values: dict[str, object]) -> float:
+    weight = values.get("weight", 1.0) if isinstance(values, dict) else None
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        raise ValueError(f"mixture[{number}]={values}; it must be an object whose weight is a number above 0")
+    return float(weight)
+
+
+class MixedEnvironment:
+    """Problems of several environments. Each problem has the name of its environment as `source`."""
+
+    def __init__(self, parts: Sequence[Part], environments: Sequence[Environment], seed: int):
+        self.names = [part.name for part in parts]
+        self.environments = dict(zip(self.names, environments, strict=True))
+        self.seed = seed
+        self.counts = _counts([part.weight for part in parts])
+
+    def problem(self, index: int) -> Problem:
+        block, position = divmod(index, BLOCK)
+        order = [name for name, count in zip(self.names, self.counts, strict=True) for _ in range(count)]
+        Random(f"{self.seed}/{block}").shuffle(order)
+        name = order[position]
+        count = self.counts[self.names.index(name)]
+        return self._of(name, self.environments[name].problem(block * count + order[:position].count(name)))
+
+    def held_out(self) -> list[Problem]:
+        return [self._of(name, problem) for name in self.names for problem in self.environments[name].held_out()]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return self.environments[problem.source].reward(problem, completion)
+
+    def _of(self, name: str, problem: Problem) -> Problem:
+        return replace(problem, source=name)
+
+
+def _counts(weights: Sequence[float]) -> list[int]:
+    """How many of BLOCK problems each environment gets: its share, rounded so that the sum is BLOCK, and at least one."""
+    counts = [max(1, int(weight * BLOCK)) for weight in weights]
+    remainders = [weight * BLOCK - count for weight, count in zip(weights, counts, strict=True)]
+    while sum(counts) != BLOCK:
+        step = 1 if sum(counts) < BLOCK else -1
+        chosen = max(range(len(counts)), key=lambda at: step * remainders[at] if counts[at] + step >= 1 else -BLOCK)
+        counts[chosen] += step
+        remainders[chosen] -= step
+    return counts

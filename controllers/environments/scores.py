@@ -1,0 +1,30 @@
+"""Scores of a completion against an answer, without a model."""
+
+import re
+import threading
+
+
+def exact_match(answer: str, completion: str) -> float:
+    return float(completion.strip() == answer.strip())
+
+
+def math_verify(answer: str, completion: str) -> float:
+    """1.0 when both texts have the same mathematical value, such as "0.5" and "$\\frac{1}{2}$"; else 0.0."""
+    from math_verify import parse, verify
+
+    # The package implements its timeout with SIGALRM, which only the main thread may set.
+    timeout = 5 if threading.current_thread() is threading.main_thread() else None
+    gold, target = (parse(text, parsing_timeout=timeout) for text in (answer, completion))
+    return float(verify(gold, target, timeout_seconds=timeout))
+
+
+def last_match(pattern: str, answer: str, completion: str) -> float:
+    """1.0 when the last match of the pattern is the answer, else 0.0. The first group counts if the pattern has one.
+
+    last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
+    """
+    found = list(re.finditer(pattern, completion))
+    if not found:
+        return 0.0
+    text = found[-1].group(1) if found[-1].re.groups else found[-1].group()
+    return float((text or "").strip() == answer.strip())
