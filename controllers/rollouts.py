@@ -115,6 +115,9 @@ class RolloutBatch:
             "completion/length_max": max(lengths),
             "completion/truncated": fmean(completion.finish_reason == "length" for completion in completions),
         }
+        for source in sorted({group.problem.source for group in self.groups} - {""}):
+            of_source = [group.task_rewards for group in self.groups if group.problem.source == source]
+            values[f"reward/{source}/mean"] = fmean(reward for rewards in of_source for reward in rewards)
         overlong = [penalty for group in self.groups for penalty in group.overlong_penalties]
         if overlong:
             values["reward/overlong_penalty"] = fmean(overlong)

@@ -20,7 +20,7 @@ from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
-from rl_actors import GeneratorClient, GeneratorConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
 from rl_actors.config import LoRAConfig
 from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
@@ -61,7 +61,7 @@ class RunConfig:
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
     """Characters of a character-level tokenizer that is made for the run. auto: those of the problems, which then also give the size of
-    the vocabulary. Empty: the tokenizer of trainer.hf_path."""
+    the vocabulary; with trainer.hf_path its tokenizer and its size of the model. Empty: the tokenizer of trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     """The model's chat template: whether prompts go through it, and how."""
@@ -115,6 +115,9 @@ class RunConfig:
         """This config with directories in the place of the ids of models on the Hugging Face Hub. Raises ValueError as find_model does."""
         trainer = replace(self.trainer, hf_path=find_model(self.trainer.hf_path))
         generator = replace(self.generator, hf_path=find_model(self.generator.hf_path))
+        if self.alphabet == "auto" and trainer.hf_path:
+            own = replace(trainer, model=ModelConfig.from_hf(trainer.hf_path))
+            return replace(self, trainer=own, generator=generator, alphabet="")
         return replace(self, trainer=trainer, generator=generator)
 
     def validate(self) -> None:

@@ -38,7 +38,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_pages_have_the_programs_that_are_run_here():
-    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK}
+    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters"}
 
 
 # Most tests in tests/monarch drive actors on meshes of their own, as the program of the page on embedding does.
@@ -66,6 +66,15 @@ def test_the_task_of_the_readme_is_taken_by_the_command_under_it(tmp_path):
     assert task.problem(5) == module.LargestDigit(seed=0, num_held_out=8).problem(5)
     for problem in held_out:
         assert task.reward(problem, problem.answer) == 1.0 and task.reward(problem, "") == 0.0
+
+
+def test_the_task_of_the_page_on_tasks_is_taken_by_the_command_under_it(tmp_path):
+    (tmp_path / "next_letter.py").write_text(PROGRAMS["letters"])
+    [command] = re.findall(r"^\.venv/bin/python (.*next_letter.*)$", DOCS["tasks.md"], re.MULTILINE)
+    finished = run([sys.executable, *command.split(), "--dry-run"], tmp_path)
+    config = json.loads(finished.stdout)
+    assert config["environment"]["task"] == "next_letter:NextLetter"
+    assert config["alphabet"] == "=abcdefghijklmnopqrstuvwxyz" and config["trainer"]["model"]["vocab_size"] == 29
 
 
 def test_the_api_page_lists_every_public_name_and_no_other():

@@ -36,9 +36,9 @@ class EnvironmentConfig:
     """Column of a file or a data set with the prompt."""
     answer_column: str = "answer"
     """Column of a file or a data set with the answer."""
-    messages_column: str = ""
-    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}, in the place of a prompt. The model's chat
-    template makes the prompt. Without an answer column the content of the last message, which is the assistant's, is the answer."""
+    messages_column: str = "messages"
+    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. A row without a prompt column takes it. The
+    model's chat template makes the prompt. Without an answer column the content of the last message, the assistant's, is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     prompt: str = "{question}"
@@ -49,8 +49,8 @@ class EnvironmentConfig:
     prompt_pattern: str = ""
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: str = "exact_match"
-    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern with
-    the answer. task asks the reasoning-gym task. module:function calls your function(answer, completion), which returns a number."""
+    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern
+    with that in the answer. task asks the reasoning-gym task. module:function calls your function(answer, completion), which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression, whose first group, or whole match if it has none, is compared with the answer."""
     num_held_out: int = 512

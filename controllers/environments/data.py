@@ -115,7 +115,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:
         messages: list[Message] = []
-        if config.messages_column:
+        if config.prompt_column not in row and config.messages_column in row:
             messages, question, answer = _conversation(config, where, row)
         else:
             question, answer = _column(config.prompt_column, where, row), _column(config.answer_column, where, row)

@@ -19,12 +19,18 @@ def math_verify(answer: str, completion: str) -> float:
 
 
 def last_match(pattern: str, answer: str, completion: str) -> float:
-    """1.0 when the last match of the pattern is the answer, else 0.0. The first group counts if the pattern has one.
+    """1.0 when the last match of the pattern in the completion is that in the answer, or the whole answer if it has none; else 0.0.
 
-    last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
+    The first group counts if the pattern has one. last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
     """
-    found = list(re.finditer(pattern, completion))
+    found = _last_found(pattern, completion)
+    expected = _last_found(pattern, answer)
+    return float(found is not None and found == (answer.strip() if expected is None else expected))
+
+
+def _last_found(pattern: str, text: str) -> str | None:
+    found = list(re.finditer(pattern, text))
     if not found:
-        return 0.0
-    text = found[-1].group(1) if found[-1].re.groups else found[-1].group()
-    return float((text or "").strip() == answer.strip())
+        return None
+    last = found[-1].group(1) if found[-1].re.groups else found[-1].group()
+    return (last or "").strip()

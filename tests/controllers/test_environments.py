@@ -298,9 +298,9 @@ def cut_off(tmp_path) -> str:
         ),
         (
             "a.jsonl",
-            '{"question": "1", "value": 1}',
+            '{"talk": [], "value": 1}',
             {"messages_column": "chat"},
-            "has no column 'chat'; it has question, value",
+            "has no column 'question'; it has talk, value",
         ),
         ("a.jsonl", '{"chat": "hi", "value": 1}', {"messages_column": "chat"}, "holds 'hi', not a list of messages"),
         (

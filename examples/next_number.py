@@ -1,0 +1,31 @@
+"""A task of your own with a graded reward: the number after another one. The reward falls with the distance from the right answer.
+
+PYTHONPATH=examples python -m controllers.grpo --config blank --task next_number:NextNumber
+"""
+
+from random import Random
+
+from controllers.environments import Problem
+
+
+class NextNumber:
+    """ "17->" -> "18" """
+
+    def __init__(self, seed: int, num_held_out: int) -> None:
+        numbers = Random(seed).sample(range(10, 1000), k=900)
+        problems = [Problem(prompt=f"{n}->", answer=str(n + 1), key=str(n)) for n in numbers]
+        self.test, self.training = problems[:num_held_out], problems[num_held_out:]
+
+    def held_out(self) -> list[Problem]:
+        return self.test
+
+    def problem(self, index: int) -> Problem:
+        return self.training[index % len(self.training)]
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        """1 for the right number, 0.9 for one beside it, 0 from a distance of 10 on and for anything that is no number."""
+        try:
+            distance = abs(int(completion) - int(problem.answer))
+        except ValueError:
+            return 0.0
+        return max(0.0, 1 - distance / 10)
