@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from controllers.algorithms import ALGORITHMS, Algorithm
+from controllers.environments import Scorer
 from controllers.launch import main
 from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
 from controllers.reference import Reference, require_reference, start_reference
@@ -135,6 +136,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         seed=config.seed,
         cursor=cursor,
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
+        scorer=Scorer.of(config.environment),
     )
     schedule = config.schedule.build(config.steps)
     await sync(run)

@@ -3,6 +3,7 @@
 G groups (problems), N completions of each.
 """
 
+import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Literal
 import torch
 
 from controllers.advantages import ADVANTAGES
-from controllers.environments import Environment, Problem, score
+from controllers.environments import Environment, Problem, Scorer
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
@@ -74,6 +75,8 @@ class Group:
     task_rewards: list[float]
     rewards: list[float]  # task_rewards minus the penalties, if there are any; advantages are computed from these
     overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
+    components: dict[str, list[float]] = field(default_factory=dict)  # of the task_rewards, by name
+    num_retries: int = 0  # times that a reward was asked for again
     # Divergence of each completion from the reference. Empty without a penalty.
     divergences: list[float] = field(default_factory=list)
 
@@ -118,6 +121,12 @@ class RolloutBatch:
         for source in sorted({group.problem.source for group in self.groups} - {""}):
             of_source = [group.task_rewards for group in self.groups if group.problem.source == source]
             values[f"reward/{source}/mean"] = fmean(reward for rewards in of_source for reward in rewards)
+        for name in sorted({name for group in self.groups for name in group.components}):
+            of_name = [group.components.get(name, []) for group in self.groups]
+            values[f"reward/component/{name}"] = fmean(value for row in of_name for value in row)
+        num_retries = sum(group.num_retries for group in self.groups)
+        if num_retries:
+            values["reward/retries"] = num_retries
         overlong = [penalty for group in self.groups for penalty in group.overlong_penalties]
         if overlong:
             values["reward/overlong_penalty"] = fmean(overlong)
@@ -161,9 +170,11 @@ class Rollouts:
         seed: int,
         cursor: int = 0,
         penalty: Penalty | None = None,
+        scorer: Scorer | None = None,
     ) -> None:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
         self.max_tokens, self.seed, self.cursor, self.penalty = max_tokens, seed, cursor, penalty
+        self.scorer = scorer or Scorer()
 
     async def next_batch(self) -> RolloutBatch:
         """Generate groups_per_step groups with a signal, or fewer if max_refills refills did not find so many.
@@ -199,10 +210,12 @@ class Rollouts:
         )
         self.cursor += num_groups
         answers = await self.generator.generate(prompts, params)
+        texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
+        asked = [self.scorer.score(self.environment, *pair) for pair in zip(problems, texts, strict=True)]
+        scored = await asyncio.gather(*asked)
         groups = []
-        for problem, prompt, completions in zip(problems, prompts, answers, strict=True):
-            texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-            task_rewards = [score(self.environment, problem, text) for text in texts]
+        for problem, prompt, completions, decoded, found in zip(problems, prompts, answers, texts, scored, strict=True):
+            task_rewards = found.totals
             rewards, overlong = task_rewards, []
             if self.config.overlong_buffer:
                 overlong = [self.config.overlong(len(completion.tokens), self.max_tokens) for completion in completions]
@@ -212,10 +225,12 @@ class Rollouts:
                     problem=problem,
                     prompt=prompt,
                     completions=completions,
-                    texts=texts,
+                    texts=decoded,
                     task_rewards=task_rewards,
                     rewards=rewards,
                     overlong_penalties=overlong,
+                    components=found.components,
+                    num_retries=found.num_retries,
                 )
             )
         return groups if self.penalty is None else await self.penalty(groups)

@@ -13,7 +13,7 @@ import rl_actors
 from controllers.algorithms import Algorithm
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
-from controllers.environments import Environment, EnvironmentConfig
+from controllers.environments import Environment, EnvironmentConfig, Scorer
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, usage
 from controllers.run_folder import Record, RunFolder
@@ -247,6 +247,7 @@ def make_validator(
         max_tokens=config.max_tokens,
         seed=config.seed,
         pass_at_k=config.pass_at_k,
+        scorer=Scorer.of(config.environment),
     )
 
 

@@ -3,17 +3,18 @@
 A completion passes if its reward is at least `PassAtKConfig.threshold`.
 """
 
+import asyncio
 import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from statistics import fmean
 
 from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers import config_file
-from controllers.environments import Environment, EnvironmentConfig, Problem, build_environment, score
+from controllers.environments import Environment, EnvironmentConfig, Problem, Scorer, build_environment
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
@@ -127,6 +128,7 @@ class Validator:
     max_tokens: int
     seed: int
     pass_at_k: PassAtKConfig
+    scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
         """Raises RewardError for a reward that is not a finite number."""
@@ -148,12 +150,9 @@ class Validator:
         """Texts and rewards of the completions of every problem."""
         prompts = [self.tokenizer.encode_prompt(problem) for problem in one.problems]
         answers = await self.generator.generate(prompts, params)
-        texts, rewards = [], []
-        for problem, completions in zip(one.problems, answers, strict=True):
-            decoded = [self.tokenizer.decode(completion.tokens) for completion in completions]
-            texts.append(decoded)
-            rewards.append([score(one.environment, problem, text) for text in decoded])
-        return texts, rewards
+        texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
+        asked = [self.scorer.score(one.environment, *pair) for pair in zip(one.problems, texts, strict=True)]
+        return texts, [found.totals for found in await asyncio.gather(*asked)]
 
     async def _passed(self, one: ValidationSet) -> list[int]:
         """How many of num_samples completions of each problem pass."""

@@ -1,6 +1,6 @@
 """What a task is: problems, and the reward of a completion. Knows no data and no model."""
 
-import math
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from typing import Protocol, TypedDict, runtime_checkable
 
@@ -32,22 +32,9 @@ class Environment(Protocol):
     def held_out(self) -> list[Problem]:
         """`num_held_out` problems with distinct keys."""
 
-    def reward(self, problem: Problem, completion: str) -> float:
-        """The reward of a completion of this problem's prompt: a finite number."""
+    def reward(self, problem: Problem, completion: str) -> "float | Awaitable[float]":
+        """The reward of a completion of this problem's prompt: a finite number, or later one, or a mapping of components. See Scorer."""
 
 
 class RewardError(ValueError):
-    """A reward that is not a finite number."""
-
-
-def score(environment: Environment, problem: Problem, completion: str) -> float:
-    """The reward of a completion. Raises RewardError for one that is not a finite number: it would spoil the whole group's advantages."""
-    reward = environment.reward(problem, completion)
-    try:
-        value = float(reward)
-    except (TypeError, ValueError):
-        value = math.nan
-    if not math.isfinite(value):
-        where = f"completion {completion!r} of prompt {problem.prompt!r}"
-        raise RewardError(f"the reward of {where} is {reward!r}; it must be a finite number")
-    return value
+    """A reward that is not a finite number, or that did not come."""

@@ -1,6 +1,7 @@
 """The choice of a task as fields of a config."""
 
 import json
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Annotated
 
 from tyro.constructors import PrimitiveConstructorSpec
 
-REWARDS = ("exact_match", "math_verify", "regex", "task")
+from controllers.environments.judge import JudgeConfig
+
+REWARDS = ("exact_match", "math_verify", "regex", "task", "judge")
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -49,10 +52,19 @@ class EnvironmentConfig:
     prompt_pattern: str = ""
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: str = "exact_match"
-    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern
-    with that in the answer. task asks the reasoning-gym task. module:function calls your function(answer, completion), which returns a number."""
+    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern with
+    that in the answer. task asks the reasoning-gym task. judge asks a model. module:function calls your function(answer, completion),
+    which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression, whose first group, or whole match if it has none, is compared with the answer."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """The model of the reward judge."""
+    reward_timeout: float = 60.0
+    """Seconds for the answer of a reward function that is `async`. One that takes longer is asked again."""
+    reward_retries: int = 2
+    """Times that a reward which failed or took too long is asked for again before the run ends."""
+    reward_concurrency: int = 64
+    """Largest number of answers of `async` reward functions that are waited for at once."""
     num_held_out: int = 512
     """Distinct problems that are used for validation and never for training."""
     seed: int = 0
@@ -95,6 +107,13 @@ class EnvironmentConfig:
             )
         if self.reward not in REWARDS and ":" not in self.reward:
             raise ValueError(f"reward={self.reward!r}; it must be one of {', '.join(REWARDS)}, or module:function")
+        if not 0 < self.reward_timeout < math.inf:
+            raise ValueError(f"reward_timeout={self.reward_timeout}; it must be finite and above 0")
+        if self.reward_retries < 0 or self.reward_concurrency < 1:
+            given = f"reward_retries={self.reward_retries}, reward_concurrency={self.reward_concurrency}"
+            raise ValueError(f"{given}; they must be at least 0 and 1")
+        if self.reward == "judge":
+            self.judge.validate()
         if self.mixture:
             return
         if not self.task:

@@ -2,15 +2,16 @@
 
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
 from controllers.environments import scores
 from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
+from controllers.environments.judge import Judge
 
-Score = Callable[[Problem, str], float]
+Score = Callable[[Problem, str], float | Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,8 @@ def text_score(config: EnvironmentConfig) -> Score:
 
     Raises ValueError for a function that cannot be imported.
     """
+    if config.reward == "judge":
+        return Judge(config=config.judge)
     compares: dict[str, Callable[[str, str], float]] = {
         "exact_match": scores.exact_match,
         "math_verify": scores.math_verify,
@@ -70,7 +73,7 @@ def text_score(config: EnvironmentConfig) -> Score:
     }
     compare = compares[config.reward] if config.reward in compares else imported("reward", config.reward)
 
-    def score(problem: Problem, completion: str) -> float:
+    def score(problem: Problem, completion: str) -> float | Awaitable[float]:
         return compare(problem.answer, completion)
 
     return score

@@ -1,6 +1,7 @@
 """Problems of reasoning-gym, drawn at random."""
 
 import difflib
+from collections.abc import Awaitable
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,7 @@ class GeneratedEnvironment:
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
 
-    def reward(self, problem: Problem, completion: str) -> float:
+    def reward(self, problem: Problem, completion: str) -> float | Awaitable[float]:
         return self._score(problem, completion)
 
     def _task_score(self, problem: Problem, completion: str) -> float:

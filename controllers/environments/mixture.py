@@ -1,7 +1,7 @@
 """Several environments as one, mixed by weight."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, dataclass, replace
 from random import Random
 
@@ -73,7 +73,7 @@ class MixedEnvironment:
     def held_out(self) -> list[Problem]:
         return [self._of(name, problem) for name in self.names for problem in self.environments[name].held_out()]
 
-    def reward(self, problem: Problem, completion: str) -> float:
+    def reward(self, problem: Problem, completion: str) -> float | Awaitable[float]:
         return self.environments[problem.source].reward(problem, completion)
 
     def _of(self, name: str, problem: Problem) -> Problem:

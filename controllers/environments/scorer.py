@@ -1,0 +1,103 @@
+"""The rewards of completions, of functions that answer at once or later, one by one or for a whole group, with components or without."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from controllers.environments.base import Environment, Problem, RewardError
+from controllers.environments.config import EnvironmentConfig
+from controllers.environments.mixture import MixedEnvironment
+
+TOTAL = "reward"
+"""Component that is the reward. Without it the reward is the sum of the components."""
+
+Answer = float | Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewards:
+    """Rewards of the completions of one problem."""
+
+    totals: list[float]
+    components: dict[str, list[float]]  # by name; empty if the rewards are plain numbers
+    num_retries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scorer:
+    """Asks environments for rewards. An answer that comes later has a time limit, and is asked for again when it fails."""
+
+    timeout: float = 60.0  # seconds
+    max_retries: int = 2
+    slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))  # answers that are waited for
+
+    @staticmethod
+    def of(config: EnvironmentConfig) -> "Scorer":
+        return Scorer(
+            timeout=config.reward_timeout,
+            max_retries=config.reward_retries,
+            slots=asyncio.Semaphore(config.reward_concurrency),
+        )
+
+    async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
+        """The rewards of the completions of a problem.
+
+        An environment with a method `rewards(problem, completions)` is asked once for all completions, any other is asked for each by
+        `reward`. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
+        Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for one that failed max_retries
+        times after the first.
+        """
+        owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
+        of_group = getattr(owner, "rewards", None)
+        if of_group is not None:
+            answers, num_retries = await self._ask(partial(of_group, problem, list(texts)), problem, list(texts))
+            if not isinstance(answers, Sequence) or len(answers) != len(texts):
+                raise RewardError(f"rewards of {problem.prompt!r} gave {answers!r} for {len(texts)} completions")
+        else:
+            asked = [self._ask(partial(owner.reward, problem, text), problem, text) for text in texts]
+            pairs = await asyncio.gather(*asked)
+            answers, num_retries = [answer for answer, _ in pairs], sum(retries for _, retries in pairs)
+        parts = [_parts(answer, problem, text) for answer, text in zip(answers, texts, strict=True)]
+        names = sorted({name for each in parts for name in each} - {TOTAL})
+        return Rewards(
+            totals=[each[TOTAL] for each in parts],
+            components={name: [each.get(name, 0.0) for each in parts] for name in names},
+            num_retries=num_retries,
+        )
+
+    async def _ask(
+        self, ask: Callable[[], object], problem: Problem, completion: str | list[str]
+    ) -> tuple[object, int]:
+        """The answer, and how often it was asked for again. A function that answers at once is asked once."""
+        for attempt in range(self.max_retries + 1):
+            answer = ask()
+            if not inspect.isawaitable(answer):
+                return answer, 0
+            try:
+                async with self.slots:
+                    return await asyncio.wait_for(_awaited(answer), self.timeout), attempt
+            except Exception as error:
+                failure = f"no answer within {self.timeout:g} s" if isinstance(error, TimeoutError) else repr(error)
+        where = f"completion {completion!r} of prompt {problem.prompt!r}"
+        raise RewardError(f"the reward of {where} failed {self.max_retries + 1} times, the last time with {failure}")
+
+
+async def _awaited(answer: Awaitable[object]) -> object:
+    return await answer
+
+
+def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
+    """The components of a reward with their total. Raises RewardError unless all are finite numbers: one would spoil its whole group."""
+    found = dict(answer) if isinstance(answer, Mapping) else {TOTAL: answer}
+    try:
+        parts = {str(name): float(value) for name, value in found.items()}
+    except (TypeError, ValueError):
+        parts = {}
+    if not parts or not all(map(math.isfinite, parts.values())):
+        where = f"completion {text!r} of prompt {problem.prompt!r}"
+        raise RewardError(f"the reward of {where} is {answer!r}; it must be a finite number")
+    return {TOTAL: sum(parts.values())} | parts

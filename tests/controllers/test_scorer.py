@@ -1,0 +1,189 @@
+"""Rewards of every form: at once or later, one by one or for a group, plain or with components, and a judge behind an HTTP address."""
+
+import asyncio
+import http.server
+import json
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from controllers.environments import EnvironmentConfig, Problem, RewardError, Scorer, build_environment
+from controllers.environments.judge import Judge, JudgeConfig
+
+PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2+3"})
+
+
+class Later:
+    """Rewards that come later: the length of the completion. The first `failures` calls fail."""
+
+    def __init__(self, failures: int = 0, seconds: float = 0.0) -> None:
+        self.failures, self.seconds, self.calls = failures, seconds, 0
+
+    async def reward(self, problem, completion):
+        self.calls += 1
+        if self.calls <= self.failures:
+            raise ConnectionError("the line is down")
+        await asyncio.sleep(self.seconds)
+        return len(completion)
+
+
+class Group:
+    async def rewards(self, problem, completions):
+        return [rank / len(completions) for rank in range(len(completions))]
+
+
+class Components:
+    def reward(self, problem, completion):
+        return {"format": 0.5, "right": float(completion == problem.answer)}
+
+
+class Total:
+    def reward(self, problem, completion):
+        return {"reward": 7.0, "length": len(completion)}
+
+
+def score(environment, *texts: str, **limits):
+    return asyncio.run(Scorer(**limits).score(environment, PROBLEM, texts))
+
+
+def test_rewards_of_every_form():
+    assert score(Later(), "a", "bcd").totals == [1.0, 3.0]
+    assert score(Group(), "a", "b").totals == [0.0, 0.5]
+    found = score(Components(), "5", "6")
+    assert found.totals == [1.5, 0.5] and found.components == {"format": [0.5, 0.5], "right": [1.0, 0.0]}
+    found = score(Total(), "abc")
+    assert found.totals == [7.0] and found.components == {"length": [3.0]}
+
+
+def test_a_reward_that_fails_is_asked_for_again_and_counted():
+    found = score(Later(failures=2), "a", "bcd", max_retries=2)
+    assert found.totals == [1.0, 3.0] and found.num_retries == 2
+    environment = Later(failures=9)
+    with pytest.raises(RewardError, match=r"completion 'a' of prompt '2\+3=' failed 2 times, .*the line is down"):
+        score(environment, "a", max_retries=1)
+    assert environment.calls == 2
+
+
+def test_a_reward_that_does_not_come_is_named_with_its_limit():
+    with pytest.raises(RewardError, match=r"failed 1 times, the last time with no answer within 0.01 s"):
+        score(Later(seconds=3600), "a", timeout=0.01, max_retries=0)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, None, "high", {}, {"format": math.nan}, {"format": None}])
+def test_a_reward_that_is_no_finite_number_is_refused(value):
+    class Wrong:
+        def reward(self, problem, completion):
+            return value
+
+    with pytest.raises(RewardError, match="completion 'a' of prompt .* is .*; it must be a finite number"):
+        score(Wrong(), "a")
+
+
+def test_a_group_of_another_size_is_refused():
+    class Short:
+        def rewards(self, problem, completions):
+            return [1.0]
+
+    with pytest.raises(RewardError, match=r"gave \[1.0\] for 2 completions"):
+        score(Short(), "a", "b")
+
+
+def test_no_more_answers_than_the_limit_are_waited_for_at_once():
+    @dataclass
+    class Counting:
+        under_way: int = 0
+        most: list[int] = field(default_factory=lambda: [0])
+
+        async def reward(self, problem, completion):
+            self.under_way += 1
+            self.most[0] = max(self.most[0], self.under_way)
+            await asyncio.sleep(0.001)
+            self.under_way -= 1
+            return 1.0
+
+    environment = Counting()
+
+    async def ask():
+        scorer = Scorer.of(EnvironmentConfig(reward_concurrency=3))
+        await asyncio.gather(*(scorer.score(environment, PROBLEM, "abcd") for _ in range(5)))
+
+    asyncio.run(ask())
+    assert environment.most == [3]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, list[dict], list[str]]]:
+    """An OpenAI-compatible server on this machine: its address, the requests that it got, and the texts that it answers with in turn."""
+    requests: list[dict] = []
+    answers: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            text = answers.pop(0)
+            self.send_response(503 if text == "busy" else 200)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            message = {"role": "assistant", "content": text}
+            choice = {"index": 0, "message": message, "finish_reason": "stop"}
+            body = {"id": "1", "object": "chat.completion", "created": 0, "model": "m", "choices": [choice]}
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_): ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{running.server_address[1]}/v1", requests, answers
+        running.shutdown()
+        thread.join()
+
+
+class Judged:
+    def __init__(self, config: JudgeConfig) -> None:
+        self.reward = Judge(config=config)
+
+
+def test_a_judge_scores_and_is_asked_again_when_it_is_busy_or_gives_no_score(server):
+    url, requests, answers = server
+    answers += ["fine.\nscore: 3\nno, score: 8", "busy", "hm", "score: 10"]
+    environment = Judged(JudgeConfig(url=url, model="m"))
+    found = score(environment, "five", "5", max_retries=3)
+    # The two completions are asked for at the same time, so either may get the first answer.
+    assert sorted(found.totals) == [0.8, 1.0] and found.num_retries == 2
+    [message] = requests[0]["messages"]
+    assert requests[0]["model"] == "m" and "Question: 2+3\nRight answer: 5\nAnswer of a student:" in message["content"]
+
+
+def test_a_judge_that_does_not_answer_ends_with_its_prompt_after_counted_tries():
+    environment = Judged(JudgeConfig(url="http://127.0.0.1:9/v1", model="m"))  # nothing listens on the discard port
+    with pytest.raises(RewardError, match=r"of prompt '2\+3=' failed 2 times, the last time with APIConnectionError"):
+        score(environment, "5", max_retries=1)
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({}, r"judge.url='', judge.model=''; the reward judge needs both"),
+        ({"url": "localhost:8000", "model": "m"}, "judge.url='localhost:8000'"),
+        ({"url": "http://a", "model": "m", "pattern": "("}, r"judge.pattern='\(' is not a regular expression"),
+        ({"url": "http://a", "model": "m", "pattern": "score"}, "judge.pattern='score' has no group"),
+        ({"url": "http://a", "model": "m", "prompt": "{reply}"}, "'reply'; it may use question, answer, completion"),
+        ({"url": "http://a", "model": "m", "best_score": 0.0}, "judge.best_score=0.0; it must be above 0"),
+    ],
+)
+def test_a_wrong_judge_is_refused_before_a_run(fields, message):
+    with pytest.raises(ValueError, match=message):
+        build_environment(EnvironmentConfig(reward="judge", judge=JudgeConfig(**fields)))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"reward_timeout": 0.0}, {"reward_retries": -1}, {"reward_concurrency": 0}, {"reward_timeout": math.nan}]
+)
+def test_wrong_limits_of_rewards_are_refused(fields):
+    [name] = fields
+    with pytest.raises(ValueError, match=name):
+        build_environment(EnvironmentConfig(**fields))
