@@ -41,6 +41,23 @@ def test_the_word_problems_have_an_answer_that_the_pattern_finds():
         assert [build_environment(config).reward(problem, text) for text in texts] == [1.0, 1.0, 0.0, 0.0]
 
 
+def test_the_rows_of_the_two_files_are_right(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "make_rows.py"), str(tmp_path)]
+    subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=True)
+    config = EnvironmentConfig(
+        task=str(tmp_path / "booleans.jsonl"), prompt_column="expression", answer_column="value", num_held_out=128
+    )
+    answers = {problem.prompt: problem.answer for problem in map(build_environment(config).problem, range(10_000))}
+    known = {"(T&F)": "False", "(T|F)": "True", "!(F&F)": "True", "!!T": "True"}
+    assert len(answers) == 10_000
+    assert all(answers[text] == value for text, value in known.items() if text in answers)
+    assert sorted(set(answers.values())) == ["False", "True"]
+    chat = build_environment(EnvironmentConfig(task=str(tmp_path / "conversations.jsonl"), num_held_out=128))
+    for problem in map(chat.problem, range(100)):
+        number = int(problem.prompt.removeprefix("Which number follows ").removesuffix("?"))
+        assert problem.answer == str(number + 1) and problem.messages[-1]["content"] == problem.answer
+
+
 def test_the_chat_model_has_a_template_and_is_a_model_of_the_trainer(tmp_path):
     command = [sys.executable, str(EXAMPLES / "tiny_chat_model.py"), str(tmp_path / "model")]
     made = subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=True)
