@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -141,6 +142,10 @@ class RunConfig:
         if self.trainer.lora.syncs_adapter and self.generator.hf_path != self.trainer.hf_path:
             raise ValueError(
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
+            )
+        if self.transport == "torchstore" and find_spec("torchstore") is None:
+            raise ValueError(
+                "transport='torchstore', but torchstore is not installed; use --transport files, or install it as docs/install.md says"
             )
         self.environment.validate()
         validate_sets(self.validation)

@@ -30,6 +30,8 @@ from rl_actors.types import (
     num_loss_tokens,
 )
 
+__version__ = "0.1.0"
+
 if TYPE_CHECKING:
     from rl_actors.clients.generator import GeneratorClient
     from rl_actors.clients.trainer import TrainerClient

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Rewrite requirements/{cpu,cuda}.txt from pyproject.toml with uv. Existing pins are kept; `--upgrade` moves them.
+# Rewrite rl_actors/requirements/{cpu,cuda}.txt from pyproject.toml with uv. Existing pins are kept; `--upgrade` moves them.
 #
 #   scripts/lock.sh --torch-backend cpu       # or: --find-links DIR_WITH_THE_CPU_WHEEL_OF_TORCH
 set -euo pipefail
@@ -16,13 +16,13 @@ printf '%s\n' torchvision torchaudio torchcodec > "$work/exclude"
 echo 'cuda-python>=13' > "$work/constraints"
 
 lock() {                                                     # lock DEVICE PYTHON UV_OPTION...
-    local device=$1 python=$2 out=requirements/$1.txt; shift 2
-    uv pip compile pyproject.toml --quiet --extra "$device" --extra dev --overrides "$work/$device" \
+    local device=$1 python=$2 out=rl_actors/requirements/$1.txt; shift 2
+    uv pip compile pyproject.toml --quiet --extra "$device" --extra loop --extra torchstore --extra wandb --extra dev --overrides "$work/$device" \
         --python-version "$python" --python-platform x86_64-manylinux_2_39 \
         --no-annotate --no-header --output-file "$out" "$@" > /dev/null
     { sed "s/DEVICE/$device/; s/PYTHON/$python/" <<'EOF'
 # Everything that runs and tests rl-actors on DEVICE: Linux x86-64, resolved for Python PYTHON. Install with pip's --no-deps (make setup does).
-# Made by scripts/lock.sh: uv pip compile of pyproject.toml, extras DEVICE and dev, with torchstore's old pins of torch and Monarch overridden.
+# Made by scripts/lock.sh: uv pip compile of pyproject.toml, all extras but that of the other device, with torchstore's old pins of torch and Monarch overridden.
 EOF
       cat "$out"; } > "$work/out"
     cp "$work/out" "$out"

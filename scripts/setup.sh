@@ -15,7 +15,7 @@ die() { echo "[setup] error: $*" >&2; exit 1; }
 
 device=${DEVICE:-$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo cuda || echo cpu)}
 [[ $device == cpu || $device == cuda ]] || die "DEVICE=$device, but it must be cpu or cuda"
-lock=requirements/$device.txt
+lock=rl_actors/requirements/$device.txt
 # The folder is part of the stamp, because a copied .venv would import the code of the original folder.
 lock_hash=$(sha256sum < "$lock" | cut -c1-16)
 stamp="$device $lock_hash $PWD"

@@ -16,12 +16,12 @@ class Checkout:
     """A folder with the script, a lock of two packages, and a .venv with the names of the packages of the lock, but without their code."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.lock = folder, folder / "requirements/cpu.txt"
+        self.folder, self.lock = folder, folder / "rl_actors/requirements/cpu.txt"
         self.venv, self.stamp = folder / ".venv", folder / ".venv/stamp"
         (folder / "scripts").mkdir(parents=True)
         shutil.copy(SCRIPT, folder / "scripts")
-        for lock in (self.lock, folder / "requirements/cuda.txt"):
-            lock.parent.mkdir(exist_ok=True)
+        for lock in (self.lock, folder / "rl_actors/requirements/cuda.txt"):
+            lock.parent.mkdir(parents=True, exist_ok=True)
             lock.write_text(LOCK)
         (self.venv / "bin").mkdir(parents=True)
         (self.venv / "bin/python").symlink_to(sys.executable)
@@ -53,7 +53,7 @@ def test_a_finished_environment_is_left_as_it_is(checkout):
 @pytest.mark.parametrize("change", ["move", "copy", "lock", "device", "python", "unfinished", "move and lock"])
 def test_the_reason_why_an_environment_is_replaced_is_said_and_without_a_python_it_stays(checkout, tmp_path, change):
     environment = {}
-    old, lock = checkout.folder, "requirements/cpu.txt has changed since it was made"
+    old, lock = checkout.folder, "rl_actors/requirements/cpu.txt has changed since it was made"
     moved = f"it was made in {old} and refers to that folder"
     reason = {
         "move": moved,

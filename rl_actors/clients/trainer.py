@@ -26,6 +26,7 @@ from rl_actors.losses.custom import CustomLoss, logprob_gradients
 from rl_actors.policy_trainer import Order, PolicyTrainer
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport, announce
+from rl_actors.transports.default import default_transport
 from rl_actors.types import (
     ForwardBackwardOutput,
     OptimParams,
@@ -109,7 +110,8 @@ class TrainerClient(Client):
     ) -> "TrainerClient":
         """Spawn processes on this host and build the model in them. Returns at once; the answer to the first call waits for the start.
 
-        transport: an open transport, which the caller closes. None: a torchstore, which this client opens and closes.
+        transport: an open transport, which the caller closes. None: a torchstore, or files if torchstore is not installed, which this client opens and
+        closes.
         Raises ValueError if no trainer can be built from the config, or if there are too few GPUs.
         """
         require_config("TrainerClient.spawn", config, TrainerConfig)
@@ -121,11 +123,9 @@ class TrainerClient(Client):
     async def _open_transport(self) -> Transport | None:
         if self._mesh is not None or self._transport is not None:
             return self._transport
-        from rl_actors.transports.torchstore import TorchStoreTransport
-
         async with self._spawning:  # a `close` during the opening waits for its end, and then closes the transport
             self._require_open("setup")
-            self._transport, self._owns_transport = TorchStoreTransport(), True
+            self._transport, self._owns_transport = default_transport(), True
             await self._transport.open()
         return self._transport
 

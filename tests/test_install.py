@@ -1,0 +1,85 @@
+"""The installed project: its command, its version, its requirements, and the packages that are beside it."""
+
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from waiting import GUARD
+
+import rl_actors
+from controllers import command
+from rl_actors.transports import default
+from rl_actors.transports.files import FilesTransport
+from rl_actors.transports.torchstore import TorchStoreTransport
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def start(monkeypatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["rl-actors", *arguments])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    command.main()
+
+
+def test_the_command_lists_its_programs_and_each_is_there(monkeypatch, capsys):
+    start(monkeypatch)
+    listed = capsys.readouterr().out
+    for name in [*command.LOOPS, *command.PROGRAMS]:
+        assert f"\n  {name} " in listed
+        with pytest.raises(SystemExit) as exit:
+            start(monkeypatch, name, "--help")
+        assert exit.value.code == 0 and len(capsys.readouterr().out) > 100
+    start(monkeypatch, "--version")
+    assert capsys.readouterr().out == f"{rl_actors.__version__}\n"
+    assert PROJECT["project"]["scripts"] == {"rl-actors": "controllers.command:main"}
+
+
+def test_an_unknown_program_is_refused_with_those_that_are_near(monkeypatch, capsys):
+    with pytest.raises(SystemExit) as exit:
+        start(monkeypatch, "gpro")
+    assert exit.value.code == 2 and "there is no command gpro; did you mean grpo?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_lock_is_printed_and_has_every_package_that_is_asked_for(monkeypatch, capsys, device):
+    start(monkeypatch, "requirements", device)
+    pinned = {line.split("==")[0].lower() for line in capsys.readouterr().out.splitlines() if "==" in line}
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    asked = project["dependencies"] + extras["loop"] + extras["torchstore"] + extras["dev"] + extras[device]
+    names = {requirement.split("=")[0].split(">")[0].split("<")[0].lower() for requirement in asked}
+    assert names - pinned == set()
+
+
+def run(program: str, folder: Path) -> subprocess.CompletedProcess:
+    command_line = [sys.executable, "-c", program]
+    return subprocess.run(command_line, cwd=folder, capture_output=True, text=True, timeout=GUARD)
+
+
+def test_a_folder_with_a_package_named_configs_does_not_shadow_ours(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    # A script that pip makes has its own folder on the path, and not the current one.
+    program = f"import sys; sys.path[0] = {str(ROOT)!r}; sys.argv = ['rl-actors', 'grpo', '--dry-run']\n"
+    done = run(program + "from controllers.command import main; main()", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_package_of_our_name_is_refused_with_both_paths(tmp_path):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "__init__.py").write_text("")
+    program = f"import sys; sys.path[:1] = [{str(tmp_path)!r}, {str(ROOT)!r}]; sys.argv = ['rl-actors', 'grpo']\n"
+    done = run(program + "from controllers.command import main; main()", Path("/"))
+    assert done.returncode == 2
+    assert f"configs of rl-actors is {ROOT / 'configs'}, but Python finds {tmp_path / 'configs'} first" in done.stderr
+
+
+def test_a_trainer_without_torchstore_keeps_its_weights_in_files(monkeypatch):
+    assert isinstance(default.default_transport(), TorchStoreTransport)
+    monkeypatch.setattr(default, "find_spec", lambda name: None if name == "torchstore" else find_spec(name))
+    made = default.default_transport()
+    assert isinstance(made, FilesTransport) and not made.directory.exists()
