@@ -2,6 +2,7 @@
 
 from typing import TypedDict
 
+from controllers.dpo import DPOConfig
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
@@ -41,6 +42,22 @@ def tiny() -> GRPOConfig:
 def tiny_sft() -> SFTConfig:
     """Supervised training only, for all of its steps."""
     return SFTConfig(**_parts(), steps=400, sft=sft_phase(stop_at=1.0))
+
+
+def tiny_dpo() -> DPOConfig:
+    """Right against wrong additions, from random weights: the policy learns which sum fits two terms. No answer is sampled."""
+    pairs = EnvironmentConfig(
+        task="controllers.environments.pairs:additions",
+        answer_column="chosen",
+        rejected_column="rejected",
+        num_held_out=256,
+    )
+    return DPOConfig(
+        **(_parts() | {"alphabet": "auto", "environment": pairs}),
+        steps=150,
+        pairs_per_step=128,
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=10, min_ratio=0.1),
+    )
 
 
 def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128) -> SFTPhaseConfig:

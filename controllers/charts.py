@@ -83,7 +83,7 @@ class Curve:
     values: list[float]
 
 
-ALL = ("start", "sft", "grpo")
+ALL = ("start", "sft", "grpo", "dpo")
 PLANS = (
     Plan(title="Reward, mean and standard deviation", unit="reward", metrics={"reward/mean": "reward"}),
     Plan(
@@ -92,6 +92,12 @@ PLANS = (
         metrics={"validation/accuracy": "accuracy"},
         phases=ALL,
         has_markers=True,
+    ),
+    Plan(
+        title="Pairs with a positive margin",
+        unit="share",
+        metrics={"validation/dpo/accuracy": "held out", "dpo/accuracy": "of the step"},
+        phases=("start", "dpo"),
     ),
     Plan(title="Entropy", unit="nats a token", metrics={"entropy": "entropy"}),
     Plan(
@@ -113,6 +119,7 @@ PLANS = (
     ),
     Plan(title="Policy lag", unit="versions", metrics={"policy_lag": "lag"}, starts_at_zero=True),
     Plan(title="Loss, GRPO", unit="a token", metrics={"loss": "loss"}),
+    Plan(title="Loss, DPO", unit="a pair", metrics={"loss": "loss"}, phases=("dpo",)),
     Plan(title="Loss, supervised", unit="nats a token", metrics={"loss": "loss"}, phases=("sft",)),
     Plan(title="Gradient norm, before clipping", unit="2-norm", metrics={"grad_norm": "grad_norm"}, phases=ALL),
     Plan(title="Learning rate", unit="", metrics={"learning_rate": "learning rate"}, phases=ALL),
@@ -256,7 +263,7 @@ def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
 
 def times_chart(records: Records) -> str:
     """Seconds of the steps as SVG; empty if no step has a time."""
-    timed = [record for record in of_phases(records, "sft", "grpo") if record.get("time/step") is not None]
+    timed = [record for record in of_phases(records, "sft", "grpo", "dpo") if record.get("time/step") is not None]
     if not timed:
         return ""
     figure, axes = new_chart("Time of a step", "seconds")
@@ -288,7 +295,7 @@ def compared_charts(runs: dict[str, Records]) -> list[str]:
         title = "Validation " + name.removeprefix("validation/")
         unit = "probability" if "pass@" in name else "mean reward"
         validations.append(Plan(title=title, unit=unit, metrics={name: ""}, phases=ALL, has_markers=True))
-    times = Plan(title="Time of a step", unit="seconds", metrics={"time/step": ""}, phases=("sft", "grpo"))
+    times = Plan(title="Time of a step", unit="seconds", metrics={"time/step": ""}, phases=("sft", "grpo", "dpo"))
     charts = []
     for plan in [reward, *validations, *plans, times]:
         drawn = []

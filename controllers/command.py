@@ -16,6 +16,7 @@ import rl_actors
 LOOPS = {
     "grpo": "train by group-relative policy optimization and its relatives",
     "sft": "train on the answers of problems",
+    "dpo": "train on pairs of a chosen and a rejected answer",
 }
 """Controllers, which launch.main starts."""
 

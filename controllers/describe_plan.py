@@ -63,7 +63,7 @@ def describe(config: "RunConfig") -> str:
         f"  {'controller':<12} this machine",
         *_ranks(trainer),
         *_reference(config),
-        f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}",
+        *_generator(config),
         "totals, without the memory of libraries:",
         *(_demand_line(demand) for demand in demands(config)),
     ]
@@ -90,13 +90,14 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
     if not torch.cuda.is_available():
         taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}
-        taken["generator-0"] = _held_by_generator(config)
+        if config.has_generator:
+            taken["generator-0"] = _held_by_generator(config)
         return [Demand(place="this machine", capacity=_machine_memory(), taken=taken)]
     found = []
     for gpu in range(min(max(ranks, generator + 1), torch.cuda.device_count())):
         capacity = torch.cuda.get_device_properties(gpu).total_memory
         taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
-        if gpu == generator:
+        if config.has_generator and gpu == generator:
             taken["generator-0"] = round(config.generator.gpu_memory_utilization * capacity)
         found.append(Demand(place=f"GPU {gpu}", capacity=capacity, taken=taken))
     return found
@@ -146,6 +147,12 @@ def _checkpoints(config: "RunConfig") -> list[str]:
     return [f"checkpoints: {size} each on disk, every {every} steps; the newest {kept} are kept"]
 
 
+def _generator(config: "RunConfig") -> list[str]:
+    if not config.has_generator:
+        return []
+    return [f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}"]
+
+
 def _reference(config: "RunConfig") -> list[str]:
     held = _held_by_reference(config)
     if not held:
@@ -156,7 +163,7 @@ def _reference(config: "RunConfig") -> list[str]:
 
 
 def _held_by_reference(config: "RunConfig") -> int:
-    if not getattr(config, "reference_kl", 0):
+    if not config.has_reference:
         return 0
     return memory_estimate.memory(replace(config.trainer, optimizer=None)).total
 

@@ -68,6 +68,10 @@ class GRPOConfig(RunConfig):
     def is_supervised(self) -> bool:
         return self.sft_steps > 0
 
+    @property
+    def has_reference(self) -> bool:
+        return self.reference_kl > 0
+
     def validate(self) -> None:
         super().validate()
         self.rollouts.validate()

@@ -60,8 +60,11 @@ def main(controller: str) -> None:
             print(describe_plan.describe(invocation.config), flush=True)
         if not invocation.eval_only:
             validation.require_gpus(invocation.config.trainer)
-        validation.require_gpu(invocation.config.generator)
-        require_machine(invocation.config.generator)
+        if invocation.config.has_generator:
+            validation.require_gpu(invocation.config.generator)
+            require_machine(invocation.config.generator)
+        elif invocation.eval_only:
+            raise ValueError(f"--eval-only scores completions, but {controller} has no generator that makes them")
         describe_plan.require_memory(invocation.config, trains=not invocation.eval_only)
         if invocation.plan:
             return
@@ -118,7 +121,10 @@ def _with_alphabet(config: RunConfig, environment: Environment, validation_sets:
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)
-    alphabet = alphabet_of(text for problem in problems for text in (problem.prompt, problem.answer))
+    texts = [problem.prompt for problem in problems]
+    for problem in problems:
+        texts += [each.answer for each in config.with_all_answers(problem)]
+    alphabet = alphabet_of(texts)
     model = replace(config.trainer.model, vocab_size=len(alphabet) + NUM_SPECIAL_TOKENS)
     return replace(config, alphabet=alphabet, trainer=replace(config.trainer, model=model))
 
@@ -142,14 +148,16 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
     """Raises ValueError for a problem that the tokenizer, its chat template, the trainer or the generator cannot take."""
     longest = config.trainer.max_sequence_length
     limit = min(config.generator.max_model_len, longest) - config.max_tokens
-    tokenizer.encode(problem.answer)
-    if (length := len(tokenizer.encode_prompt(problem))) > limit:
+    if config.has_generator and (length := len(tokenizer.encode_prompt(problem))) > limit:
         room = f"only {limit} fit beside max_tokens={config.max_tokens}"
         raise ValueError(f"the prompt {problem.prompt[:80]!r} has {length} tokens, but {room}")
-    if config.is_supervised and (length := len(tokenizer.to_sample(problem))) > longest:
-        raise ValueError(
-            f"the prompt {problem.prompt[:80]!r} and its answer have {length} tokens, but trainer.max_sequence_length={longest}"
-        )
+    for each in config.with_all_answers(problem):
+        tokenizer.encode(each.answer)
+        if config.is_supervised and (length := len(tokenizer.to_sample(each))) > longest:
+            raise ValueError(
+                f"the prompt {problem.prompt[:80]!r} and the answer {each.answer[:80]!r} have {length} tokens, "
+                f"but trainer.max_sequence_length={longest}"
+            )
 
 
 def _run(

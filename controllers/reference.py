@@ -1,13 +1,13 @@
 """The reference policy, and the KL divergence from it. Trains nothing.
 
-The reference policy is the policy at the start of GRPO. A second trainer, which has no optimizer, holds it.
+The reference policy is the policy at the start of GRPO or DPO. A second trainer, which has no optimizer, holds it.
 
 G groups (problems), N completions of each, T positions of a sample.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
-    """Computes logprobs of the reference policy, and uses them as a column of samples or as a penalty on rewards."""
+class FrozenPolicy:
+    """Computes logprobs of a policy that does not change, also as a column of samples."""
 
     trainer: TrainerClient
-    kl: KL
-    temperature: float  # temperature at which the completions were sampled
     samples_per_forward: int
     timer: Timer
 
@@ -48,6 +46,14 @@ class Reference:
         for sample, row in zip(samples, rows, strict=True):
             with_column.append(replace(sample, columns={**sample.columns, "ref_logprobs": row}))
         return with_column
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reference(FrozenPolicy):
+    """A frozen policy whose KL divergence is a penalty on rewards or a term of the loss."""
+
+    kl: KL
+    temperature: float  # temperature at which the completions were sampled
 
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with rewards R = r - kl.coefficient * sum_t kl_t, where r is the reward before this penalty.
@@ -86,29 +92,35 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
     return found
 
 
-async def start_reference(run: "Run[GRPOConfig]", *, has_begun: bool, sft_steps: int) -> Reference:
-    """Start a second trainer with the policy that GRPO begins with.
+async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> FrozenPolicy:
+    """Start a second trainer with the policy that a phase of the run begins with.
 
-    has_begun: True if GRPO has begun in an earlier part of this run. False: the second trainer gets the current weights of the first one,
-    which are also saved in run/reference. True: it gets the saved weights.
-    With hf_path and without supervised steps, both trainers read the policy from hf_path, and nothing is saved.
+    has_begun: True if the phase has begun in an earlier part of this run. False: the second trainer gets the current weights of the first
+    one, which are also saved in run/reference. True: it gets the saved weights.
+    is_saved: False if both trainers read the policy from hf_path. Then nothing is saved.
     """
-    config = run.config
     trainer = run.spawn_reference()
     with run.log.setup("starting reference"):
         await trainer.ready()
-    if _is_saved(config, sft_steps):
+    if is_saved:
         path = str(run.folder.reference)
         if not has_begun:
             saved = await run.trainer.save_checkpoint(path, optimizer=False)
             await saved.wait()
         await trainer.load_checkpoint(path, optimizer=False)
+    return FrozenPolicy(trainer=trainer, samples_per_forward=run.config.samples_per_forward_backward, timer=run.timer)
+
+
+async def start_reference(run: "Run[GRPOConfig]", *, has_begun: bool, sft_steps: int) -> Reference:
+    """Start a second trainer with the policy that GRPO begins with."""
+    config = run.config
+    frozen = await start_frozen(run, has_begun=has_begun, is_saved=_is_saved(config, sft_steps))
     return Reference(
-        trainer=trainer,
+        trainer=frozen.trainer,
+        samples_per_forward=frozen.samples_per_forward,
+        timer=frozen.timer,
         kl=config.kl(),
         temperature=config.rollouts.temperature,
-        samples_per_forward=config.samples_per_forward_backward,
-        timer=run.timer,
     )
 
 

@@ -104,7 +104,7 @@ def _read_json(file: Path) -> dict[str, object]:
 def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """The summary: (name, value, remark) of each tile."""
     records = run.records
-    num_supervised, num_steps = len(of_phases(records, "sft")), len(of_phases(records, "sft", "grpo"))
+    num_supervised, num_steps = len(of_phases(records, "sft")), len(of_phases(records, "sft", "grpo", "dpo"))
     num_skipped = sum(bool(record.get("skipped")) for record in records)
     trained, generated = total(records, "tokens/trained"), total(records, "tokens/generated")
     seconds = total(records, "time/step")

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
-from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 import torch
 
@@ -14,7 +14,7 @@ import rl_actors
 from controllers.algorithms import Algorithm
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
-from controllers.environments import Environment, EnvironmentConfig, Scorer
+from controllers.environments import Environment, EnvironmentConfig, Problem, Scorer
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, usage
 from controllers.run_folder import Record, RunFolder
@@ -111,6 +111,20 @@ class RunConfig:
     def is_supervised(self) -> bool:
         """True if the run trains on the answers of problems."""
         return False
+
+    @property
+    def has_generator(self) -> bool:
+        """False if the run samples nothing, so that only trainers start."""
+        return True
+
+    @property
+    def has_reference(self) -> bool:
+        """True if the run starts a second trainer, which holds the reference policy."""
+        return False
+
+    def with_all_answers(self, problem: Problem) -> list[Problem]:
+        """The problem once for each text that the run may train as its answer."""
+        return [problem]
 
     def with_local_models(self) -> Self:
         """This config with directories in the place of the ids of models on the Hugging Face Hub. Raises ValueError as find_model does."""
@@ -320,12 +334,13 @@ async def open_run(
         with setup("starting transport"):
             await asyncio.wait_for(actors.transport.open(), config.trainer.setup_timeout)
         trainer = actors.spawn_trainer()
-        if shares_gpu(config):
+        if config.has_generator and shares_gpu(config):
             with setup("starting trainer"):
                 await trainer.ready()
-        generator = actors.spawn_generator()
-        with setup("starting trainer and generator"):
-            await asyncio.gather(trainer.ready(), generator.ready())
+        # A config without a generator has a controller that never asks for one.
+        generator = actors.spawn_generator() if config.has_generator else cast(GeneratorClient, None)
+        with setup("starting trainer and generator" if config.has_generator else "starting trainer"):
+            await asyncio.gather(*(client.ready() for client in actors.clients))
         yield Run(
             config=config,
             folder=folder,

@@ -39,6 +39,8 @@ class EnvironmentConfig:
     """Column of a file or a data set with the prompt."""
     answer_column: str = "answer"
     """Column of a file or a data set with the answer."""
+    rejected_column: str = ""
+    """Column of a file or a data set with an answer that is worse than that of answer_column. controllers.dpo trains on such pairs."""
     messages_column: str = "messages"
     """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. A row without a prompt column takes it. The
     model's chat template makes the prompt. Without an answer column the content of the last message, the assistant's, is the answer."""

@@ -121,8 +121,23 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
             question, answer = _column(config.prompt_column, where, row), _column(config.answer_column, where, row)
         _require_kind(config.prompt_column, question, where, kinds)
         _require_kind(config.answer_column, answer, where, kinds)
+        if config.rejected_column:
+            _require_pair(config, where, row, kinds)
         metadata = {name: value for name, value in row.items() if name not in used}
         yield Entry(question=str(question), answer=str(answer), metadata=metadata, messages=messages)
+
+
+def _require_pair(
+    config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
+) -> None:
+    _column(config.prompt_column, where, row)  # a conversation is no prompt of a pair
+    chosen, rejected = config.answer_column, config.rejected_column
+    value = _column(rejected, where, row)
+    _require_kind(rejected, value, where, kinds)
+    if str(value) == str(_column(chosen, where, row)):
+        raise ValueError(
+            f"{where}: columns {chosen!r} and {rejected!r} both hold {str(value)[:80]!r}; a pair needs two answers"
+        )
 
 
 def _conversation(

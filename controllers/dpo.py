@@ -1,0 +1,157 @@
+"""Direct preference optimisation on pairs of a chosen and a rejected answer: the training loop and its command line.
+
+python -m controllers.dpo --config tiny --data pairs.jsonl
+"""
+
+import math
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from controllers import checkpoints
+from controllers.environments import EnvironmentConfig, Problem
+from controllers.launch import main
+from controllers.preferences import DPO, pair, to_samples
+from controllers.reference import FrozenPolicy, start_frozen
+from controllers.run import Run, RunConfig, split
+from controllers.run_folder import RunFolder
+from controllers.schedules import ScheduleConfig
+from rl_actors import Sample, metrics
+
+
+def _no_pairs() -> EnvironmentConfig:
+    return EnvironmentConfig(task="", answer_column="chosen", rejected_column="rejected")
+
+
+@dataclass(kw_only=True)
+class DPOConfig(RunConfig):
+    environment: EnvironmentConfig = field(default_factory=_no_pairs)
+    """Pairs: answer_column is the chosen answer, rejected_column the rejected one."""
+    beta: float = 0.1
+    """Factor of the log ratio of policy and reference in the reward of a completion; a larger one keeps the policy nearer to the reference."""
+    pairs_per_step: int = 64
+    """Pairs of one optimizer step."""
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {
+        "--data": "--environment.task",
+        "--lr": "--schedule.learning-rate",
+    }
+
+    @property
+    def is_supervised(self) -> bool:
+        return True
+
+    @property
+    def has_generator(self) -> bool:
+        return False
+
+    @property
+    def has_reference(self) -> bool:
+        return True
+
+    def with_all_answers(self, problem: Problem) -> list[Problem]:
+        return pair(problem, self.environment.rejected_column)
+
+    def validate(self) -> None:
+        super().validate()
+        self.schedule.validate()
+        if not 0 < self.beta < math.inf:
+            raise ValueError(f"beta={self.beta}; it must be above 0 and finite")
+        if self.pairs_per_step < 1:
+            raise ValueError(f"pairs_per_step={self.pairs_per_step}; it must be at least 1")
+        if self.samples_per_forward_backward % 2:
+            size = self.samples_per_forward_backward
+            raise ValueError(f"samples_per_forward_backward={size}; it must be even, because a pair is two samples")
+        for name, value in {"environment": self.environment, **self.validation}.items():
+            if value.rejected_column != self.environment.rejected_column or not value.rejected_column:
+                raise ValueError(
+                    f"{name}.rejected_column={value.rejected_column!r}; every set needs it, and the same as the others"
+                )
+
+    def validate_resumed(self, folder: RunFolder) -> None:
+        has_begun = checkpoints.newest(folder.checkpoints) is not None
+        if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
+            raise ValueError(
+                f"{folder.reference} is not there; it has the weights that the run began with, its reference"
+            )
+
+
+async def train(run: Run[DPOConfig]) -> None:
+    """Take all steps of the run, with a validation and a checkpoint every so many steps."""
+    config, loss = run.config, DPO(beta=run.config.beta)
+    run.log.display.total_steps = config.steps
+    reference = await start_frozen(run, has_begun=bool(run.state), is_saved=not config.trainer.hf_path)
+    schedule = config.schedule.build(config.steps)
+    held_out = await _held_out(run, reference)
+    if config.validate_first and not run.state:  # a resumed run has a state
+        await run.record(0, await _validate(run, 0, loss, held_out), phase="start")
+    cursor = run.state.get("cursor", 0)  # the next problem
+    for step in range(run.state.get("step", 0) + 1, config.steps + 1):
+        problems = [run.environment.problem(index) for index in range(cursor, cursor + config.pairs_per_step)]
+        cursor += config.pairs_per_step
+        samples = await reference.with_logprobs(_samples(run, problems))
+        values = await train_step(run, loss, samples, schedule(step))
+        is_last = step == config.steps
+        if is_last or step % config.validate_every == 0:
+            values |= await _validate(run, step, loss, held_out)
+        await run.record(step, values, phase="dpo")
+        await run.end_step({"step": step, "cursor": cursor}, phase_step=step, is_last=is_last)
+
+
+async def train_step(run: Run[DPOConfig], loss: DPO, samples: list[Sample], learning_rate: float) -> dict[str, float]:
+    """One optimizer step on the mean loss of the pairs; returns its metrics."""
+    outputs = []
+    num_pairs = len(samples) // 2
+    with run.timer("train"):
+        for chunk in split(samples, run.config.samples_per_forward_backward):
+            outputs.append(await run.trainer.forward_backward_custom(chunk, loss=loss))
+        params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_pairs)
+        result = await run.trainer.optim_step(params)
+    return {
+        **_means(metrics.merge(output.partials for output in outputs), num_pairs),
+        "policy_version": result.policy_version,
+        "grad_norm": result.grad_norm,
+        "updates_skipped": int(result.skipped),
+        "learning_rate": learning_rate,
+        **run.trained(samples),
+    }
+
+
+def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
+    return to_samples(problems, run.tokenizer, run.config.environment.rejected_column)
+
+
+async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
+    """The pairs of every validation set with the reference's logprobs, which are computed once, by the prefix of their metrics."""
+    found = {}
+    for one in run.validation_sets:
+        found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
+    return found
+
+
+async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
+    """The loss and the metrics of held-out pairs at the trainer's weights, which are also printed."""
+    values: dict[str, float] = {}
+    with run.timer("validate"):
+        for prefix, samples in held_out.items():
+            partials = []
+            for chunk in split(samples, run.config.samples_per_forward_backward):
+                output = await run.trainer.forward(chunk)
+                total, found = loss(list(chunk), output.logprobs)
+                partials.append({"loss:sum": float(total), **found})
+            for name, value in _means(metrics.merge(partials), len(samples) // 2).items():
+                values[prefix + name.removeprefix("dpo/")] = value
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in values.items())
+    run.log.note(f"step {step}: {shown}")
+    return values
+
+
+def _means(partials: metrics.Partials, num_pairs: int) -> dict[str, float]:
+    """The metrics of DPO, and the mean loss of a pair."""
+    found = metrics.finish(partials)
+    values = {name.removesuffix(":mean"): value for name, value in found.items() if name.endswith(":mean")}
+    return {"loss": found["loss:sum"] / num_pairs, **values}
+
+
+if __name__ == "__main__":
+    main("controllers.dpo")

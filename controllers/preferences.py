@@ -1,0 +1,66 @@
+"""Preference pairs as samples, and the loss of direct preference optimisation. Starts nothing.
+
+The samples of pairs stand in the order chosen, rejected, chosen, rejected, …  T positions of one sample, P pairs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from controllers.environments import Problem
+from controllers.tokenizer import Tokenizer
+from rl_actors import Sample
+from rl_actors.metrics import Partials
+
+
+def pair(problem: Problem, rejected_column: str) -> list[Problem]:
+    """The problem with its chosen answer, and with its rejected one. Raises ValueError, naming the prompt, if it has no rejected answer."""
+    if rejected_column not in problem.metadata:
+        raise ValueError(f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r}")
+    return [problem, replace(problem, answer=str(problem.metadata[rejected_column]))]
+
+
+def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_column: str) -> list[Sample]:
+    """Two samples of every problem: the chosen answer, then the rejected one."""
+    samples = []
+    for problem in problems:
+        samples += [tokenizer.to_sample(each) for each in pair(problem, rejected_column)]
+    return samples
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DPO:
+    """Direct preference optimisation, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
+
+    The reward of a completion is beta * (log pi - log ref), each the sum of its logprobs. The margin of a pair is the reward of the chosen
+    completion less that of the rejected one. The gradient at each logprob of the chosen one is -beta * sigmoid(-margin), and the same with
+    a plus sign at those of the rejected one.
+    It is a loss for TrainerClient.forward_backward_custom: a pair may be split over microbatches and ranks. Samples need the columns
+    loss_weights and ref_logprobs.
+
+    One pair of one token each, beta 0.5, log pi - log ref 2 and 0: margin 1, loss log(1 + exp(-1)) = 0.3133, gradients -0.1345 and 0.1345.
+    """
+
+    beta: float = 0.1
+
+    def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
+        """logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
+        if len(samples) % 2:
+            raise ValueError(f"{len(samples)} samples are no pairs; samples alternate between chosen and rejected")
+        rewards = []
+        for sample, logprobs_T in zip(samples, logprobs, strict=True):
+            ratios_T = logprobs_T - torch.as_tensor(sample.columns["ref_logprobs"])
+            rewards.append(self.beta * (ratios_T * torch.as_tensor(sample.columns["loss_weights"])).sum())
+        chosen_P, rejected_P = torch.stack(rewards[::2]), torch.stack(rewards[1::2])
+        margins_P = chosen_P - rejected_P
+        num_pairs = float(len(margins_P))
+        metrics: Partials = {
+            "dpo/accuracy:mean": (float((margins_P > 0).sum()), num_pairs),
+            "dpo/margin:mean": (float(margins_P.detach().sum()), num_pairs),
+            "dpo/reward_chosen:mean": (float(chosen_P.detach().sum()), num_pairs),
+            "dpo/reward_rejected:mean": (float(rejected_P.detach().sum()), num_pairs),
+        }
+        return -logsigmoid(margins_P).sum(), metrics

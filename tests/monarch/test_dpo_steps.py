@@ -1,0 +1,105 @@
+"""DPO takes steps through its parsed command line on shared actors, and a resumed run has the reference that the run began with."""
+
+import asyncio
+import io
+import json
+import math
+import string
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import support
+from rich.console import Console
+
+from configs.tiny import tiny_dpo
+from controllers import cli
+from controllers.checkpoints import Checkpoints
+from controllers.dpo import DPOConfig, train
+from controllers.environments import build_environment
+from controllers.metrics import MetricsLogger
+from controllers.run import Run
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.schedules import ScheduleConfig
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.validation import build_sets
+from rl_actors import TrainerClient
+
+LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # and two special tokens: the shared vocabulary
+PAIRS_PER_STEP, NUM_HELD_OUT = 8, 16
+
+
+def shared() -> DPOConfig:
+    config = tiny_dpo()
+    return replace(
+        config,
+        alphabet=LETTERS,
+        environment=replace(config.environment, task="", num_held_out=NUM_HELD_OUT),
+        trainer=support.trainer_config(),
+        generator=support.generator_config(),
+        pairs_per_step=PAIRS_PER_STEP,
+        samples_per_forward_backward=6,  # two calls and a rest in every step
+        schedule=ScheduleConfig(learning_rate=1e-3),
+        validate_every=2,
+        checkpoint_every=0,
+    )
+
+
+@pytest.fixture
+def take_steps(trainer, ranks, transport, tmp_path):
+    """take_steps(steps, state) -> the lines of metrics.jsonl of a run that goes on from `state`."""
+    mesh = ranks(1).spawn("dpo_reference", support.TestTrainer, support.trainer_config(optimizer=None), transport)
+    build_character_tokenizer(tmp_path / "tokenizer", LETTERS)
+    folder = RunFolder(tmp_path / "run")
+    file = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n}=", "chosen": f"a{n % 3}", "rejected": f"b{n % 3}"} for n in range(80)]
+    file.write_text("\n".join(json.dumps(row) for row in rows))
+
+    def take(steps: int, state: dict) -> list[dict]:
+        flags = ["--data", str(file), "--steps", str(steps), "--beta", "0.5", "--output-dir", str(tmp_path / "other")]
+        config = cli.parse("dpo", {"shared": shared}, flags).config
+        environment = build_environment(config.environment)
+        run = Run(
+            config=config,
+            folder=folder,
+            environment=environment,
+            validation_sets=build_sets(environment, {}, seed=0),
+            tokenizer=load_tokenizer(tmp_path / "tokenizer"),
+            trainer=trainer,
+            generator=None,
+            checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
+            spawn_reference=lambda: TrainerClient(mesh),
+            state=state,
+        )
+        console = Console(file=io.StringIO())
+        with MetricsLogger(folder, trackers=(), steps_done=state.get("step", 0), console=console) as run.log:
+            asyncio.run(train(run))
+        return read_jsonl(folder.metrics)
+
+    return take
+
+
+def test_the_margin_of_held_out_pairs_rises_from_zero_and_a_resumed_run_has_the_reference_of_its_start(take_steps):
+    lines = take_steps(6, {})
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4, 5, 6]
+    first, last = lines[0], lines[-1]
+    # The reference is the policy at the start, whatever weights the shared trainer had then.
+    assert first["validation/dpo/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert lines[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["validation/dpo/loss"] < first["validation/dpo/loss"]
+    # Every chosen answer begins with a, so a few steps are enough for prompts that were not trained on.
+    assert last["validation/dpo/margin"] > 0 and last["validation/dpo/accuracy"] > 0.9
+    versions = [line["policy_version"] for line in lines[1:]]
+    assert [version - versions[0] for version in versions] == [0, 1, 2, 3, 4, 5]
+    for line in lines[1:]:
+        assert line["grad_norm"] > 0 and line["updates_skipped"] == 0 and "nonfinite" not in line
+        assert line["dpo/margin"] == pytest.approx(line["dpo/reward_chosen"] - line["dpo/reward_rejected"], abs=1e-6)
+    assert [line["step"] for line in lines if "validation/dpo/accuracy" in line] == [0, 2, 4, 6]
+
+    resumed = take_steps(7, {"step": 6, "cursor": 6 * PAIRS_PER_STEP})
+    assert [line["step"] for line in resumed] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert abs(resumed[-1]["dpo/margin"]) > 1e-3  # the policy has left the saved reference
+
+    explained = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    names = {name for line in resumed for name in line}
+    assert sorted(name for name in names if f"`{name}`" not in explained) == []
