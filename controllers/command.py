@@ -7,8 +7,11 @@ import argparse
 import difflib
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import rl_actors
@@ -48,14 +51,24 @@ def main() -> None:
     sys.path.append(os.getcwd())
     try:
         require_own_packages()
+        program = program_of(name)
+    except ModuleNotFoundError as error:
+        remedy = "what the programs need is the extra loop; docs/install.md says how it is installed"
+        print(f"rl-actors: error: {error}; {remedy}", file=sys.stderr)
+        sys.exit(2)
     except ImportError as error:
         print(f"rl-actors: error: {error}", file=sys.stderr)
         sys.exit(2)
+    program()
+
+
+def program_of(name: str) -> Callable[[], None]:
+    """Raises ModuleNotFoundError if a package that the program needs is not installed."""
     if name in LOOPS:
-        import_module("controllers.launch").main(f"controllers.{name}")
-        return
+        import_module("configs")  # and with it all controllers
+        return partial(import_module("controllers.launch").main, f"controllers.{name}")
     module, _, function = PROGRAMS[name][0].partition(":")
-    getattr(import_module(module), function or "main")()
+    return getattr(import_module(module), function or "main")
 
 
 def usage() -> str:
@@ -69,10 +82,11 @@ def require_own_packages() -> None:
     """Raise ImportError, naming both paths, if `controllers` or `configs` is another package than the one beside rl_actors."""
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
-        found = Path(next(iter(import_module(name).__path__)))
+        spec = find_spec(name)
+        found = Path(spec.origin).parent if spec and spec.origin else None
         if found != own / name:
             raise ImportError(
-                f"the package {name} of rl-actors is {own / name}, but Python finds {found} first; remove one of them"
+                f"the package {name} of rl-actors is {own / name}, but Python finds {found} first; remove one"
             )
 
 

@@ -1,5 +1,7 @@
 """The transport of a trainer whose caller names none."""
 
+import atexit
+import shutil
 import tempfile
 import uuid
 from importlib.util import find_spec
@@ -13,7 +15,9 @@ def default_transport() -> Transport:
     if find_spec("torchstore") is None:
         from rl_actors.transports.files import FilesTransport
 
-        return FilesTransport(Path(tempfile.gettempdir()) / f"rl_actors_weights_{uuid.uuid4().hex}")
+        directory = Path(tempfile.gettempdir()) / f"rl_actors_weights_{uuid.uuid4().hex}"
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # for a program that ends without `close`
+        return FilesTransport(directory)
     from rl_actors.transports.torchstore import TorchStoreTransport
 
     return TorchStoreTransport()
