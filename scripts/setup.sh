@@ -72,10 +72,11 @@ fi
 rm -rf .venv
 "$python" -m venv .venv
 log=.venv/setup.log
+uv_version=uv==0.13.9
 pip() { .venv/bin/python -m pip --disable-pip-version-check --no-input install --no-deps --no-compile "$@" >> "$log" 2>&1; }
 failed() { tail -n 15 "$log" >&2; die "$1 (whole output: $log); remove the cause and run make setup again"; }
 
-say "$("$python" -V), $device, $(grep -c == "$lock") packages of $lock into .venv (some minutes; pip's output: $log)"
+say "$("$python" -V), $device, $(grep -c == "$lock") packages of $lock into .venv (some minutes; output: $log)"
 if [[ $device == cpu ]]; then
     torch=$(grep '^torch==' "$lock")
     if ! pip "$torch"; then
@@ -84,7 +85,19 @@ if [[ $device == cpu ]]; then
     fi
     say "$torch installed after $((SECONDS - started)) s"
 fi
-pip -r "$lock" || failed "cannot install $lock"
+# uv installs the same packages in a fifth of pip's time. It does not read pip's settings, so the index is passed on. Where uv itself
+# or a package cannot be got this way, pip installs the rest.
+uv_folder=.venv/uv
+index=$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || echo "${PIP_INDEX_URL:-}")
+[[ -z $index ]] || export UV_DEFAULT_INDEX=$index
+if pip --target "$uv_folder" "$uv_version" &&
+    "$uv_folder/bin/uv" pip install --no-progress --no-deps --python .venv/bin/python -r "$lock" >> "$log" 2>&1; then
+    say "packages of $lock installed by uv"
+else
+    say "uv cannot install them, so pip does"
+    pip -r "$lock" || failed "cannot install $lock"
+fi
+rm -rf "$uv_folder"
 pip --no-build-isolation --editable . || failed "cannot install the project into .venv"
 say "packages installed after $((SECONDS - started)) s, compiling and importing them"
 # Compile on all cores; pip would use one. Without compiled files and with PYTHONDONTWRITEBYTECODE set, every process would compile the

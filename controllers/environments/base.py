@@ -1,4 +1,4 @@
-"""What a task is: problems, and the reward of a completion. Knows no data and no model."""
+"""The protocol of a task: problems, and the reward of a completion. Knows no data and no model."""
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
