@@ -10,8 +10,9 @@ from typing import Annotated
 from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers.environments.judge import JudgeConfig
+from controllers.environments.sandbox import SandboxConfig
 
-REWARDS = ("exact_match", "math_verify", "regex", "task", "judge")
+REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 
@@ -55,12 +56,15 @@ class EnvironmentConfig:
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: str = "exact_match"
     """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern with
-    that in the answer. task asks the reasoning-gym task. judge asks a model. module:function calls your function(answer, completion),
+    that in the answer. task asks the reasoning-gym task. judge asks a model. python runs
+    the completion as a program with the answer, which holds tests. module:function calls your function(answer, completion),
     which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression, whose first group, or whole match if it has none, is compared with the answer."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """The model of the reward judge."""
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Limits of the reward python."""
     reward_timeout: float = 60.0
     """Seconds for the answer of a reward function that is `async`. One that takes longer is asked again."""
     reward_retries: int = 2
@@ -114,6 +118,7 @@ class EnvironmentConfig:
         if self.reward_retries < 0 or self.reward_concurrency < 1:
             given = f"reward_retries={self.reward_retries}, reward_concurrency={self.reward_concurrency}"
             raise ValueError(f"{given}; they must be at least 0 and 1")
+        self.sandbox.validate()
         if self.reward == "judge":
             self.judge.validate()
         if self.mixture:

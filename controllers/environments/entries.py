@@ -10,6 +10,7 @@ from controllers.environments import scores
 from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.judge import Judge
+from controllers.environments.sandbox import Sandbox
 
 Score = Callable[[Problem, str], float | Awaitable[float]]
 
@@ -66,6 +67,8 @@ def text_score(config: EnvironmentConfig) -> Score:
     """
     if config.reward == "judge":
         return Judge(config=config.judge)
+    if config.reward == "python":
+        return Sandbox(config=config.sandbox)
     compares: dict[str, Callable[[str, str], float]] = {
         "exact_match": scores.exact_match,
         "math_verify": scores.math_verify,

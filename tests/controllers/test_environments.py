@@ -161,7 +161,7 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"task": ""}, "environment.task is empty: --task takes"),
         (
             {"reward": "exact"},
-            "reward='exact'; it must be one of exact_match, math_verify, regex, task, judge, or module:function",
+            "reward='exact'; it must be one of exact_match, math_verify, regex, task, judge, python, or module:function",
         ),
         ({"reward": "nowhere:score"}, "reward='nowhere:score' cannot be imported"),
         ({"reward": "regex"}, "the reward regex needs a pattern"),

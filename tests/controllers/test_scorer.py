@@ -8,10 +8,13 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import psutil
 import pytest
+from waiting import wait_until
 
 from controllers.environments import EnvironmentConfig, Problem, RewardError, Scorer, build_environment
 from controllers.environments.judge import Judge, JudgeConfig
+from controllers.environments.sandbox import Sandbox, SandboxConfig
 
 PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2+3"})
 
@@ -187,3 +190,46 @@ def test_wrong_limits_of_rewards_are_refused(fields):
     [name] = fields
     with pytest.raises(ValueError, match=name):
         build_environment(EnvironmentConfig(**fields))
+
+
+class Coded:
+    """Problems whose answer is a test of the function `double`."""
+
+    def __init__(self, cpu_seconds: int = 5) -> None:
+        self.reward = Sandbox(config=SandboxConfig(cpu_seconds=cpu_seconds))
+
+
+TESTED = Problem(prompt="double", answer="assert double(4) == 8", key="double")
+DOUBLE = "def double(n):\n    return 2 * n\n"
+
+
+def run_code(*texts: str, cpu_seconds: int = 5) -> list[float]:
+    return asyncio.run(Scorer().score(Coded(cpu_seconds), TESTED, texts)).totals
+
+
+def test_code_is_rewarded_if_it_passes_the_tests():
+    fenced = f"First:\n```python\nnothing\n```\nbetter:\n```python\n{DOUBLE}```\nSo."
+    wrong = DOUBLE.replace("2", "3")
+    assert run_code(DOUBLE, fenced, wrong, "def double(", "", f"{DOUBLE}exit(1)") == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_code_that_goes_past_a_limit_gets_nothing_and_leaves_no_process(tmp_path):
+    memory = f"{DOUBLE}block = bytearray(2 << 30)"
+    file = f"{DOUBLE}open('big', 'wb').write(bytes(2 << 20))"
+    assert run_code(memory, file) == [0.0, 0.0]
+    mark = tmp_path / "pid"
+    endless = f"import os, subprocess, sys\nopen({str(mark)!r}, 'w').write(str(os.getpid()))\n{DOUBLE}while True: pass"
+    assert run_code(endless, cpu_seconds=1) == [0.0]
+    assert not psutil.pid_exists(int(mark.read_text()))
+    sleeping = f"import subprocess, sys\n{DOUBLE}p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE)\n"
+    sleeping += f"open({str(mark)!r}, 'w').write(str(p.pid))"
+    assert run_code(sleeping) == [1.0]
+    child = int(mark.read_text())
+    wait_until(lambda: not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_wrong_limits_of_the_sandbox_are_refused():
+    with pytest.raises(
+        ValueError, match="sandbox.cpu_seconds=0, sandbox.memory_mib=1024; they must be at least 1 and 64"
+    ):
+        build_environment(EnvironmentConfig(reward="python", sandbox=SandboxConfig(cpu_seconds=0)))
