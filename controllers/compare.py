@@ -21,7 +21,10 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """Runs by the shortest ends of their paths that differ. Raises ValueError for a folder that holds no run or is named twice."""
+    """The runs by name. A name is the end of the path, with as many folders as make all names differ.
+
+    Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
+    """
     paths = [folder.resolve() for folder in folders]
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:

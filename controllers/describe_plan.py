@@ -71,7 +71,7 @@ def describe(config: "RunConfig") -> str:
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
-    """Raise ValueError if the processes of a run take more memory than a GPU, or a machine without GPUs, has.
+    """Raise ValueError if the processes of a run take more memory than there is. The limit is that of each GPU, or of a machine without GPUs.
 
     trains: False for an evaluation, which has only the generator.
     """
@@ -119,7 +119,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 def _ranks(trainer: TrainerConfig) -> list[str]:
     """One line for each rank, with its index in every dimension whose degree is above 1.
 
-    The index in the last dimension changes from each rank to the next. With expert parallelism a rank holds other experts than the next.
+    The index in the last dimension changes from each rank to the next. With expert parallelism neighbouring ranks hold different experts.
     """
     layout, expert = trainer.layout(), trainer.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(name for name in layout if name != "pipeline_parallel")]

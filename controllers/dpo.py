@@ -27,7 +27,7 @@ class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
     """Pairs: answer_column is the chosen answer, rejected_column the rejected one."""
     beta: float = 0.1
-    """Factor of the log ratio of policy and reference in the reward of a completion; a larger one keeps the policy nearer to the reference."""
+    """The reward of a completion is beta times log(policy / reference). A larger beta keeps the policy nearer to the reference."""
     pairs_per_step: int = 64
     """Pairs of one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -65,14 +65,14 @@ class DPOConfig(RunConfig):
         for name, value in {"environment": self.environment, **self.validation}.items():
             if value.rejected_column != self.environment.rejected_column or not value.rejected_column:
                 raise ValueError(
-                    f"{name}.rejected_column={value.rejected_column!r}; every set needs it, and the same as the others"
+                    f"{name}.rejected_column={value.rejected_column!r}; every set of problems must name the same column"
                 )
 
     def validate_resumed(self, folder: RunFolder) -> None:
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(
-                f"{folder.reference} is not there; it has the weights that the run began with, its reference"
+                f"{folder.reference} is not there; it holds the reference, which is the weights that the run began with"
             )
 
 
@@ -122,7 +122,7 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set with the reference's logprobs, which are computed once, by the prefix of their metrics."""
+    """The pairs of every validation set, by the prefix of its metrics. The reference's logprobs, which do not change, are computed here once."""
     found = {}
     for one in run.validation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
@@ -130,7 +130,7 @@ async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, l
 
 
 async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
-    """The loss and the metrics of held-out pairs at the trainer's weights, which are also printed."""
+    """The loss and the metrics of held-out pairs at the trainer's weights. This prints them, too."""
     values: dict[str, float] = {}
     with run.timer("validate"):
         for prefix, samples in held_out.items():

@@ -67,7 +67,7 @@ class LossConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"], tyro.conf.arg(name="")] = "none"
-    """Correction for a generator whose probabilities differ from the trainer's, with q = p_trainer / p_generator of a token. tis: truncated
+    """Correction for a generator whose probabilities differ from the trainer's. q is p_trainer / p_generator of a token. tis: truncated
     importance sampling multiplies the objective by min(q, cap). icepop: tokens with q outside [low, high] are dropped."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
@@ -93,9 +93,9 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     """The number by which the summed gradient of these samples is divided.
 
     token_mean: the number of trained tokens, so that every token counts the same (DAPO, arXiv 2503.14476).
-    sequence_mean: the number of samples; the loss has divided by the length of each (GRPO, arXiv 2402.03300).
+    sequence_mean: the number of samples; the loss has already divided each sample's part by its length (GRPO, arXiv 2402.03300).
     sequence_sum: the number of samples (RLOO, arXiv 2402.14740).
-    constant: the number of samples times max_tokens, which no length changes (Dr. GRPO, arXiv 2503.20783).
+    constant: the number of samples times max_tokens; it does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
     """
     if aggregation == "token_mean":
         return num_loss_tokens(samples)

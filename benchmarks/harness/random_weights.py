@@ -54,7 +54,10 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="the directory to write; it must not exist yet")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--scale", type=float, default=1.0, help="factor of the logits; 15 gives one to two nats a token at 0_6b"
+        "--scale",
+        type=float,
+        default=1.0,
+        help="factor of the logits; 15 gives 0_6b an entropy of one to two nats a token",
     )
     arguments = parser.parse_args()
     if arguments.directory.exists():

@@ -21,7 +21,7 @@ class Problem:
     # The conversation that the completion continues. If it is not empty, the model's chat template makes the prompt from it, and `prompt`
     # is only shown.
     messages: list[Message] = field(default_factory=list)
-    source: str = ""  # name of the environment of a mixture that it comes from
+    source: str = ""  # in a mixture: name of the environment that the problem comes from
 
 
 @runtime_checkable
@@ -33,7 +33,10 @@ class Environment(Protocol):
         """`num_held_out` problems with distinct keys."""
 
     def reward(self, problem: Problem, completion: str) -> "float | Awaitable[float]":
-        """The reward of a completion of this problem's prompt: a finite number, or later one, or a mapping of components. See Scorer."""
+        """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.
+
+        An awaitable gives the same later. See Scorer.
+        """
 
 
 class RewardError(ValueError):

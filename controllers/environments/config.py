@@ -30,12 +30,12 @@ def _json_field(kind: type) -> PrimitiveConstructorSpec:
 @dataclass(kw_only=True)
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
-    """A reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a directory or an id of a Hugging Face data set, which has a slash;
-    or a function as module:function. Not read with `mixture`."""
+    """A reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data set; or a function as module:function. A data set
+    is a directory or an id, and has a slash in its name. If `mixture` is set, `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or of the user's function: one JSON object, which replaces the default as a whole."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks in the place of one: a JSON list of objects with these fields, and a "weight" each, 1 if it has none."""
+    """Several tasks in the place of one: a JSON list of objects with these fields. Each may also have a "weight"; its default is 1."""
     prompt_column: str = "prompt"
     """Column of a file or a data set with the prompt."""
     answer_column: str = "answer"
@@ -43,24 +43,24 @@ class EnvironmentConfig:
     rejected_column: str = ""
     """Column of a file or a data set with an answer that is worse than that of answer_column. controllers.dpo trains on such pairs."""
     messages_column: str = "messages"
-    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. A row without a prompt column takes it. The
-    model's chat template makes the prompt. Without an answer column the content of the last message, the assistant's, is the answer."""
+    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. It is used in a row without a prompt
+    column: the model's chat template makes the prompt. Without an answer column the last message, the assistant's, is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     prompt: str = "{question}"
-    """Template of the prompt. It may use `question`, which is the prompt of the data, and the keys of the problem's metadata, which are
-    the other columns, e.g. "{expression}="."""
+    """Template of the prompt, e.g. "{expression}=". `{question}` is the prompt of the data. The keys of the problem's metadata, such as the
+    other columns of a file, may stand in it too."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: str = "exact_match"
-    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last match of reward_pattern with
-    that in the answer. task asks the reasoning-gym task. judge asks a model. python runs
-    the completion as a program with the answer, which holds tests. module:function calls your function(answer, completion),
+    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last matches of
+    reward_pattern in both texts. task asks the reasoning-gym task. judge asks a model. python runs the completion as a program with the
+    answer, which holds tests. module:function calls your function(answer, completion),
     which returns a number."""
     reward_pattern: str = ""
-    """For the reward regex: a regular expression, whose first group, or whole match if it has none, is compared with the answer."""
+    """For the reward regex: a regular expression. Its first group is compared, or the whole match if it has no group."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """The model of the reward judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
@@ -68,7 +68,7 @@ class EnvironmentConfig:
     reward_timeout: float = 60.0
     """Seconds for the answer of a reward function that is `async`. One that takes longer is asked again."""
     reward_retries: int = 2
-    """Times that a reward which failed or took too long is asked for again before the run ends."""
+    """Number of new attempts at an `async` reward that failed or took too long. If the last one fails too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of answers of `async` reward functions that are waited for at once."""
     num_held_out: int = 512
@@ -117,7 +117,7 @@ class EnvironmentConfig:
             raise ValueError(f"reward_timeout={self.reward_timeout}; it must be finite and above 0")
         if self.reward_retries < 0 or self.reward_concurrency < 1:
             given = f"reward_retries={self.reward_retries}, reward_concurrency={self.reward_concurrency}"
-            raise ValueError(f"{given}; they must be at least 0 and 1")
+            raise ValueError(f"{given}; the first must be at least 0, the second at least 1")
         self.sandbox.validate()
         if self.reward == "judge":
             self.judge.validate()

@@ -13,7 +13,7 @@ from controllers.environments.entries import Entry, fits, text_score, to_problem
 from controllers.environments.held_out import fraction, hold_out
 
 Row = tuple[str, Mapping[str, object]]
-"""Where a row stands, for error texts, and its columns."""
+"""A text for errors that says where the row stands, and the columns of the row."""
 
 
 class DataEnvironment:
@@ -130,7 +130,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    _column(config.prompt_column, where, row)  # a conversation is no prompt of a pair
+    _column(config.prompt_column, where, row)  # a pair needs a prompt; a conversation does not serve as one
     chosen, rejected = config.answer_column, config.rejected_column
     value = _column(rejected, where, row)
     _require_kind(rejected, value, where, kinds)

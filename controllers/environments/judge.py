@@ -1,4 +1,4 @@
-"""A reward that a model behind an OpenAI-compatible address gives."""
+"""A reward from a model. The model is asked through an OpenAI-compatible server."""
 
 import os
 import re
@@ -23,7 +23,7 @@ class JudgeConfig:
     )
     """Template of the request. It may use question, answer and completion."""
     pattern: str = r"score:\s*(\d+(?:\.\d+)?)"
-    """Regular expression whose first group, at its last match, is the score."""
+    """Regular expression. Its last match in the judge's answer counts, and the first group of that match is the score."""
     best_score: float = 10.0
     """Score that is a reward of 1."""
 
@@ -35,7 +35,7 @@ class JudgeConfig:
         except re.error as error:
             raise ValueError(f"judge.pattern={self.pattern!r} is not a regular expression: {error}") from None
         if groups < 1:
-            raise ValueError(f"judge.pattern={self.pattern!r} has no group, which would be the score")
+            raise ValueError(f"judge.pattern={self.pattern!r} has no group; its first group must be the score")
         if not self.best_score > 0:
             raise ValueError(f"judge.best_score={self.best_score}; it must be above 0")
         try:

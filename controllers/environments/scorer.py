@@ -1,4 +1,7 @@
-"""The rewards of completions, of functions that answer at once or later, one by one or for a whole group, with components or without."""
+"""Asks reward functions for the rewards of completions.
+
+A function answers at once or later, for one completion or for a whole group. Its answer is a number or has components.
+"""
 
 import asyncio
 import inspect
@@ -13,7 +16,7 @@ from controllers.environments.config import EnvironmentConfig
 from controllers.environments.mixture import MixedEnvironment
 
 TOTAL = "reward"
-"""Component that is the reward. Without it the reward is the sum of the components."""
+"""Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all."""
 
 Answer = float | Mapping[str, float]
 
@@ -46,10 +49,9 @@ class Scorer:
     async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
         """The rewards of the completions of a problem.
 
-        An environment with a method `rewards(problem, completions)` is asked once for all completions, any other is asked for each by
-        `reward`. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
-        Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for one that failed max_retries
-        times after the first.
+        If an environment has a method `rewards(problem, completions)`, it is called once for all completions. Otherwise `reward` is called
+        for each. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
+        Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for one whose last retry failed.
         """
         owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
         of_group = getattr(owner, "rewards", None)

@@ -19,9 +19,10 @@ def math_verify(answer: str, completion: str) -> float:
 
 
 def last_match(pattern: str, answer: str, completion: str) -> float:
-    """1.0 when the last match of the pattern in the completion is that in the answer, or the whole answer if it has none; else 0.0.
+    """1.0 when the last match of the pattern in the completion equals the last match in the answer; else 0.0.
 
-    The first group counts if the pattern has one. last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
+    An answer without a match is compared as a whole. If the pattern has groups, only the first group of a match is compared.
+    last_match(r"#### (-?\\d+)", "72", "so 70 + 2\\n#### 72") -> 1.0
     """
     found = _last_found(pattern, completion)
     expected = _last_found(pattern, answer)

@@ -1,4 +1,4 @@
-"""Settings of threads and memory in a process that computes on a CPU, and of threads in a process that uses a GPU.
+"""Settings of a process: threads and memory if it computes on a CPU, only threads if it uses a GPU.
 
 A process on a CPU gets accurate vector functions, keeps its memory, and has one pool of worker threads. `choose_kernels`, `keep_memory` and
 `keep_one_pool` say why.
@@ -20,7 +20,7 @@ HOST_THREADS = 4
 
 
 def prepare_cpu_process() -> None:
-    """Set up a process that computes on a CPU. First set the number of threads, and then call it from the one thread that will compute."""
+    """Set up a process that computes on a CPU. The caller sets the number of threads first, and is the one thread that will compute."""
     choose_kernels()
     keep_memory()
     keep_one_pool()
@@ -56,7 +56,7 @@ def keep_one_pool() -> None:
     OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than cores, libgomp lets
     all of them sleep between two kernels. The collectives of a checkpoint made a second pool, and from then on a step took twice the time.
     """
-    # This fixes the number for this thread. The other thread then changes only the default, which holds for threads without a number.
+    # This thread gets a number of its own. The other thread then sets the default, which holds only for threads without such a number.
     torch.set_num_threads(torch.get_num_threads())
     other = threading.Thread(target=torch.set_num_threads, args=(1,))
     other.start()
