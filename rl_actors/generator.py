@@ -1,6 +1,7 @@
 """The generator as a Monarch actor around a vLLM engine. Weights have Hugging Face's names and shapes."""
 
 import asyncio
+import itertools
 import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -22,11 +23,9 @@ from rl_actors.vllm.engine import (
     OneAdapter,
     WholeWeights,
     model_directory,
-    read_completion,
-    read_prompt_logprobs,
     start_vllm,
-    vllm_params,
 )
+from rl_actors.vllm.requests import EngineCall, read_completion, read_prompt_logprobs, vllm_params
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMParams
@@ -44,6 +43,8 @@ class Generator(Actor):
         self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty if no pull brought them
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()
+        self.calls: dict[int, EngineCall[Completion]] = {}  # generate calls whose completions have not all been fetched
+        self.numbers = itertools.count()
 
     @concurrent_endpoint
     @sends_errors
@@ -92,8 +93,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     @sends_errors
-    async def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-        """params.n completions of every prompt, in the order of the prompts. Many calls may run at the same time.
+    async def start_generate(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
 
         Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
@@ -105,8 +106,36 @@ class Generator(Actor):
             room = self.config.max_model_len - len(prompts[index])
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), index)
 
-        results = await asyncio.wrap_future(self.engine.start(prompts, params_of, read_completion))
-        return [results[i : i + params.n] for i in range(0, len(results), params.n)]
+        call = next(self.numbers)
+        self.calls[call] = self.engine.start(prompts, params_of, read_completion)
+        return call
+
+    @concurrent_endpoint
+    @sends_errors
+    async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
+        """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
+
+        Waits until there are `at_least` of them, or all that are left. Raises the error of the call if it fails, and ValueError after its
+        end.
+        """
+        if call not in self.calls:
+            raise ValueError(
+                f"no generate call {call} is running: it has given all its completions, has failed, or was aborted"
+            )
+        running = self.calls[call]
+        try:
+            return await asyncio.wrap_future(running.take(at_least))
+        finally:
+            if running.is_over():
+                self.calls.pop(call, None)
+
+    @concurrent_endpoint
+    @sends_errors
+    async def abort_generate(self, call: int) -> None:
+        """End what is left of a generate call. Does nothing if the call has ended."""
+        running = self.calls.pop(call, None)
+        if running is not None:
+            self.engine.abort(running)
 
     @concurrent_endpoint
     @sends_errors
@@ -124,7 +153,10 @@ class Generator(Actor):
             )
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
-        return await asyncio.wrap_future(self.engine.start(sequences, lambda _: [params], read_prompt_logprobs))
+        call = self.engine.start(sequences, lambda _: [params], read_prompt_logprobs)
+        finished = await asyncio.wrap_future(call.take(len(sequences)))
+        logprobs = {index: results[0] for index, results in finished}
+        return [logprobs[index] for index in range(len(sequences))]
 
     @concurrent_endpoint
     @sends_errors

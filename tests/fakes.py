@@ -1,7 +1,7 @@
 """Fakes for tests: environments, generators and trainers without a model."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,6 +210,12 @@ class RandomGenerator(ActorOfNothing):
             answer.append(group)
         self.generations.append(Generation(prompts=prompts, params=params, answer=answer))
         return answer
+
+    async def generate_each(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        for pair in enumerate(await self.generate(prompts, params)):
+            yield pair
 
     def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:
         tokens = [draw.randint(2, 11) for _ in range(draw.randint(1, params.max_tokens))]

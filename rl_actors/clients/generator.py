@@ -1,5 +1,6 @@
 """The client of a generator. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL."""
 
+import contextlib
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from rl_actors.clients.base import Client
 from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.finished_groups import FinishedGroups
 from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
@@ -115,8 +117,48 @@ class GeneratorClient(Client):
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)  # needs no limits of the generator
         return self._call(
-            "generate", self._one, "generate", copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
+            "generate", self._generate, copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
         )
+
+    async def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
+        call = await self._start_generate(prompts, params)
+        groups = dict(await self._finished_groups(call, at_least=len(prompts)))
+        return [groups[index] for index in range(len(prompts))]
+
+    def generate_each(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
+    ) -> FinishedGroups[list[Completion]]:
+        """(index of the prompt, its params.n completions), one prompt after the other, as soon as all of a prompt have finished.
+
+        async for index, completions in generator.generate_each(prompts, params): …
+
+        The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends what is
+        left of them in the engine. A plain `for` works, too. A seeded call gives the same completions in every order of finishing.
+        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits; in the loop, the error of the call.
+        """
+        copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
+        validate_sampling_params(chosen)
+        started = self._call(
+            "generate", self._start_generate, copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
+        )
+        return FinishedGroups(
+            started, len(copies), fetch=self._finished_groups, abort=self._abort_generate, what=f"{self.name}: generate"
+        )
+
+    async def _start_generate(self, prompts: list[list[int]], params: SamplingParams) -> int:
+        """The number of the call."""
+        return await self._one("start_generate", prompts, params, phase="generate")
+
+    async def _finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
+        try:
+            return await self._one("finished_groups", call, at_least, phase="generate")
+        except BaseException:
+            await self._abort_generate(call)
+            raise
+
+    async def _abort_generate(self, call: int) -> None:
+        with contextlib.suppress(Exception):  # the generator may have ended
+            await self._one("abort_generate", call)
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
         """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence.
@@ -161,9 +203,10 @@ class GeneratorClient(Client):
             check(self._limits)
         return await send(*arguments)
 
-    async def _one(self, endpoint: str, *args: object) -> Any:
+    async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
+        """The answer of an endpoint. phase: the name in error texts, if it is not the endpoint's."""
         answers: list[Any] = await self._ask(
-            getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, breaks=False
+            getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
         )
         return answers[0]
 

@@ -8,10 +8,10 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch import Tensor
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.model_config import ModelConfig
-from rl_actors.types import Completion, SamplingParams
 from rl_actors.vllm import cpu, gpu
+from rl_actors.vllm.requests import EngineCall, Request
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
@@ -198,26 +198,6 @@ def _adapter_request(path: str, **options: bool) -> "LoRARequest":
     return LoRARequest("adapter", 1, path, **options)
 
 
-@dataclass(slots=True, kw_only=True)
-class GenerateCall(Generic[T]):
-    """One generate or compute_logprobs call. Its requests finish in any order. Its future gets the results when all have finished."""
-
-    future: "Future[list[T]]"
-    num_requests: int
-    results: dict[int, T] = field(default_factory=dict)  # by index, of the requests that have finished
-
-
-@dataclass(slots=True, kw_only=True)
-class _Request(Generic[T]):
-    """One request of a call. vLLM answers it with one completion or one list of logprobs."""
-
-    call: GenerateCall[T]
-    index: int  # in the call
-    read: "Callable[[RequestOutput, _Request[T]], T]"  # turns vLLM's output into the result
-    # (index of the first token, policy_version) for each run of tokens that one version produced
-    versions: list[tuple[int, int]] = field(default_factory=list)
-
-
 class EngineThread:
     """An LLMEngine and the one thread that may touch it.
 
@@ -232,7 +212,7 @@ class EngineThread:
         self.weights = weights
         self.version = NO_VERSION
         # Requests that have not finished, by id. Their calls have results of different types.
-        self.requests: dict[str, _Request[Any]] = {}
+        self.requests: dict[str, Request[Any]] = {}
         self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
         self.failure: BaseException | None = None
@@ -251,44 +231,47 @@ class EngineThread:
         self,
         prompts: Sequence[Sequence[int]],
         make_params: Callable[[int], list["VLLMParams"]],
-        read: Callable[["RequestOutput", _Request[T]], T],
-    ) -> "Future[list[T]]":
-        """Start all requests of a call. The future gets their results in order, or the first error.
-
-        make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output into a result.
-        """
+        read: Callable[["RequestOutput", Request[T]], T],
+    ) -> EngineCall[T]:
+        """Start all requests of a call, in the same step. Their results, or the first error, come out of the call."""
         self._require_alive()
-        future: Future[list[T]] = _running_future()
-        self.commands.put(partial(self._add_requests, prompts, make_params, read, future))
-        return future
+        call = EngineCall(prompts, make_params, read)
+        self.commands.put(partial(self._add_requests, call))
+        return call
 
-    def _add_requests(
-        self,
-        prompts: Sequence[Sequence[int]],
-        make_params: Callable[[int], list["VLLMParams"]],
-        read: Callable[["RequestOutput", _Request[T]], T],
-        future: "Future[list[T]]",
-    ) -> None:
-        added: list[str] = []
+    def abort(self, call: EngineCall[T]) -> None:
+        """End the requests of a call that have not finished. The call then fails."""
+        if self.failure is None:
+            self.commands.put(partial(self._abort_call, call, RuntimeError("the call was aborted")))
+
+    def _add_requests(self, call: EngineCall[T]) -> None:
         try:
-            params_of_prompts = [make_params(index) for index in range(len(prompts))]
-            num_requests = sum(map(len, params_of_prompts))
-            call = GenerateCall(future=future, num_requests=num_requests)
-            for prompt, params_of_prompt in zip(prompts, params_of_prompts, strict=True):
-                for params in params_of_prompt:
-                    request = _Request(call=call, index=len(added), read=read, versions=[(0, self.version)])
-                    added.append(self._add_request(prompt, params, request))
+            params_of_prompts = [call.make_params(index) for index in range(len(call.prompts))]
+            for index, params_of_prompt in enumerate(params_of_prompts):
+                for place, params in enumerate(params_of_prompt):
+                    self._add_request(
+                        params,
+                        Request(
+                            call=call,
+                            prompt=index,
+                            place=place,
+                            num_of_prompt=len(params_of_prompt),
+                            versions=[(0, self.version)],
+                        ),
+                    )
         except Exception as error:
-            self._abort(added)
-            future.set_exception(error)
+            self._abort_call(call, error)
 
-    def _add_request(self, prompt: Sequence[int], params: "VLLMParams", request: _Request[T]) -> str:
+    def _add_request(self, params: "VLLMParams", request: Request[T]) -> None:
         request_id = str(self.num_started)
         self.num_started += 1
-        tokens = {"prompt_token_ids": list(prompt)}
+        tokens = {"prompt_token_ids": list(request.call.prompts[request.prompt])}
         self.engine.add_request(request_id, tokens, params, lora_request=self.weights.request)
         self.requests[request_id] = request
-        return request_id
+
+    def _abort_call(self, call: EngineCall[T], error: BaseException) -> None:
+        self._abort([request_id for request_id, request in self.requests.items() if request.call is call])
+        call.fail(error)
 
     def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
         """Replace the weights. Call it on the engine's thread.
@@ -323,8 +306,7 @@ class EngineThread:
         except BaseException as error:  # the thread ends now, so all callers must get this error
             self.failure = error
             for request in self.requests.values():
-                if not request.call.future.done():
-                    request.call.future.set_exception(error)
+                request.call.fail(error)
             raise
 
     def _serve(self) -> None:
@@ -335,21 +317,14 @@ class EngineThread:
             try:
                 for output in self.engine.step():
                     if output.finished:
-                        self._finish(output)
+                        request = self.requests.pop(output.request_id)
+                        request.call.put(request, output)
             except Exception as error:
                 # After an error vLLM makes no progress until the requests that it was running are aborted.
-                failed = {id(request.call): request.call for request in self.requests.values()}
+                failed = [request.call for request in self.requests.values()]
                 self._abort(list(self.requests))
-                for call in failed.values():
-                    call.future.set_exception(error)
-
-    def _finish(self, output: "RequestOutput") -> None:
-        request = self.requests[output.request_id]
-        call = request.call
-        call.results[request.index] = request.read(output, request)
-        del self.requests[output.request_id]
-        if len(call.results) == call.num_requests:
-            call.future.set_result([call.results[index] for index in range(call.num_requests)])
+                for call in failed:
+                    call.fail(error)
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort_request(request_ids)
@@ -370,52 +345,3 @@ def _run_into(future: "Future[T]", function: Callable[[], T]) -> None:
         future.set_result(function())
     except BaseException as error:
         future.set_exception(error)
-
-
-def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
-    """Parameters of one vLLM request for each completion, so that each has its own seed and its own policy versions.
-
-    prompt: index of the prompt in its call.
-    """
-    from vllm import SamplingParams as VLLMParams
-    from vllm.sampling_params import RequestOutputKind
-
-    requests = []
-    for completion in range(params.n):
-        request = VLLMParams(
-            max_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=params.top_k,
-            stop_token_ids=list(params.stop_token_ids),
-            seed=None if params.seed is None else params.seed + prompt * params.n + completion,
-            ignore_eos=params.ignore_stop,
-            logprobs=0,  # only of the sampled token
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # no other request has this object
-        )
-        requests.append(request)
-    return requests
-
-
-def read_completion(output: "RequestOutput", request: _Request[Completion]) -> Completion:
-    """The completion of a finished request, with the version of every token."""
-    completion = output.outputs[0]
-    tokens = list(completion.token_ids)
-    versions: list[int] = []
-    ends = [start for start, _ in request.versions[1:]] + [len(tokens)]
-    for (_, version), end in zip(request.versions, ends, strict=True):
-        versions += [version] * (end - len(versions))
-    return Completion(
-        tokens=tokens,
-        logprobs=[by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)],
-        policy_versions=versions,
-        finish_reason=completion.finish_reason,
-    )
-
-
-def read_prompt_logprobs(output: "RequestOutput", _: _Request[Tensor]) -> Tensor:
-    """Logprobs of the prompt's tokens, [T - 1] float32. The first token has none."""
-    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
-    return torch.tensor([by_token[token].logprob for token, by_token in pairs])

@@ -286,6 +286,20 @@ class TestGenerator(Generator):
         return [len(state.detokenizer.output_token_ids) for state in list(states.values())]
 
     @concurrent_endpoint
+    async def num_aborted(self) -> int:
+        """Number of requests that were aborted before their end since the first call of this endpoint."""
+        if not hasattr(self, "aborted"):
+            self.aborted: list[str] = []
+            abort = self.engine._abort
+
+            def record_and_abort(request_ids: list[str]) -> None:
+                self.aborted += request_ids
+                abort(request_ids)
+
+            self.engine._abort = record_and_abort
+        return len(self.aborted)
+
+    @concurrent_endpoint
     async def cache_block_size(self) -> int:
         """Tokens of one block of the prefix cache."""
         return self.engine.engine.vllm_config.cache_config.block_size

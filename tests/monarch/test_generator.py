@@ -259,7 +259,7 @@ def test_a_bad_request_is_refused_in_the_callers_thread_with_value_and_limit(gen
 @pytest.mark.parametrize(("prompts", "params", "error", "words"), BAD_REQUESTS)
 def test_a_bad_request_to_the_raw_endpoint_is_refused_likewise(generator_mesh, prompts, params, error, words):
     with pytest.raises(Exception) as raised:  # noqa: B017  # Monarch wraps it
-        generator_mesh.generate.call_one(prompts, params).get(timeout=GUARD)
+        generator_mesh.start_generate.call_one(prompts, params).get(timeout=GUARD)
     assert type(raised.value.exception) is error
     assert_in_order(str(raised.value.exception), words)
 

@@ -1,0 +1,110 @@
+"""`FinishedGroups`, the iterator that generate_each returns. It works with `async for` in any event loop, and with `for` in a REPL."""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Generic, TypeVar
+
+from rl_actors.clients.call import Call, in_background
+
+T = TypeVar("T")
+
+
+class FinishedGroups(Generic[T]):
+    """(index of the prompt, its results) of every prompt of a running call, in order of finishing.
+
+    When the iterator is closed or garbage-collected, what is left of the call is aborted. CPython collects the iterator of a loop as soon
+    as the loop is left by break, return, an exception or a cancellation.
+    """
+
+    def __init__(
+        self,
+        started: Call[int],
+        num_prompts: int,
+        *,
+        fetch: Callable[[int], Coroutine[object, None, list[tuple[int, T]]]],
+        abort: Callable[[int], Coroutine[object, None, None]],
+        what: str,
+    ) -> None:
+        """started: gives the number of the call. fetch: number -> at least one more finished prompt. what: for error texts."""
+        self._started, self._num_left, self._fetch, self._abort, self._what = started, num_prompts, fetch, abort, what
+        self._finished: deque[tuple[int, T]] = deque()  # fetched, but not yet given to the caller
+        self._fetching: Call[list[tuple[int, T]]] | None = None
+
+    def __aiter__(self) -> "FinishedGroups[T]":
+        return self
+
+    async def __anext__(self) -> tuple[int, T]:
+        while not self._finished:
+            if self._num_left == 0:
+                raise StopAsyncIteration
+            # A cancellation ends only the waiting. The next __anext__ waits for the same answer.
+            fetching = self._begin_fetch()
+            self._take(fetching, await fetching)
+        return self._finished.popleft()
+
+    def __iter__(self) -> "FinishedGroups[T]":
+        return self
+
+    def __next__(self) -> tuple[int, T]:
+        while not self._finished:
+            if self._num_left == 0:
+                raise StopIteration
+            fetching = self._begin_fetch()
+            self._take(fetching, fetching.result())
+        return self._finished.popleft()
+
+    async def aclose(self) -> None:
+        """Abort what is left of the call. A second call of this method does nothing."""
+        if (aborting := self._begin_abort()) is not None:
+            await aborting
+
+    def close(self) -> None:
+        """The same, for a caller without an event loop."""
+        if (aborting := self._begin_abort()) is not None:
+            aborting.result()
+
+    def _begin_fetch(self) -> Call[list[tuple[int, T]]]:
+        if self._fetching is None:
+            # The coroutine must not refer to this object, which could then not be collected while the coroutine waits.
+            self._fetching = in_background(_fetch_more(self._started, self._fetch), self._what)
+        return self._fetching
+
+    def _take(self, fetching: Call[list[tuple[int, T]]], groups: list[tuple[int, T]]) -> None:
+        if self._fetching is not fetching:
+            return  # another task waited for the same answer and has taken it
+        self._fetching = None
+        self._num_left -= len(groups)
+        self._finished.extend(groups)
+
+    def _begin_abort(self) -> Call[None] | None:
+        has_failed = self._fetching is not None and self._fetching.failed()
+        if self._num_left == 0 or has_failed:
+            return None
+        self._num_left = 0
+        self._finished.clear()
+        return in_background(_abort_started(self._started, self._abort, self._fetching), self._what)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):  # at the end of the program the background thread may have ended
+            self._begin_abort()
+
+
+async def _fetch_more(
+    started: Call[int], fetch: Callable[[int], Coroutine[object, None, list[tuple[int, T]]]]
+) -> list[tuple[int, T]]:
+    return await fetch(await started)
+
+
+async def _abort_started(
+    started: Call[int],
+    abort: Callable[[int], Coroutine[object, None, None]],
+    fetching: Call[list[tuple[int, T]]] | None,
+) -> None:
+    """Abort a call as soon as it has started. A fetch that still waits then fails, which is not an error."""
+    with contextlib.suppress(Exception):
+        await abort(await started)
+    if fetching is not None:
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await fetching

@@ -1,0 +1,151 @@
+"""Calls of generate and compute_logprobs as requests to vLLM, and their results, prompt by prompt. Knows no engine."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl_actors.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+    from vllm import SamplingParams as VLLMParams
+
+T = TypeVar("T")
+
+
+class EngineCall(Generic[T]):
+    """One call. Its requests finish in any order; a prompt has finished when all its requests have.
+
+    The engine's thread puts results in, and any other thread takes them out.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        make_params: Callable[[int], list["VLLMParams"]],
+        read: Callable[["RequestOutput", "Request[T]"], T],
+    ) -> None:
+        """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result."""
+        self.prompts, self.make_params, self.read = prompts, make_params, read
+        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
+        self._finished: list[tuple[int, list[T]]] = []  # that nobody has taken
+        self._failure: BaseException | None = None
+        self._lock = threading.Lock()
+        self._waiter: tuple[int, Future[list[tuple[int, list[T]]]]] | None = None
+
+    def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
+        """(index of the prompt, its results) of the prompts that have finished since the last `take`, in order of finishing.
+
+        The future is done when there are `at_least` of them, or all that are left, or when the call has failed. A later `take` ends an
+        earlier one that still waits, with nothing.
+        """
+        future: Future[list[tuple[int, list[T]]]] = Future()
+        future.set_running_or_notify_cancel()  # nobody can cancel it, so the engine's thread can always set its result
+        with self._lock:
+            if self._waiter is not None:
+                self._waiter[1].set_result([])
+            self._waiter = (at_least, future)
+            self._answer()
+        return future
+
+    def is_over(self) -> bool:
+        """True if the call has failed, or if all its results have been taken."""
+        with self._lock:
+            return self._failure is not None or not (self._results or self._finished)
+
+    def put(self, request: "Request[T]", output: "RequestOutput") -> None:
+        """Take vLLM's output of a finished request."""
+        result = self.read(output, request)
+        with self._lock:
+            results = self._results[request.prompt]
+            results[request.place] = result
+            if len(results) == request.num_of_prompt:
+                del self._results[request.prompt]
+                self._finished.append((request.prompt, [results[place] for place in range(request.num_of_prompt)]))
+                self._answer()
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with an error. Does nothing if all prompts have finished."""
+        with self._lock:
+            if self._results and self._failure is None:
+                self._failure = error
+                self._answer()
+
+    def _answer(self) -> None:
+        """Answer the waiter if there is enough for it. A failed call gives its error in the place of prompts that nobody has taken."""
+        if self._waiter is None:
+            return
+        at_least, future = self._waiter
+        if self._failure is not None:
+            self._waiter = None
+            future.set_exception(self._failure)
+        elif len(self._finished) >= at_least or not self._results:
+            self._waiter = None
+            finished, self._finished = self._finished, []
+            future.set_result(finished)
+
+
+@dataclass(slots=True, kw_only=True)
+class Request(Generic[T]):
+    """One request to vLLM. It is answered with one completion or with the logprobs of one sequence."""
+
+    call: EngineCall[T]
+    prompt: int  # index in the call
+    place: int  # among the requests of the prompt
+    num_of_prompt: int  # number of requests of the prompt
+    # (index of the first token, policy_version) for each run of tokens that one version produced
+    versions: list[tuple[int, int]] = field(default_factory=list)
+
+
+def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
+    """Parameters of one vLLM request for each completion, so that each has its own seed and its own policy versions.
+
+    prompt: index of the prompt in its call.
+    """
+    from vllm import SamplingParams as VLLMParams
+    from vllm.sampling_params import RequestOutputKind
+
+    requests = []
+    for completion in range(params.n):
+        request = VLLMParams(
+            max_tokens=params.max_tokens,
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            stop_token_ids=list(params.stop_token_ids),
+            seed=None if params.seed is None else params.seed + prompt * params.n + completion,
+            ignore_eos=params.ignore_stop,
+            logprobs=0,  # only of the sampled token
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # no other request has this object
+        )
+        requests.append(request)
+    return requests
+
+
+def read_completion(output: "RequestOutput", request: Request[Completion]) -> Completion:
+    """The completion of a finished request, with the version of every token."""
+    completion = output.outputs[0]
+    tokens = list(completion.token_ids)
+    versions: list[int] = []
+    ends = [start for start, _ in request.versions[1:]] + [len(tokens)]
+    for (_, version), end in zip(request.versions, ends, strict=True):
+        versions += [version] * (end - len(versions))
+    return Completion(
+        tokens=tokens,
+        logprobs=[by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)],
+        policy_versions=versions,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def read_prompt_logprobs(output: "RequestOutput", _: Request[Tensor]) -> Tensor:
+    """Logprobs of the prompt's tokens, [T - 1] float32. The first token has none."""
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return torch.tensor([by_token[token].logprob for token, by_token in pairs])
