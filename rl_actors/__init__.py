@@ -16,6 +16,8 @@ from rl_actors.losses import (
     ImportanceSampling,
     Reinforce,
     TruncatedImportanceSampling,
+    ValueLoss,
+    explained_variance,
 )
 from rl_actors.processes.output import LogRoute
 from rl_actors.types import (
@@ -83,6 +85,8 @@ __all__ = [
     "TrainerConfig",
     "TrainerInfo",
     "TruncatedImportanceSampling",
+    "ValueLoss",
+    "explained_variance",
     "find_model",
     "num_loss_tokens",
 ]

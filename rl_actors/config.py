@@ -19,6 +19,7 @@ DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel",
 """The kinds of parallelism. The product of their degrees is the number of processes."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
+HeadName = Literal["logprobs", "values"]
 
 
 @dataclass(kw_only=True)
@@ -141,6 +142,9 @@ class TrainerConfig:
     `seed`."""
     tokenizer_path: str = ""
     """Directory of tokenizer files, which are copied into checkpoints and exports. Empty: hf_path."""
+    head: HeadName = "logprobs"
+    """Numbers that the model gives for each position. logprobs: those of a language model. values: one number, which a value model gives
+    for the tokens up to the position. The head of a value model starts at zero and is never tied to the embedding."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "flash4"] = "flex"
     """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
@@ -199,6 +203,11 @@ class TrainerConfig:
             product *= degree
         return product
 
+    @property
+    def ties_head(self) -> bool:
+        """True if the head has the weights of the embedding."""
+        return self.model.tie_word_embeddings and self.head == "logprobs"
+
     def layout(self) -> dict[str, int]:
         """Degree of each kind of parallelism: {"data_parallel_shard": 2, "tensor_parallel": 4, ...}"""
         return {name: getattr(self.parallelism, f"{name}_degree") for name in DEGREES}
@@ -213,6 +222,10 @@ class TrainerConfig:
         if self.optimizer is not None:
             self.optimizer.validate()
         self.lora.validate(model, self.hf_path)
+        if self.head == "values" and self.lora.rank:
+            raise ValueError(
+                f"head='values' with lora.rank={self.lora.rank}: adapters freeze all other weights, and the head of a value model must train"
+            )
         if self.float8 and self.lora.rank:
             raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
         if self.float8 and model.num_experts:
@@ -243,6 +256,10 @@ class TrainerConfig:
 
     def require_hf(self, call: str) -> None:
         """Raises ValueError naming the call, the value and the reason if Hugging Face's Qwen3, and so vLLM, cannot express the model."""
+        if self.head == "values":
+            raise ValueError(
+                f"{call} is not possible with head='values': a generator samples from a language model, not from values"
+            )
         if self.model.num_experts and self.load_balance_coeff:
             raise ValueError(
                 f"{call} is not possible with load_balance_coeff={self.load_balance_coeff:g}: Hugging Face's Qwen3 has no expert "

@@ -211,7 +211,7 @@ def _require_pipeline(config: TrainerConfig) -> None:
     pipeline = f"parallelism.pipeline_parallel_degree={parallel.pipeline_parallel_degree}"
     _refuse_first(
         (
-            config.model.tie_word_embeddings,
+            config.ties_head,
             f"{pipeline} with model.tie_word_embeddings=True: the embedding is on the first stage and the head on the last, "
             "and torchtitan does not tie weights across stages",
         ),

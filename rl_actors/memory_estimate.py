@@ -108,7 +108,9 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
     model, lora = config.model, config.lora
     matrix = Weight(shape=(model.vocab_size, model.hidden_size), tensor_dim=0, is_trained=not lora.rank)
     after = [Weight(shape=(model.hidden_size,), is_trained=not lora.rank)]
-    if not model.tie_word_embeddings:
+    if config.head == "values":
+        after.append(Weight(shape=(1, model.hidden_size)))
+    elif not model.tie_word_embeddings:
         after += [matrix, *(_adapters([matrix], lora.rank) if lora.train_unembed else [])]
     return [matrix], after
 
@@ -208,7 +210,8 @@ def _activations(config: TrainerConfig) -> int:
         kept = 0.0
     blocks = positions * size * (kept * _microbatches_held(config) + running)
     hidden = positions * model.hidden_size * (size + FLOAT32)  # the input of the head, and its gradient
-    logits = 4 * size * min(config.logprob_chunk_tokens, positions) * model.vocab_size / tensor
+    num_outputs = model.vocab_size if config.head == "logprobs" else 1
+    logits = 4 * size * min(config.logprob_chunk_tokens, positions) * num_outputs / tensor
     return int(blocks + hidden + logits + _gathered(config, size))
 
 

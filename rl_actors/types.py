@@ -179,9 +179,12 @@ class ForwardBackwardOutput:
     Metrics are named `name:reduction`; the reduction is sum, mean, min or max.
     """
 
-    logprobs: list[Tensor]  # each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature
+    # Each [T] float32: log p(targets[i] | tokens[:i+1]) at the sample's temperature. Empty for a value model.
+    logprobs: list[Tensor]
     metrics: dict[str, float]
     policy_version: int
+    # Each [T] float32: V(tokens[:i+1]), the value of the state before targets[i]. Only a value model has values.
+    values: list[Tensor] | None = None
     # Each [T] float32: entropy of the whole distribution. None if neither the call asked for it nor the loss reads it.
     entropy: list[Tensor] | None = None
     # Each [T, K] float32: logprobs of the ids in the column target_ids. None if the samples lack that column.
@@ -201,11 +204,16 @@ class RankOutput:
     rank: int
     indices: list[int]  # indices of the reported samples in the list of the call
     lengths: list[int]  # T of each reported sample
-    logprobs: Tensor  # [sum of lengths] float32
-    # "entropy" [sum of lengths] and "target_logprobs" [sum of lengths, K], each only if it was computed.
-    extras: dict[str, Tensor]
+    # "logprobs" or, of a value model, "values", [sum of lengths] float32. "entropy" [sum of lengths] and "target_logprobs"
+    # [sum of lengths, K] if they were computed. Empty if the rank reports no sample.
+    values: dict[str, Tensor]
     metrics: Partials  # the client merges them over ranks; see rl_actors.metrics
     policy_version: int
+
+    @property
+    def logprobs(self) -> Tensor:
+        """[sum of lengths] float32. Empty for a value model, and on a rank that reports no sample."""
+        return self.values.get("logprobs", torch.empty(0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,6 +258,7 @@ class TrainerInfo:
     device: str
     device_name: str  # name of the GPU; "CPU" on a machine without one
     dtype: str
+    head: str  # "logprobs", or "values" for a value model
     rank: int
     world_size: int
     pid: int

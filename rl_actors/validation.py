@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_actors import layouts
-from rl_actors.losses import Loss, columns_of, name_of
+from rl_actors.losses import Loss, columns_of, name_of, output_of
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, OptimParams, Sample, SamplingParams, column_dtype
 
 if TYPE_CHECKING:
@@ -19,9 +19,17 @@ if TYPE_CHECKING:
 
 
 def validate_samples(
-    samples: Sequence[Sample], loss: Loss | None, *, vocab_size: int, max_sequence_length: int, max_call_bytes: int
+    samples: Sequence[Sample],
+    loss: Loss | None,
+    *,
+    vocab_size: int,
+    max_sequence_length: int,
+    max_call_bytes: int,
+    head: str = "logprobs",
 ) -> None:
     """Raises ValueError (TypeError for a wrong type) naming the sample, the value and the limit."""
+    if loss is not None and output_of(loss) != head:
+        raise ValueError(f"{name_of(loss)} reads {output_of(loss)}, but head={head!r}: the model computes {head}")
     if not isinstance(samples, Sequence) or len(samples) == 0:
         raise ValueError(f"samples is {samples!r}; give a list of at least 1 Sample")
     required, optional = columns_of(loss) if loss is not None else (frozenset(), None)

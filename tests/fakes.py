@@ -96,6 +96,7 @@ def trainer_info(**values: object) -> TrainerInfo:
         "device": "cpu",
         "device_name": "CPU",
         "dtype": "float32",
+        "head": "logprobs",
         "rank": 0,
         "world_size": 1,
         "pid": 0,

@@ -13,8 +13,7 @@ def output_of(rank: int, indices: list[int], logprobs: list[float]) -> RankOutpu
         rank=rank,
         indices=indices,
         lengths=[1] * len(indices),
-        logprobs=torch.tensor(logprobs),
-        extras={},
+        values={"logprobs": torch.tensor(logprobs)},
         metrics={"loss:sum": 1.0},
         policy_version=0,
     )

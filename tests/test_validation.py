@@ -437,7 +437,7 @@ samples = [
 ]
 logprobs = zeros("float32", COUNT * LENGTH)
 answer = RankOutput(
-    rank=0, indices=list(range(COUNT)), lengths=[LENGTH] * COUNT, logprobs=logprobs, extras={}, metrics={}, policy_version=0
+    rank=0, indices=list(range(COUNT)), lengths=[LENGTH] * COUNT, values={"logprobs": logprobs}, metrics={}, policy_version=0
 )
 torch.set_num_threads(3)
 before = running()

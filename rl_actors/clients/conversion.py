@@ -21,14 +21,15 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
     _require_each_once(outputs)
     values: dict[str, list[Tensor]] = {}
     for output in outputs:
-        for name, pieces in {"logprobs": output.logprobs, **output.extras}.items():
+        for name, pieces in output.values.items():
             in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
                 in_order[index] = piece
     # The outputs are in the order in which the ranks answered. A sum of floats depends on the order, so they are sorted by rank.
     partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
     return ForwardBackwardOutput(
-        logprobs=values["logprobs"],
+        logprobs=values.get("logprobs", []),
+        values=values.get("values"),
         entropy=values.get("entropy"),
         target_logprobs=values.get("target_logprobs"),
         metrics=metrics.finish(partials),

@@ -29,6 +29,7 @@ class TrainerLimits:
     vocab_size: int
     max_sequence_length: int  # positions of a sample
     max_call_bytes: int
+    head: str  # "logprobs", or "values" for a value model
     optimizer: str | None  # name of the optimizer; None: the trainer only infers
     optimizer_fields: tuple[str, ...]  # the names among beta1, beta2, eps and weight_decay that the optimizer has
 
@@ -40,6 +41,7 @@ class TrainerLimits:
             vocab_size=self.vocab_size,
             max_sequence_length=self.max_sequence_length,
             max_call_bytes=self.max_call_bytes,
+            head=self.head,
         )
 
     def check_training(self, call: str, samples: Sequence[Sample], loss: Loss | None) -> None:
@@ -63,6 +65,7 @@ class TrainerLimits:
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.max_sequence_length,
             max_call_bytes=config.max_call_bytes,
+            head=config.head,
             optimizer=None if config.optimizer is None else config.optimizer.name,
             optimizer_fields=() if config.optimizer is None else _optimizer_fields(config.optimizer),
         )
@@ -73,6 +76,7 @@ class TrainerLimits:
             vocab_size=info.vocab_size,
             max_sequence_length=info.max_sequence_length,
             max_call_bytes=info.max_call_bytes,
+            head=info.head,
             optimizer=info.optimizer,
             optimizer_fields=info.optimizer_fields,
         )

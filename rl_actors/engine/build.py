@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from types import SimpleNamespace
 
+import spmd_types as spmd
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -19,6 +20,7 @@ from torchtitan.config import CommConfig, DebugConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.models.common import Embedding, Linear, RMSNorm, TransformerBlock
+from torchtitan.models.common.decoder_sharding import dense_activation_placement, dense_param_placement
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.qwen3 import (
     _EMBEDDING_INIT,
@@ -31,8 +33,9 @@ from torchtitan.models.qwen3 import (
     _qwen3_norm,
     parallelize_qwen3,
 )
+from torchtitan.protocols.sharding import ShardingConfig
 
-from rl_actors.config import ModelConfig, TrainerConfig
+from rl_actors.config import HeadName, ModelConfig, TrainerConfig
 from rl_actors.engine import gpu, initial_weights, lora, recomputation
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.context_parallel import RowShards, WholeRows
@@ -49,6 +52,7 @@ class BuiltModel:
     model: nn.Module  # the whole model; in a pipeline the modules of this rank's stages
     stages: list[PipelineStage]  # this rank's stages; empty without a pipeline
     num_parameters: int  # of the whole model
+    has_value_head: bool
     optimizers: OptimizersContainer  # in a trainer that only infers: NoOptimizers, which has only zero_grad
     hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
@@ -62,19 +66,25 @@ class BuiltModel:
     routers: RouterCounters
 
 
-def qwen3_config(model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True) -> Qwen3Model.Config:
+def qwen3_config(
+    model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True, head: HeadName = "logprobs"
+) -> Qwen3Model.Config:
     """torchtitan's config of a model with these dimensions, made by the functions that torchtitan's own flavors use."""
+    is_tied = model.tie_word_embeddings and head == "logprobs"
+    output = Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT)
+    if head == "values":
+        output = Linear.Config(in_features=model.hidden_size, out_features=1, param_init={"weight": nn.init.zeros_})
     return Qwen3Model.Config(
         vocab_size=model.vocab_size,
         dim=model.hidden_size,
         norm=_norm(model, model.hidden_size),
-        enable_weight_tying=model.tie_word_embeddings,
+        enable_weight_tying=is_tied,
         tok_embeddings=Embedding.Config(
             num_embeddings=model.vocab_size,
             embedding_dim=model.hidden_size,
-            param_init=_EMBEDDING_SKIP_INIT if model.tie_word_embeddings else _EMBEDDING_INIT,
+            param_init=_EMBEDDING_SKIP_INIT if is_tied else _EMBEDDING_INIT,
         ),
-        lm_head=Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT),
+        lm_head=output,
         layers=_layers(model, load_balance_coeff, fuse_qkv),
     )
 
@@ -183,6 +193,8 @@ def build(config: TrainerConfig) -> BuiltModel:
     _allocate(modules, device, machine)
     if not config.hf_path:  # with hf_path the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
+    elif config.head == "values" and model.lm_head is not None:  # no directory has the head of a value model
+        nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()
     hyperparameters, optimizers = None, NoOptimizers()
@@ -194,6 +206,7 @@ def build(config: TrainerConfig) -> BuiltModel:
         model=model,
         stages=stages,
         num_parameters=num_parameters,
+        has_value_head=config.head == "values",
         optimizers=optimizers,
         hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
@@ -226,7 +239,9 @@ def _model_config(
     """torchtitan's config of the whole model, with the attention kernel, float8, adapters and shardings of this run."""
     # An adapter belongs to one projection. So a model with adapters has separate query, key and value projections.
     fuse_qkv = not config.lora.rank
-    model_config = qwen3_config(config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv)
+    model_config = qwen3_config(
+        config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv, head=config.head
+    )
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
         # Every block has its own table of the rotary embedding. Tables of 40,960 positions would take 1.2 GB in all blocks of a Qwen3 0.6B,
@@ -235,7 +250,21 @@ def _model_config(
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
     model_config.update_from_config(config=run)
+    if config.head == "values":
+        model_config.lm_head.sharding_config = _whole_on_every_rank()
     return model_config
+
+
+def _whole_on_every_rank() -> ShardingConfig:
+    """The sharding of a value model's head: every tensor-parallel rank has all of it. torchtitan would split its only row."""
+    activation = dense_activation_placement(tp=spmd.R)
+    return ShardingConfig(
+        state_shardings={"weight": dense_param_placement(tp=spmd.R)},
+        in_src_shardings={"input": activation},
+        in_dst_shardings={"input": activation},
+        out_src_shardings=activation,
+        out_dst_shardings=activation,
+    )
 
 
 def _parallelize(

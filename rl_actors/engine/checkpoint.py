@@ -26,6 +26,7 @@ from rl_actors.engine.lora import checkpointed
 from rl_actors.types import MAX_NAMES_REPORTED
 
 METADATA = ".metadata"
+HEAD = "lm_head.weight"
 
 
 class State(TypedDict):
@@ -44,6 +45,8 @@ def is_checkpoint(path: str | Path) -> bool:
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
 
+    Without optimizer state a value model also takes the checkpoint of a language model, and keeps its own head.
+
     Raises ValueError on every rank if the check fails on any rank.
     """
     if not on_all_ranks(is_checkpoint(path)):
@@ -53,6 +56,8 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}
     # Under pipeline parallelism a rank knows only the names of its own stages.
     known = set().union(*by_rank(list(here)))
+    if built.has_value_head and not optimizer:
+        here.pop(f"model.{HEAD}", None)
     differing = []
     for name, shape in here.items():
         if there.get(name) != shape:
@@ -163,6 +168,8 @@ def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
     optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
     """
     state = _state(built, 0, optimizer=optimizer)
+    if built.has_value_head and not _has_value_head(path):
+        state["model"].pop(HEAD, None)
     with plain_errors(f"loading {path}"):
         dcp.load(state, checkpoint_id=str(path))
     built.model.load_state_dict(built.model.state_dict() | state["model"])
@@ -172,6 +179,12 @@ def load(built: BuiltModel, path: str, *, optimizer: bool) -> int:
         for fresh in built.optimizers.optimizers:
             fresh.state.clear()
     return int(state["policy_version"])
+
+
+def _has_value_head(path: str) -> bool:
+    """True if `path` is the checkpoint of a value model, whose head has one row."""
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata[f"model.{HEAD}"]
+    return isinstance(saved, TensorStorageMetadata) and saved.size[0] == 1
 
 
 def _state(built: BuiltModel, policy_version: int, *, optimizer: bool) -> State:

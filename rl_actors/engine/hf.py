@@ -21,7 +21,7 @@ from torchtitan.models.qwen3 import Qwen3StateDictAdapter
 from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel, qwen3_config
-from rl_actors.engine.checkpoint import plain_errors
+from rl_actors.engine.checkpoint import HEAD, plain_errors
 from rl_actors.engine.collectives import on_all_ranks, whole_tensors
 from rl_actors.engine.hf_names import (
     FUSED,
@@ -89,9 +89,11 @@ def whole_state(config: ModelConfig) -> dict[str, Tensor]:
 def load(built: BuiltModel, path: str) -> None:
     """Load a directory of safetensors into the sharded model, in place. Each rank reads its part.
 
-    An expert bias keeps its value, because Hugging Face's model has none.
+    An expert bias keeps its value, because Hugging Face's model has none. So does the head of a value model.
     """
     parameters = _parameters(built.model)
+    if built.has_value_head:
+        parameters.pop(HEAD, None)  # a stage of a pipeline may lack it
     # The directory has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). They are loaded
     # into temporary tensors, which are then joined and copied into the parameter.
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}

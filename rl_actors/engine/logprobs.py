@@ -1,4 +1,4 @@
-"""Hidden states -> logprobs of the targets, and gradients back to the hidden states, in chunks.
+"""Hidden states -> logprobs of the targets, or values, and gradients back to the hidden states, in chunks. heads.py has the two heads.
 
 Only the logits of one chunk exist at a time, never the whole [tokens, vocabulary]. torchtitan's ChunkedLossWrapper splits the rows into
 chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it applies the output projection, calls a loss with
@@ -16,12 +16,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import ChunkedLossWrapper
 
 from rl_actors.engine.batch import PackedBatch
-from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top_k_logprobs
+from rl_actors.engine.heads import Head, Values
 from rl_actors.losses import Loss, computed_for
 from rl_actors.metrics import Partials, merge
-
-Values = dict[str, Tensor]
-"""Values computed at every position: "logprobs" [B, L] and, if they are needed, "entropy" [B, L] and "target_logprobs" [B, L, K]."""
 
 ChunkInputs = dict[str, Tensor]
 """Tensors [B, L, ...] that are split into the same chunks as the logits."""
@@ -41,8 +38,9 @@ class SteadyLoss:
         self.failure: Exception | None = None
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
-        """(gradients of the loss with respect to the logprobs and the other values that it reads, metrics with loss:sum)."""
-        names = ["logprobs", *sorted(self.reads & set(values))]
+        """(gradients of the loss with respect to the head's output and the other values that it reads, metrics with loss:sum)."""
+        output, *others = values
+        names = [output, *sorted(self.reads & set(others))]
         leaves = [values[name].detach().requires_grad_() for name in names]
         if self.failure is None:
             try:
@@ -65,7 +63,7 @@ ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
 """(values of a chunk, its inputs) -> (a scalar to back-propagate, metrics)."""
 
 
-class ChunkedLogprobs:
+class ChunkedHead:
     """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
 
     In a pipeline only the stage that has the output projection can use it.
@@ -75,12 +73,12 @@ class ChunkedLogprobs:
         self,
         model: nn.Module,
         chunk_tokens: int,
+        head: Head,
         *,
-        fuse: Callable[[Callable], Callable],
         keep_head: bool = True,
         min_chunks: int = 1,
     ) -> None:
-        """fuse: turns a function of tensors into one kernel, on a machine that can compile one.
+        """head: computes the values of a chunk from the outputs of the projection.
 
         keep_head: True keeps the weights of the last norm and the output projection, which FSDP gathers together, until the projection
         has processed all chunks.
@@ -91,7 +89,7 @@ class ChunkedLogprobs:
         self.keep_head = keep_head
         self.chunk_tokens = chunk_tokens
         self.min_chunks = min_chunks
-        self.target_logprobs = TargetLogprobs(fuse)
+        self.head = head
 
     def forward(self, hidden_BLD: Tensor, batch: PackedBatch, *, with_entropy: bool = False) -> Values:
         """The values of whole rows, without gradients."""
@@ -142,7 +140,7 @@ class ChunkedLogprobs:
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: ChunkLoss, inputs: ChunkInputs, with_entropy: bool
     ) -> tuple[Values, Partials, Tensor]:
         """(values at the positions that this rank holds, metrics, the sum of the loss over the chunks)."""
-        chunks = _Chunks(target_logprobs=self.target_logprobs, loss=loss, with_entropy=with_entropy)
+        chunks = _Chunks(head=self.head, loss=loss, with_entropy=with_entropy)
         num_chunks = self._num_chunks(*batch.tokens_BL.shape)
         wrapper = ChunkedLossWrapper(ChunkedLossWrapper.Config(num_chunks=num_chunks))
         wrapper.loss_fn = chunks
@@ -171,7 +169,7 @@ class ChunkedLogprobs:
 class _Chunks:
     """The loss that ChunkedLossWrapper calls with the logits of each chunk. It keeps the values and metrics of all chunks."""
 
-    target_logprobs: TargetLogprobs
+    head: Head
     loss: ChunkLoss
     with_entropy: bool
     values: list[Values] = field(default_factory=list)
@@ -179,7 +177,7 @@ class _Chunks:
 
     def __call__(
         self,
-        logits_BLV: Tensor,
+        outputs: Tensor,
         targets_BL: Tensor,
         global_valid_tokens: None,
         *,
@@ -187,18 +185,12 @@ class _Chunks:
         top_k: Tensor | None = None,
         **inputs: Tensor,
     ) -> tuple[Tensor, Partials]:
-        """(a scalar to back-propagate, {}). L is the length of the chunk.
+        """(a scalar to back-propagate, {}). outputs: [B, L, V], those of the projection. L is the length of the chunk.
 
         The metrics are kept here, because the wrapper would merge them by rules of its own.
         top_k: ids [B, L, K]. inputs: the ChunkInputs, with the prefix `input_`.
         """
-        logits, targets_N = Logits.of(logits_BLV, temperatures_BL), targets_BL.flatten()
-        flat = {"logprobs": self.target_logprobs(logits, targets_N)}
-        if self.with_entropy:
-            flat["entropy"] = entropy(logits, targets_N)
-        if top_k is not None:
-            flat["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
-        values = {name: value.unflatten(0, targets_BL.shape) for name, value in flat.items()}
+        values = self.head(outputs, targets_BL, temperatures_BL, with_entropy=self.with_entropy, top_k=top_k)
         self.values.append({name: value.detach() for name, value in values.items()})
         total, metrics = self.loss(values, {name.removeprefix("input_"): x for name, x in inputs.items()})
         self.metrics.append(metrics)
@@ -214,7 +206,7 @@ class _Chunks:
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
     """A placeholder for a loss. It is used without gradients, so nothing back-propagates its scalar."""
-    return values["logprobs"].sum(), {}
+    return next(iter(values.values())).sum(), {}
 
 
 def _given_gradients(values: Values, gradients: ChunkInputs) -> tuple[Tensor, Partials]:

@@ -18,7 +18,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine.batch import ModelInputs, PackedBatch, model_inputs
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
-from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss
+from rl_actors.engine.logprobs import ChunkedHead, SteadyLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.engine.pipeline_stages import Stage
@@ -64,8 +64,8 @@ class PipelineRunner:
 
     _call: PipelineCall  # exists while a call runs
 
-    def __init__(self, built: BuiltModel, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
-        self.built, self.logprobs, self.config = built, logprobs, config
+    def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
+        self.built, self.head, self.config = built, head, config
         self.schedule_class = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.is_first = any(stage.is_first for stage in built.stages)
         self.reports_metrics = any(stage.is_last for stage in built.stages)
@@ -153,11 +153,9 @@ class PipelineRunner:
         try:
             if call.training:
                 assert call.loss is not None
-                values, metrics, total = self.logprobs.loss(
-                    hidden_BLD, batch, call.loss, with_entropy=call.with_entropy
-                )
+                values, metrics, total = self.head.loss(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
             else:
-                values, metrics = self.logprobs.evaluate(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
+                values, metrics = self.head.evaluate(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
                 total = torch.zeros(())
         except Exception as error:
             # The other stages wait for gradients, so they get zeros. After the last microbatch all ranks raise the error.

@@ -14,7 +14,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine.batch import PackedBatch, model_inputs
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
-from rl_actors.engine.logprobs import ChunkedLogprobs, SteadyLoss
+from rl_actors.engine.logprobs import ChunkedHead, SteadyLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
 from rl_actors.losses import Loss
@@ -26,12 +26,12 @@ class SingleRunner:
     planned: PlanOptions = {}
     reports_metrics = True
 
-    def __init__(self, built: BuiltModel, logprobs: ChunkedLogprobs, config: TrainerConfig) -> None:
-        self.built, self.logprobs = built, logprobs
+    def __init__(self, built: BuiltModel, head: ChunkedHead, config: TrainerConfig) -> None:
+        self.built, self.head = built, head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # FSDP gathers a tied embedding together with the output projection. `logprobs` decides how long that one stays gathered.
-        outer = [] if config.model.tie_word_embeddings else [model.tok_embeddings]
+        # FSDP gathers a tied embedding together with the output projection. The head decides how long that one stays gathered.
+        outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
     def forward(
@@ -45,7 +45,7 @@ class SingleRunner:
         with self._gathered(keep=self._keeps_gathered(several=len(first_two) > 1)):
             for batch in chain(first_two, remaining):
                 shard = self.built.shard_rows(batch)
-                found = self.logprobs.evaluate(self._hidden(shard), shard, steady, with_entropy=with_entropy)
+                found = self.head.evaluate(self._hidden(shard), shard, steady, with_entropy=with_entropy)
                 outputs.append(MicrobatchOutput(shard, *found, self.built.to_host))
         if steady is not None:
             raise_together(steady.failure)
@@ -60,7 +60,7 @@ class SingleRunner:
         steady, outputs = SteadyLoss(loss), []
         for batch in batches:
             shard = self.built.shard_rows(batch)
-            values, metrics, total = self.logprobs.loss(self._hidden(shard), shard, steady, with_entropy=with_entropy)
+            values, metrics, total = self.head.loss(self._hidden(shard), shard, steady, with_entropy=with_entropy)
             outputs.append(MicrobatchOutput(shard, values, metrics, self.built.to_host))
             total.backward()
         raise_together(steady.failure)

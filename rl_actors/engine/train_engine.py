@@ -18,7 +18,8 @@ from rl_actors.engine.batch import PackedBatch, make_batch
 from rl_actors.engine.build import BuiltModel, build
 from rl_actors.engine.call_order import StepState
 from rl_actors.engine.gradients import Gradients, by_layout
-from rl_actors.engine.logprobs import ChunkedLogprobs
+from rl_actors.engine.heads import LogprobHead, ValueHead
+from rl_actors.engine.logprobs import ChunkedHead
 from rl_actors.engine.machine import this_machine
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.optimizer import named_parameters
@@ -45,9 +46,9 @@ class TrainEngine:
             hf.require_tokenizer(config.tokenizer_path)
         self.config = config
         self.built: BuiltModel = build(config)
-        self.logprobs = self._make_logprobs()
+        self.head = self._make_head()
         runner_class: type[PipelineRunner | SingleRunner] = PipelineRunner if self.built.stages else SingleRunner
-        self.runner = runner_class(self.built, self.logprobs, config)
+        self.runner = runner_class(self.built, self.head, config)
         self.step = StepState()
         self.checkpoint_writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
@@ -72,6 +73,7 @@ class TrainEngine:
             vocab_size=self.config.model.vocab_size,
             max_sequence_length=self.config.max_sequence_length,
             max_call_bytes=self.config.max_call_bytes,
+            head=self.config.head,
         )
 
     def forward(
@@ -241,6 +243,7 @@ class TrainEngine:
             device=str(self.built.device),
             device_name=this_machine().device_name(),
             dtype=config.compute_dtype,
+            head=config.head,
             rank=int(os.environ["RANK"]),
             world_size=int(os.environ["WORLD_SIZE"]),
             pid=os.getpid(),
@@ -251,12 +254,12 @@ class TrainEngine:
             logs=os.environ.get(LOG_VARIABLE, ""),
         )
 
-    def _make_logprobs(self) -> ChunkedLogprobs:
+    def _make_head(self) -> ChunkedHead:
         stages = self.built.stages
-        return ChunkedLogprobs(
+        return ChunkedHead(
             stages[-1].submod if stages else self.built.model,
             self.config.logprob_chunk_tokens,
-            fuse=this_machine().fuse,
+            ValueHead() if self.config.head == "values" else LogprobHead(this_machine().fuse),
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
             # FSDP reduces the gradients of the last norm and the head together, so they need the same dtype. In a pipeline the norm's
             # gradient is float32. With two or more chunks the head's gradient is accumulated in float32, too.
@@ -293,8 +296,7 @@ class TrainEngine:
             rank=torch.distributed.get_rank(),
             indices=[index for output in reporting for index in output.indices],
             lengths=[length for output in reporting for length in output.lengths],
-            logprobs=joined.pop("logprobs", torch.empty(0)),
-            extras=joined,
+            values=joined,
             metrics=merge(output.metrics() for output in outputs) if self.reports_metrics else {},
             policy_version=self.policy_version,
         )

@@ -11,10 +11,13 @@ from rl_actors.losses.custom import LogprobGradient
 from rl_actors.losses.options import KL, IcePop, TruncatedImportanceSampling
 from rl_actors.losses.policy import CISPO, DRO, GSPO, PPO, ImportanceSampling, PolicyLoss, Reinforce
 from rl_actors.losses.supervised import CrossEntropy
+from rl_actors.losses.value import ValueLoss, explained_variance
 from rl_actors.metrics import Partials
 
 Loss = Callable[..., tuple[Tensor, Partials]]
 """loss(logprobs_BL, **columns_BL) -> (sum, metrics). A metric named `x:mean` is a pair (numerator, denominator).
+
+A loss whose attribute `output` is "values" gets the values of a value model instead of logprobs.
 
 A loss whose attribute `whole_sequence` is true gets one sample per row, padded with zeros. Any other loss may get any piece of any row.
 Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where the target of a sample is padding.
@@ -50,9 +53,12 @@ __all__ = [
     "PolicyLoss",
     "Reinforce",
     "TruncatedImportanceSampling",
+    "ValueLoss",
     "columns_of",
     "computed_for",
+    "explained_variance",
     "name_of",
+    "output_of",
     "resolve",
 ]
 
@@ -94,6 +100,11 @@ def computed_for(loss: Loss) -> frozenset[str]:
 def name_of(loss: Loss | None) -> str:
     """The name of a loss for error texts."""
     return getattr(loss, "__name__", type(loss).__name__)
+
+
+def output_of(loss: Loss) -> str:
+    """What the loss reads first: "logprobs", or "values" for the loss of a value model."""
+    return getattr(loss, "output", "logprobs")
 
 
 def _reads(loss: Loss) -> tuple[frozenset[str], frozenset[str]]:

@@ -75,7 +75,7 @@ def observe(path: str, fields: dict, policy: str) -> dict:
         seen["result"] = answer
         batches = list(engine._batches(samples, ()))
         seen["microbatches"] = len(batches)
-        seen["chunks"] = min(engine.logprobs._num_chunks(*batch.tokens_BL.shape) for batch in batches)
+        seen["chunks"] = min(engine.head._num_chunks(*batch.tokens_BL.shape) for batch in batches)
     return seen
 
 

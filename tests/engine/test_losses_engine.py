@@ -262,8 +262,8 @@ def test_entropy_and_the_logprobs_of_k_ids_come_with_forward_when_asked(make_eng
     samples = [replace(s, columns={"target_ids": s.columns["target_ids"]}) for s in everything]
     samples[1].targets[3] = -100
     output = engine.forward(samples, entropy=True)
-    entropies = in_order(output, output.extras["entropy"])
-    chosen = in_order(output, output.extras["target_logprobs"])
+    entropies = in_order(output, output.values["entropy"])
+    chosen = in_order(output, output.values["target_logprobs"])
     with torch.no_grad():
         for index, sample in enumerate(samples):
             kept = sample.targets != -100
@@ -272,9 +272,9 @@ def test_entropy_and_the_logprobs_of_k_ids_come_with_forward_when_asked(make_eng
             torch.testing.assert_close(entropies[index].double(), torch.where(kept, h, 0.0), rtol=1e-5, atol=1e-5)
             torch.testing.assert_close(chosen[index].double(), expected * kept[:, None], rtol=1e-5, atol=1e-5)
     samples[1].targets[3] = 0
-    assert engine.forward([replace(s, columns={}) for s in samples]).extras == {}
+    assert engine.forward([replace(s, columns={}) for s in samples]).values.keys() == {"logprobs"}
     asked = engine.forward_backward(with_columns_of(PPO(), everything, top_k=False), PPO(), entropy=True)
-    assert set(asked.extras) == {"entropy"}
+    assert set(asked.values) == {"logprobs", "entropy"}
 
 
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
@@ -329,7 +329,7 @@ def test_a_loss_by_module_and_name_may_read_the_entropy_and_always_reports_its_s
             logprobs, entropies, _ = reference(model, sample)
             expected -= (sample.columns["loss_weights"] * (logprobs + entropies)).sum().item()
     assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
-    assert "entropy" in output.extras
+    assert "entropy" in output.values
 
 
 def test_a_whole_sequence_loss_sees_one_sample_a_row_and_zeros_behind_its_end():

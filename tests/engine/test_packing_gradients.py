@@ -44,11 +44,11 @@ def test_packed_unpacked_and_permuted_samples_give_one_gradient(make_engine):
     def check(call):
         lengths, seed, order, limits = call
         samples = ppo_samples(lengths, seed=seed)
-        engine.config, engine.logprobs.chunk_tokens = usual, usual.logprob_chunk_tokens
+        engine.config, engine.head.chunk_tokens = usual, usual.logprob_chunk_tokens
         alone = [engine.forward_backward([sample], LOSS).logprobs for sample in samples]
         expected = gradients()
 
-        engine.config, engine.logprobs.chunk_tokens = replace(usual, **limits), limits["logprob_chunk_tokens"]
+        engine.config, engine.head.chunk_tokens = replace(usual, **limits), limits["logprob_chunk_tokens"]
         output = engine.forward_backward([samples[index] for index in order], LOSS)
         for index, logprobs in zip(output.indices, output.logprobs.split(output.lengths), strict=True):
             assert_close(logprobs, alone[order[index]], rtol=1e-5, atol=1e-5)

@@ -1,0 +1,94 @@
+"""The two heads of a model, and the numbers that each computes from the outputs of the last projection, one chunk of positions at a time.
+
+A language model's head computes logprobs. A value model's head computes one value for each position.
+
+B rows, L length of the chunk, V vocabulary, K targets of one position.
+"""
+
+from collections.abc import Callable
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top_k_logprobs
+from rl_actors.types import IGNORE_TARGET
+
+Values = dict[str, Tensor]
+"""Numbers computed at every position. The first entry is the one whose name is the head's `output`: "logprobs" or "values", [B, L]. The
+others are there if they are needed: "entropy" [B, L] and "target_logprobs" [B, L, K]."""
+
+
+class Head(Protocol):
+    output: ClassVar[str]
+    """Name of the number that every loss of this head reads first."""
+
+    def __call__(
+        self,
+        outputs: Tensor,
+        targets_BL: Tensor,
+        temperatures_BL: Tensor,
+        *,
+        with_entropy: bool,
+        top_k: Tensor | None,
+    ) -> Values:
+        """The numbers of a chunk, float32; 0 where the target is IGNORE_TARGET.
+
+        outputs: [B, L, V] of a language model, [B, L, 1] of a value model. top_k: ids [B, L, K].
+        """
+
+
+class LogprobHead:
+    """log p(target) at every position, at the temperature of its sample."""
+
+    output: ClassVar[str] = "logprobs"
+
+    def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
+        """fuse: turns a function of tensors into one kernel, on a machine that can compile one."""
+        self.target_logprobs = TargetLogprobs(fuse)
+
+    def __call__(
+        self,
+        outputs: Tensor,
+        targets_BL: Tensor,
+        temperatures_BL: Tensor,
+        *,
+        with_entropy: bool,
+        top_k: Tensor | None,
+    ) -> Values:
+        logits, targets_N = Logits.of(outputs, temperatures_BL), targets_BL.flatten()
+        flat = {"logprobs": self.target_logprobs(logits, targets_N)}
+        if with_entropy:
+            flat["entropy"] = entropy(logits, targets_N)
+        if top_k is not None:
+            flat["target_logprobs"] = top_k_logprobs(logits, targets_N, top_k.flatten(0, 1))
+        return {name: value.unflatten(0, targets_BL.shape) for name, value in flat.items()}
+
+
+class ValueHead:
+    """V(tokens[:i + 1]) at every position i: the value of the state before targets[i]."""
+
+    output: ClassVar[str] = "values"
+
+    def __call__(
+        self,
+        outputs: Tensor,
+        targets_BL: Tensor,
+        temperatures_BL: Tensor,
+        *,
+        with_entropy: bool,
+        top_k: Tensor | None,
+    ) -> Values:
+        """The values. Temperatures have no effect. Raises ValueError if entropy or other ids are asked for."""
+        if with_entropy or top_k is not None:
+            raise ValueError(
+                "a value model has no distribution over tokens: it computes neither entropy nor logprobs of ids"
+            )
+        if isinstance(outputs, DTensor):
+            # Every tensor-parallel rank has the whole head and computes all values.
+            if outputs.placements != (Replicate(),):
+                raise ValueError(f"values are laid out as {outputs.placements}; expected whole on every rank")
+            outputs = outputs.to_local()
+        values_BL = outputs.squeeze(-1).float()
+        return {"values": torch.where(targets_BL != IGNORE_TARGET, values_BL, 0.0)}

@@ -1,0 +1,82 @@
+"""The loss of a value model.
+
+B rows, L row length. A trained position is one whose loss weight is not 0.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from rl_actors.metrics import Partials
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueLoss:
+    """sum_i w_i l_i, where l_i = (V_i - R_i)^2 / 2. V are the values, R the returns.
+
+    With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c] and O are the old_values,
+    those of the value model when the batch began. (Schulman et al., "Proximal policy optimization algorithms", as in OpenAI's baselines.)
+    Its metrics are value_clip_fraction:mean, the share of positions where the clipped term is the larger one, and the sums from which
+    explained_variance is computed.
+    """
+
+    clip: float | None = None
+
+    output: ClassVar[str] = "values"
+    """The loss reads the output of a value model's head."""
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"ValueLoss.clip={self.clip}; it must be finite and above 0, or None")
+
+    def columns(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The (required, optional) arguments of the call."""
+        required = {"loss_weights", "returns"} | ({"old_values"} if self.clip is not None else set())
+        return frozenset(required), frozenset({"old_values"} - required)
+
+    def __call__(
+        self, values_BL: Tensor, *, loss_weights: Tensor, returns: Tensor, old_values: Tensor | None = None
+    ) -> tuple[Tensor, Partials]:
+        is_trained_BL = loss_weights != 0
+        # A NaN in a column at a position that is not trained would make the whole sum NaN, so such positions are replaced, not multiplied.
+        returns_BL = torch.where(is_trained_BL, returns, values_BL.detach())
+        error_BL = (values_BL - returns_BL).square()
+        was_clipped_BL = torch.zeros_like(is_trained_BL)
+        if self.clip is not None and old_values is not None:
+            old_BL = torch.where(is_trained_BL, old_values, values_BL.detach())
+            is_outside_BL = (values_BL - old_BL).abs() > self.clip
+            limited_BL = old_BL + (values_BL - old_BL).clamp(-self.clip, self.clip)
+            limited_error_BL = torch.where(is_outside_BL, (limited_BL - returns_BL).square(), error_BL)
+            was_clipped_BL = is_trained_BL & (limited_error_BL > error_BL)
+            error_BL = torch.maximum(error_BL, limited_error_BL)
+        loss = (loss_weights * error_BL).sum() / 2
+        count = is_trained_BL.sum()
+        found_BL = values_BL.detach()
+        residual_BL = returns_BL - found_BL
+
+        def mean(numbers_BL: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.where(is_trained_BL, numbers_BL, 0.0).sum(), count
+
+        return loss, {
+            "loss:sum": loss.detach(),
+            "num_loss_tokens:sum": count,
+            "value:mean": mean(found_BL),
+            "return:mean": mean(returns_BL),
+            "return_square:mean": mean(returns_BL.square()),
+            "value_error:mean": mean(residual_BL),
+            "value_error_square:mean": mean(residual_BL.square()),
+            "value_clip_fraction:mean": mean(was_clipped_BL.float()),
+        }
+
+
+def explained_variance(metrics: dict[str, float]) -> float:
+    """1 - Var(R - V) / Var(R) over the trained positions, from the metrics of ValueLoss. NaN if all returns are equal.
+
+    1: the values are the returns. 0: they explain no more than the mean of the returns. Negative: they explain less.
+    """
+    variance = metrics["return_square:mean"] - metrics["return:mean"] ** 2
+    unexplained = metrics["value_error_square:mean"] - metrics["value_error:mean"] ** 2
+    return 1 - unexplained / variance if variance > 1e-12 else math.nan
