@@ -171,12 +171,10 @@ class Generator(Actor):
         manifest = await find(self.transport, version, timeout)
         if self.loaded_version_key == manifest.key:
             return version
-        tensors = await self.transport.get_tensors(manifest)
-        check_tensors(tensors, self.expected, manifest)
-        dtype = getattr(torch, self.config.dtype)
-        cast = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+        check_manifest(manifest, self.expected)
+        source = await self.transport.source(manifest)
         self.loaded_version_key = ""  # if the load fails it stays empty, so that the next pull loads again
-        await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(cast, version)))
+        await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(source, version)))
         self.loaded_version_key = manifest.key
         return version
 
@@ -212,14 +210,15 @@ def by_expert(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     return {f"{block}.{expert}.{part}_proj.weight": part_shape for expert in range(num_experts) for part in parts}
 
 
-def check_tensors(tensors: dict[str, Tensor], expected: dict[str, tuple[int, ...]], manifest: Manifest) -> None:
+def check_manifest(manifest: Manifest, expected: dict[str, tuple[int, ...]]) -> None:
     """Raises ValueError listing parameters that are missing, unknown or of a wrong shape or dtype, at most MAX_NAMES_REPORTED."""
-    wrong = [f"{name} is missing" for name in sorted(expected.keys() - tensors.keys())]
-    wrong += [f"{name} is unknown" for name in sorted(tensors.keys() - expected.keys())]
-    for name in sorted(expected.keys() & tensors.keys()):
-        tensor, (_, dtype) = tensors[name], manifest.tensors[name]
-        if tuple(tensor.shape) != expected[name] or tensor.dtype != dtype or not dtype.is_floating_point:
-            wrong.append(f"{name} is {tuple(tensor.shape)} {tensor.dtype}, expected {expected[name]} {dtype}")
+    published = manifest.tensors
+    wrong = [f"{name} is missing" for name in sorted(expected.keys() - published.keys())]
+    wrong += [f"{name} is unknown" for name in sorted(published.keys() - expected.keys())]
+    for name in sorted(expected.keys() & published.keys()):
+        shape, dtype = published[name]
+        if shape != expected[name] or not dtype.is_floating_point:
+            wrong.append(f"{name} is {shape} {dtype}, expected {expected[name]} in a floating-point dtype")
     if wrong:
         listed = "; ".join(wrong[:MAX_NAMES_REPORTED])
         raise ValueError(f"version {manifest.version} does not fit the model: {listed} ({len(wrong)} in all)")

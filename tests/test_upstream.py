@@ -757,16 +757,25 @@ def _() -> None:
     assert "reset_running_requests" in parameters(LLMEngine.reset_prefix_cache)
 
 
-@row('vllm LLMEngine.collective_rpc("reload_weights", weights_iterator), apply_model')
+@row(
+    "vllm LLMEngine.collective_rpc(method, args), EngineArgs.worker_extension_cls, "
+    "Worker.reload_weights(weights_iterator), Worker.get_model"
+)
 def _() -> None:
+    from vllm import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    assert {"method", "kwargs"} <= set(parameters(LLMEngine.collective_rpc))
+    from rl_actors.vllm.engine import WORKER_EXTENSION
+    from rl_actors.vllm.weights import WeightsExtension
+
+    assert {"method", "args"} <= set(parameters(LLMEngine.collective_rpc))
+    assert "worker_extension_cls" in parameters(EngineArgs)
+    assert f"{WeightsExtension.__module__}.{WeightsExtension.__qualname__}" == WORKER_EXTENSION
     assert "self.model_runner.reload_weights(*args, **kwargs)" in source(Worker.reload_weights)
     assert "weights_iterator" in parameters(GPUModelRunner.reload_weights)
-    assert parameters(LLMEngine.apply_model) == ["self", "func"]
+    assert parameters(Worker.get_model) == ["self"]
 
 
 @row("vllm.model_executor.model_loader.reload.layerwise.logger")
@@ -775,7 +784,7 @@ def _() -> None:
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
     from vllm.model_executor.model_loader.reload import layerwise
 
-    from rl_actors.vllm.engine import NO_WEIGHTS_TO_LOAD, RELOAD_LOGGER
+    from rl_actors.vllm.weights import NO_WEIGHTS_TO_LOAD, RELOAD_LOGGER
 
     assert layerwise.logger.name == RELOAD_LOGGER
     assert 'logger.warning("%s: Failed to load weights", layer.__class__.__name__)' in source(layerwise)

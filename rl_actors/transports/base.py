@@ -7,7 +7,8 @@ reads only tensors that a manifest lists, so it never reads half a push.
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -46,6 +47,35 @@ class Manifest:
         return f"{self.stream}/{self.version}"
 
 
+class OpenVersion(ABC):
+    """A version that a reader has opened. Its tensors are whole and on the CPU. They may be views that end with the reading."""
+
+    @abstractmethod
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) one at a time, in the order of the manifest."""
+
+
+class Source(ABC):
+    """The place of one version. It is picklable, and is opened in the process that reads the tensors."""
+
+    @abstractmethod
+    def open(self) -> AbstractContextManager[OpenVersion]:
+        """Open the version for as long as the context lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedTensors(Source, OpenVersion):
+    """The tensors themselves, as a source and as an open version."""
+
+    loaded: Mapping[str, Tensor]
+
+    def open(self) -> AbstractContextManager[OpenVersion]:
+        return nullcontext(self)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.loaded.items()
+
+
 class Transport(ABC):
     """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
 
@@ -60,8 +90,13 @@ class Transport(ABC):
         """Put this rank's shards of the DTensors, and all of a plain tensor."""
 
     @abstractmethod
+    async def source(self, manifest: Manifest) -> Source:
+        """The place of a version, which a generator sends to the processes of its engine."""
+
     async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
         """The tensors of a version, whole and on the CPU."""
+        source = await self.source(manifest)
+        return await asyncio.to_thread(_copies, source)
 
     @abstractmethod
     async def put_object(self, key: str, value: object) -> None:
@@ -74,6 +109,11 @@ class Transport(ABC):
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
         """Remove the tensors of a version."""
+
+
+def _copies(source: Source) -> dict[str, Tensor]:
+    with source.open() as version:
+        return {name: tensor.clone() for name, tensor in version.tensors()}
 
 
 async def announce(transport: Transport, dtype: str) -> None:

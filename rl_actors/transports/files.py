@@ -6,7 +6,9 @@ import pickle
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
+from rl_actors.transports.base import Manifest, OpenVersion, Source, Transport, assemble, local_shard
 
 
 class FilesTransport(Transport):
@@ -49,16 +51,8 @@ class FilesTransport(Transport):
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 
-    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
-        return await asyncio.to_thread(self._read, manifest)
-
-    def _read(self, manifest: Manifest) -> dict[str, Tensor]:
-        shards: dict[str, dict[tuple[int, ...], Tensor]] = defaultdict(dict)
-        for path in sorted((self.directory / manifest.key).glob("rank*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name, offset in file.metadata().items():
-                    shards[name].setdefault(tuple(json.loads(offset)), file.get_tensor(name))
-        return {name: assemble(name, *spec, shards[name]) for name, spec in manifest.tensors.items()}
+    async def source(self, manifest: Manifest) -> Source:
+        return FilesOfVersion(directory=self.directory / manifest.key, manifest=manifest)
 
     async def put_object(self, key: str, value: object) -> None:
         file = self.directory / f"{key}.pickle"
@@ -73,3 +67,28 @@ class FilesTransport(Transport):
 
     async def delete(self, manifest: Manifest) -> None:
         shutil.rmtree(self.directory / manifest.key, ignore_errors=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesOfVersion(Source, OpenVersion):
+    """The files of all ranks of one version. Every process that sees the directory can read them."""
+
+    directory: Path
+    manifest: Manifest
+
+    def open(self) -> AbstractContextManager[OpenVersion]:
+        return nullcontext(self)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with ExitStack() as stack:
+            files: dict[str, list[tuple[safe_open, tuple[int, ...]]]] = defaultdict(list)  # name -> (file, offset)
+            for path in sorted(self.directory.glob("rank*.safetensors")):
+                file = stack.enter_context(safe_open(path, framework="pt"))
+                for name, offset in file.metadata().items():
+                    files[name].append((file, tuple(json.loads(offset))))
+            for name, (shape, dtype) in self.manifest.tensors.items():
+                shards: dict[tuple[int, ...], Tensor] = {}
+                for file, offset in files[name]:
+                    if offset not in shards:  # another replica may have the same offset
+                        shards[offset] = file.get_tensor(name)
+                yield name, assemble(name, shape, dtype, shards)

@@ -7,7 +7,7 @@ from monarch.actor import Actor, endpoint
 from torch import Tensor
 
 from rl_actors.processes.spawn import ProcessMesh, spawn_processes
-from rl_actors.transports.base import Manifest, Transport, assemble, local_shard
+from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport, assemble, local_shard
 
 
 class MemoryStore(Actor):
@@ -67,12 +67,12 @@ class MemoryTransport(Transport):
         shards = {f"{key}/{name}": local_shard(tensor) for name, tensor in tensors.items()}
         await self.store.put_shards.call_one(shards)
 
-    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+    async def source(self, manifest: Manifest) -> Source:
         shards = await self.store.get_shards.call_one([f"{manifest.key}/{name}" for name in manifest.tensors])
         tensors: dict[str, Tensor] = {}
         for name, (shape, dtype) in manifest.tensors.items():
             tensors[name] = assemble(name, shape, dtype, shards[f"{manifest.key}/{name}"])
-        return tensors
+        return LoadedTensors(tensors)
 
     async def put_object(self, key: str, value: object) -> None:
         await self.store.put_object.call_one(key, value)

@@ -18,7 +18,7 @@ from monarch.actor import endpoint
 from torch import Tensor
 
 from rl_actors.processes.spawn import ProcessMesh, spawn_processes
-from rl_actors.transports.base import Manifest, Transport
+from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport
 
 SHUTDOWN_TIMEOUT = 5.0
 logger = logging.getLogger(__name__)
@@ -80,9 +80,9 @@ class TorchStoreTransport(Transport):
         puts = [torchstore.put(f"{key}/{name}", tensor.cpu(), self.store_name) for name, tensor in tensors.items()]
         await asyncio.gather(*puts)
 
-    async def get_tensors(self, manifest: Manifest) -> dict[str, Tensor]:
+    async def source(self, manifest: Manifest) -> Source:
         gets = [torchstore.get(f"{manifest.key}/{name}", store_name=self.store_name) for name in manifest.tensors]
-        return dict(zip(manifest.tensors, await asyncio.gather(*gets), strict=True))
+        return LoadedTensors(dict(zip(manifest.tensors, await asyncio.gather(*gets), strict=True)))
 
     async def put_object(self, key: str, value: object) -> None:
         await torchstore.put(key, value, self.store_name)

@@ -10,7 +10,6 @@ from rl_actors.processes import threads
 
 if TYPE_CHECKING:
     from torch import nn
-    from vllm import LLMEngine
 
 # torch.compile is off, because it would compile helper kernels for twelve seconds when they are first used.
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
@@ -59,11 +58,11 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def reloading(engine: "LLMEngine") -> Iterator[None]:
+def reloading(model: "nn.Module") -> Iterator[None]:
     """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of the weights. It makes these anew."""
-    engine.apply_model(_forget_packed_experts)
+    _forget_packed_experts(model)
     yield
-    engine.apply_model(_repack_tied_head)
+    _repack_tied_head(model)
 
 
 def _forget_packed_experts(model: "nn.Module") -> None:

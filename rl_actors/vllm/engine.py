@@ -1,8 +1,8 @@
 """vLLM's engine in this process. One thread owns it, and callers wait on futures. Knows no actors and no transports."""
 
 import contextlib
-import logging
 import os
+import pickle
 import queue
 import tempfile
 import threading
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.model_config import ModelConfig
+from rl_actors.transports.base import Source
 from rl_actors.vllm import cpu, gpu
 from rl_actors.vllm.requests import EngineCall, Request
 
@@ -36,14 +37,8 @@ NO_VERSION = -1
 ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
 
-
-RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
-NO_WEIGHTS_TO_LOAD = {
-    "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
-    # A tied head has the weights of the embedding. A pull refuses any other head without weights.
-    "ParallelLMHead: Failed to load weights",
-}
-"""Warnings of a reload that are dropped, because these layers never have weights of their own to load."""
+WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
+"""Class whose methods vLLM adds to its workers. A pull calls them, so the bytes go straight into the process that computes."""
 
 
 class Machine(Protocol):
@@ -57,7 +52,7 @@ class Machine(Protocol):
     def options(self, config: GeneratorConfig) -> dict[str, object]:
         """vLLM's arguments for the machine. Also sets up the process."""
 
-    def reloading(self, engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
+    def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Context manager for a reload of all weights."""
 
 
@@ -125,6 +120,7 @@ def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "L
         logprobs_mode="processed_logprobs",
         seed=config.seed,
         disable_log_stats=True,
+        worker_extension_cls=WORKER_EXTENSION,
         **options,
     )
     return LLMEngine.from_engine_args(args)
@@ -150,24 +146,9 @@ class WholeWeights:
     def begin(self, engine: "LLMEngine") -> None:
         """Does nothing: the engine keeps the weights that it was started with."""
 
-    def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
-        with this_machine().reloading(engine), _quiet_about_layers_without_weights():
-            engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
-
-
-@contextlib.contextmanager
-def _quiet_about_layers_without_weights() -> Iterator[None]:
-    """Drop the warnings in NO_WEIGHTS_TO_LOAD, which vLLM would log at every pull."""
-    logger = logging.getLogger(RELOAD_LOGGER)
-    logger.addFilter(_is_of_a_layer_with_weights)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_is_of_a_layer_with_weights)
-
-
-def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
-    return record.getMessage() not in NO_WEIGHTS_TO_LOAD
+    def load(self, engine: "LLMEngine", source: Source) -> None:
+        # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know.
+        engine.collective_rpc("pull_weights", args=(pickle.dumps(source),))
 
 
 class OneAdapter:
@@ -182,11 +163,15 @@ class OneAdapter:
 
     def begin(self, engine: "LLMEngine") -> None:
         """Load an adapter of zeros. A request that is added before the first pull refers to it, and so continues with the pulled weights."""
-        self.load(engine, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
+        self._write_and_load(engine, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
         # vLLM finds a loaded adapter by its id. It reads the path only if the adapter is not loaded.
         self.request = _adapter_request("loaded")
 
-    def load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
+    def load(self, engine: "LLMEngine", source: Source) -> None:
+        with source.open() as version:
+            self._write_and_load(engine, dict(version.tensors()))
+
+    def _write_and_load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
         with tempfile.TemporaryDirectory(prefix="rl_actors_adapter_") as directory:
             adapters.write(Path(directory), tensors, self.config.lora, base=self.config.hf_path)
             engine.add_lora(_adapter_request(directory, load_inplace=True))
@@ -273,13 +258,13 @@ class EngineThread:
         self._abort([request_id for request_id, request in self.requests.items() if request.call is call])
         call.fail(error)
 
-    def load_weights(self, tensors: dict[str, Tensor], version: int) -> None:
-        """Replace the weights. Call it on the engine's thread.
+    def load_weights(self, source: Source, version: int) -> None:
+        """Replace the weights by those that the source opens. Call it on the engine's thread.
 
         Running requests continue with the new weights. Their `versions` say from which token on.
         """
         self.version = NO_VERSION  # it stays NO_VERSION if the load fails
-        self.weights.load(self.engine, tensors)
+        self.weights.load(self.engine, source)
         # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
         self.engine.reset_prefix_cache(reset_running_requests=True)
         self.version = version

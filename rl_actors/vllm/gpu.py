@@ -9,7 +9,7 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.processes import threads
 
 if TYPE_CHECKING:
-    from vllm import LLMEngine
+    from torch import nn
 
 # FlashInfer's sampler is off, because it compiles for minutes when it is first used, and needs nvcc.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
@@ -67,6 +67,6 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     return sorted({min(size, max_num_seqs) for size in [*powers, *multiples, max_num_seqs]})
 
 
-def reloading(engine: "LLMEngine") -> contextlib.AbstractContextManager[None]:
+def reloading(model: "nn.Module") -> contextlib.AbstractContextManager[None]:
     """Context manager for a reload of all weights. It does nothing, because on a GPU vLLM's own reload is enough."""
     return contextlib.nullcontext()

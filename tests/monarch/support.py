@@ -358,8 +358,8 @@ class FailingTransport(Transport):
             raise OSError(f"rank {rank} lost its disk")
         await self.inner.put_tensors(key, tensors, rank)
 
-    async def get_tensors(self, manifest):
-        return await self.inner.get_tensors(manifest)
+    async def source(self, manifest):
+        return await self.inner.source(manifest)
 
     async def put_object(self, key, value) -> None:
         await self.inner.put_object(key, value)
