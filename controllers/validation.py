@@ -100,7 +100,7 @@ def build_sets(environment: Environment, sets: Mapping[str, EnvironmentConfig], 
     built = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
     for name, config in sets.items():
         try:
-            other = build_environment(replace(config, seed=seed + config.seed))
+            other = build_environment(replace(config, seed=seed + config.seed), trains=False)
         except ValueError as error:
             raise ValueError(f"validation.{name}: {error}") from error
         built.append(ValidationSet(name=name, environment=other, problems=other.held_out()))

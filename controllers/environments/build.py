@@ -2,30 +2,31 @@
 
 from controllers.environments.base import Environment
 from controllers.environments.config import EnvironmentConfig
-from controllers.environments.data import DataEnvironment, read_dataset, read_file
+from controllers.environments.data import DataEnvironment
 from controllers.environments.entries import imported
 from controllers.environments.generated import reasoning_gym
 from controllers.environments.mixture import MixedEnvironment, read_parts
 
 
-def build_environment(config: EnvironmentConfig) -> Environment:
-    """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems."""
+def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> Environment:
+    """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems.
+
+    trains=False: nobody asks for training problems, so that all problems of a file or a data set may be held out.
+    """
     config.validate()
     if config.mixture:
         parts = read_parts(config)
         environments = []
         for part in parts:
             try:
-                environments.append(build_environment(part.config))
+                environments.append(build_environment(part.config, trains=trains))
             except ValueError as error:
                 raise ValueError(f"mixture, {part.name}: {error}") from None
         return MixedEnvironment(parts, environments, config.seed)
-    if config.is_file:
-        return DataEnvironment(config, read_file(config.task))
+    if config.is_file or config.is_dataset:
+        return DataEnvironment(config, trains=trains)
     if config.is_function:
         return _of_function(config)
-    if config.is_dataset:
-        return DataEnvironment(config, read_dataset(config))
     return reasoning_gym(config)
 
 

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +47,11 @@ class EnvironmentConfig:
     column: the model's chat template makes the prompt. Without an answer column the last message, the assistant's, is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
+    held_out_task: str = ""
+    """Another file or data set whose problems are held out, at most num_held_out of them. None of them is trained on, also if the data of
+    `task` has it. Empty: the held-out problems are a part of the data of `task`."""
+    held_out_split: str = ""
+    """Split of the Hugging Face data set of held_out_task or, if that is empty, of `task`, whose problems are held out. Empty: `split`."""
     prompt: str = "{question}"
     """Template of the prompt, e.g. "{expression}=". `{question}` is the prompt of the data. The keys of the problem's metadata, such as the
     other columns of a file, may stand in it too."""
@@ -72,9 +77,19 @@ class EnvironmentConfig:
     reward_concurrency: int = 64
     """Largest number of answers of `async` reward functions that are waited for at once."""
     num_held_out: int = 512
-    """Distinct problems that are used for validation and never for training."""
+    """Distinct problems that are used for validation and never for training. With held_out_task or held_out_split it is the largest
+    number of them."""
     seed: int = 0
     """Seed of the problems, of their order and of the split between training and held-out."""
+
+    @property
+    def has_own_held_out(self) -> bool:
+        """True if the held-out problems have a file, a data set or a split of their own."""
+        return bool(self.held_out_task or self.held_out_split)
+
+    def of_held_out(self) -> "EnvironmentConfig":
+        """The config whose `task` and `split` are those of the held-out problems."""
+        return replace(self, task=self.held_out_task or self.task, split=self.held_out_split or self.split)
 
     @property
     def is_file(self) -> bool:
@@ -122,6 +137,10 @@ class EnvironmentConfig:
         if self.reward == "judge":
             self.judge.validate()
         if self.mixture:
+            if self.has_own_held_out:
+                raise ValueError(
+                    "held_out_task and held_out_split cannot stand beside a mixture; its parts may have their own"
+                )
             return
         if not self.task:
             raise ValueError(
@@ -131,3 +150,21 @@ class EnvironmentConfig:
             raise ValueError(f"reward='task' needs a reasoning-gym task, but task={self.task!r}")
         if self.is_file and not Path(self.task).is_file():
             raise ValueError(f"task={self.task!r} is not a file")
+        if self.has_own_held_out:
+            self._validate_own_held_out()
+
+    def _validate_own_held_out(self) -> None:
+        given = f"held_out_task={self.held_out_task!r}, held_out_split={self.held_out_split!r}"
+        if not (self.is_file or self.is_dataset):
+            raise ValueError(f"{given} with task={self.task!r}; only a file or a data set can have them")
+        other = self.of_held_out()
+        if not (other.is_file or other.is_dataset):
+            raise ValueError(f"{given}; held_out_task must be a file or a data set")
+        if other.is_file and self.held_out_split:
+            raise ValueError(f"{given}; the file {other.task} has no splits")
+        if other.is_file and not Path(other.task).is_file():
+            raise ValueError(f"held_out_task={self.held_out_task!r} is not a file")
+        if (other.task, other.split) == (self.task, self.split):
+            raise ValueError(
+                f"{given}; these are the problems of task={self.task!r}, of which none would be left to train on"
+            )

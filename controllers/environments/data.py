@@ -10,7 +10,7 @@ from random import Random
 from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.entries import Entry, fits, text_score, to_problem
-from controllers.environments.held_out import fraction, hold_out
+from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
 """A text for errors that says where the row stands, and the columns of the row."""
@@ -19,17 +19,32 @@ Row = tuple[str, Mapping[str, object]]
 class DataEnvironment:
     """All problems of the data except the held-out ones, in another order in every epoch."""
 
-    def __init__(self, config: EnvironmentConfig, rows: Iterable[Row]):
+    def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
+        """rows: those of config.task, if it is not to be read. trains=False: all problems may be held out.
+
+        Raises ValueError, naming what is wrong, for a bad row and for too few problems.
+        """
         self.config, self.reward = config, text_score(config)
-        problems = []
-        for entry in read_entries(config, rows):
-            problem = to_problem(entry, config)
-            if fits(problem, config):
-                problems.append(problem)
-        self._held_out, highest = hold_out(
-            problems, number=config.num_held_out, seed=config.seed, share=0.0, source=config.source
-        )
-        self._training = [problem for problem in problems if fraction(problem.key, config.seed) > highest]
+        # The held-out problems may have a file of their own. All of that may be held out, and with trains=False all of any file.
+        source = config.of_held_out()
+        if trains and config.has_own_held_out:
+            rows = read_rows(config) if rows is None else rows
+            problems = _read_problems(config, rows)
+            held_out = _read_problems(source, read_rows(source))
+        else:
+            problems = held_out = _read_problems(source, read_rows(source) if rows is None else rows)
+        self._held_out = hold_out(
+            held_out,
+            number=config.num_held_out,
+            seed=config.seed,
+            share=0.0,
+            source=source.source,
+            may_be_all=config.has_own_held_out or not trains,
+        )[0]
+        keys = {problem.key for problem in self._held_out}
+        self._training = [problem for problem in problems if problem.key not in keys]
+        if trains and not self._training:
+            raise ValueError(f"no problem of {config.source} is left to train on beside the {len(keys)} held-out ones")
 
     def problem(self, index: int) -> Problem:
         epoch, position = divmod(index, len(self._training))
@@ -39,9 +54,19 @@ class DataEnvironment:
         return list(self._held_out)
 
 
+def _read_problems(config: EnvironmentConfig, rows: Iterable[Row]) -> list[Problem]:
+    problems = (to_problem(entry, config) for entry in read_entries(config, rows))
+    return [problem for problem in problems if fits(problem, config)]
+
+
 @functools.lru_cache(maxsize=4)
 def _shuffled(length: int, seed: str) -> list[int]:
     return Random(seed).sample(range(length), length)
+
+
+def read_rows(config: EnvironmentConfig) -> Iterator[Row]:
+    """The rows of the file or the data set of a config."""
+    return read_file(config.task) if config.is_file else read_dataset(config)
 
 
 def read_file(path: str) -> Iterator[Row]:

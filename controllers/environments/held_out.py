@@ -12,12 +12,13 @@ def fraction(key: str, seed: int) -> float:
 
 
 def hold_out(
-    problems: Iterable[Problem], *, number: int, seed: int, share: float, source: str
+    problems: Iterable[Problem], *, number: int, seed: int, share: float, source: str, may_be_all: bool = False
 ) -> tuple[list[Problem], float]:
     """Held-out problems, and the highest hash of their keys.
 
     The `number` keys with the lowest hashes are held out, each with its first problem. Reading stops when `number` keys with hashes
-    below `share` are found. Raises ValueError, naming the source, when `number` is more than half of all keys.
+    below `share` are found. Raises ValueError, naming the source, when `number` is more than half of all keys. With may_be_all such a
+    number is legal, and at most all keys are held out.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0
@@ -29,7 +30,9 @@ def hold_out(
         num_low += hashed < share
         if num_low == number:
             break
-    if 2 * number > len(found):
+    if may_be_all and not found:
+        raise ValueError(f"no problem was found in {source}")
+    if not may_be_all and 2 * number > len(found):
         raise ValueError(
             f"num_held_out={number} is more than half of the {len(found)} distinct problems found in {source}"
         )

@@ -3,6 +3,8 @@
 import json
 import re
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -167,7 +169,6 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ({"reward": "regex"}, "the reward regex needs a pattern"),
         ({"reward_pattern": "a"}, "the reward regex needs a pattern, and no other takes one"),
         ({"reward": "regex", "reward_pattern": "("}, r"reward_pattern='\(' is not a regular expression"),
-        ({"task": "no/where"}, "task='no/where', split='train': .*hf download --repo-type dataset no/where"),
         ({"mixture": [{"weight": 2}]}, r"mixture\[0\]={'weight': 2} names no task"),
         ({"mixture": [{"task": "spell_backward", "weight": 0}]}, "weight is a number above 0"),
         ({"mixture": ["spell_backward"]}, r"mixture\[0\]=spell_backward; it must be an object"),
@@ -184,6 +185,14 @@ def test_a_wrong_value_is_refused_by_name(fields, message):
         build_environment(EnvironmentConfig(**fields))
 
 
+def test_a_data_set_that_is_nowhere_is_refused_with_the_command_that_fetches_it(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nobody waits for a network that is absent
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    message = "task='no/where', split='train': .*hf download --repo-type dataset no/where"
+    with pytest.raises(ValueError, match=message):
+        build_environment(EnvironmentConfig(task="no/where"))
+
+
 def test_a_bad_line_is_named(tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_text('{"prompt": "1", "answer": "1"}\n{"prompt": "2"}\n')
@@ -192,6 +201,7 @@ def test_a_bad_line_is_named(tmp_path):
 
 
 ROWS = [{"question": f"{n}+1", "value": n + 1, "level": n % 3} for n in range(40)]
+MORE_ROWS = [{"question": f"{n}+1", "value": n + 1, "level": n % 3} for n in range(40, 60)]
 
 
 def write_table(path, rows) -> str:
@@ -212,6 +222,49 @@ def write_table(path, rows) -> str:
 
 def data(task: str, **fields) -> EnvironmentConfig:
     return EnvironmentConfig(task=task, prompt_column="question", answer_column="value", num_held_out=4, **fields)
+
+
+def test_a_file_of_its_own_is_held_out_as_a_whole_and_never_trained_on(tmp_path):
+    train, test = write_table(tmp_path / "train.jsonl", ROWS), write_table(tmp_path / "test.csv", ROWS[30:] + MORE_ROWS)
+    whole = build_environment(replace(data(train, held_out_task=test), num_held_out=512))
+    assert {problem.answer for problem in whole.held_out()} == {str(n + 1) for n in range(30, 60)}
+    epoch = {whole.problem(index).answer for index in range(30)}
+    assert epoch == {str(n + 1) for n in range(30)}  # the ten rows that both files have are left out
+    part = build_environment(replace(data(train, held_out_task=test), num_held_out=20))
+    assert len(part.held_out()) == 20 and {p.key for p in part.held_out()} < {p.key for p in whole.held_out()}
+
+
+def test_a_split_of_its_own_is_held_out_as_a_whole(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    write_table(folder / "train.parquet", ROWS)
+    write_table(folder / "test.parquet", MORE_ROWS)
+    environment = build_environment(replace(data(str(folder), held_out_split="test"), num_held_out=100))
+    assert len(environment.held_out()) == 20
+    assert len({environment.problem(index).key for index in range(40)}) == 40
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"held_out_task": "no.jsonl"}, "held_out_task='no.jsonl' is not a file"),
+        ({"held_out_task": "spell_backward"}, "held_out_task='spell_backward'.*must be a file or a data set"),
+        ({"held_out_split": "test"}, "held_out_split='test'; the file .*rows.jsonl has no splits"),
+        ({"held_out_task": "rows.jsonl"}, "of which none would be left to train on"),
+        ({"held_out_task": "copy.jsonl"}, "no problem of task=.* is left to train on beside the 40 held-out ones"),
+        ({"held_out_task": "empty.csv"}, "no problem was found in task='empty.csv'"),
+        ({"task": "spell_backward", "held_out_task": "rows.jsonl"}, "task='spell_backward'; only a file or a data set"),
+        ({"mixture": [{"task": "rows.jsonl"}], "held_out_task": "copy.jsonl"}, "cannot stand beside a mixture"),
+    ],
+)
+def test_a_wrong_choice_of_held_out_problems_is_refused(tmp_path, monkeypatch, fields, message):
+    monkeypatch.chdir(tmp_path)
+    task = write_table(Path("rows.jsonl"), ROWS)
+    write_table(Path("copy.jsonl"), ROWS)
+    Path("empty.csv").write_text("question,value\n")
+    with pytest.raises(ValueError, match=message):
+        build_environment(replace(data(task), **{"num_held_out": 512, **fields}))
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "json", "parquet", "csv"])

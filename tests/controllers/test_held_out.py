@@ -1,6 +1,7 @@
 """pass@k and the sets of held-out problems."""
 
 import itertools
+import json
 from dataclasses import asdict
 
 import pytest
@@ -46,6 +47,17 @@ def test_a_named_set_has_the_held_out_problems_of_its_own_environment():
     moved = build_sets(own, {"hard": EnvironmentConfig(task="chain_sum", num_held_out=7, seed=4)}, seed=0)[1]
     assert moved.problems == second.problems  # the seeds add up
     assert (first.metric("accuracy"), second.metric("pass@2")) == ("validation/accuracy", "validation/hard/pass@2")
+
+
+def test_a_named_set_may_be_a_whole_file(tmp_path):
+    path = tmp_path / "hard.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1", "answer": n + 1}) + "\n" for n in range(9)))
+    parts = [{"task": str(path)}, {"task": "chain_sum"}]
+    sets = {"all": EnvironmentConfig(task=str(path)), "some": EnvironmentConfig(task=str(path), num_held_out=5)}
+    sets["mixed"] = EnvironmentConfig(mixture=parts, num_held_out=40)
+    built = build_sets(ParityReward(0.0, 5), sets, seed=0)
+    assert [len(each.problems) for each in built] == [5, 9, 5, 9 + 20]
+    assert {problem.answer for problem in built[1].problems} == {str(n + 1) for n in range(9)}
 
 
 WRONG = {
