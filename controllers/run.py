@@ -5,7 +5,6 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from importlib.util import find_spec
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 import torch
@@ -21,12 +20,22 @@ from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
-from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerClient, TrainerConfig
+from rl_actors import (
+    GeneratorClient,
+    GeneratorConfig,
+    ModelConfig,
+    OptimParams,
+    Sample,
+    TrainerClient,
+    TrainerConfig,
+    WeightsConfig,
+)
 from rl_actors.config import LoRAConfig
 from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
+from rl_actors.transports.default import default_transport
 from rl_actors.validation import validate_optim_params
 
 CLOSE_TIMEOUT = 5.0
@@ -71,7 +80,10 @@ class RunConfig:
     """The generator's model and adapters are the trainer's."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """How the weights get from the trainer to the generator."""
+    """What keeps the weights' versions. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
+    take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """How the bytes of the weights get from the trainer to the generator."""
     samples_per_forward_backward: int = 1024
     """Samples of one forward_backward call; a step makes as many calls as its batch needs."""
     validate_every: int = 10
@@ -157,10 +169,7 @@ class RunConfig:
             raise ValueError(
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
             )
-        if self.transport == "torchstore" and find_spec("torchstore") is None:
-            raise ValueError(
-                "transport='torchstore', but torchstore is not installed; use --transport files, or install it as docs/install.md says"
-            )
+        self.weights.validate()
         self.environment.validate()
         validate_sets(self.validation)
         self.pass_at_k.validate()
@@ -391,4 +400,4 @@ def make_transport(config: RunConfig, folder: RunFolder) -> Transport:
     """The transport of the config."""
     if config.transport == "files":
         return rl_actors.FilesTransport(folder.path.absolute() / "weights")
-    return rl_actors.MemoryTransport() if config.transport == "memory" else rl_actors.TorchStoreTransport()
+    return rl_actors.MemoryTransport() if config.transport == "memory" else default_transport(config.weights)

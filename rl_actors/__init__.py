@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig
+from rl_actors.config import GeneratorConfig, LoRAConfig, ModelConfig, OptimizerConfig, TrainerConfig, WeightsConfig
 from rl_actors.hub import find_model
 from rl_actors.losses import (
     CISPO,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from rl_actors.generator import Generator
     from rl_actors.policy_trainer import PolicyTrainer
     from rl_actors.transports.files import FilesTransport
+    from rl_actors.transports.index import IndexTransport
     from rl_actors.transports.memory import MemoryTransport
     from rl_actors.transports.torchstore import TorchStoreTransport
 
@@ -47,6 +48,7 @@ _LAZY = {
     "FilesTransport": "rl_actors.transports.files",
     "Generator": "rl_actors.generator",
     "GeneratorClient": "rl_actors.clients.generator",
+    "IndexTransport": "rl_actors.transports.index",
     "MemoryTransport": "rl_actors.transports.memory",
     "PolicyTrainer": "rl_actors.policy_trainer",
     "TorchStoreTransport": "rl_actors.transports.torchstore",
@@ -69,6 +71,7 @@ __all__ = [
     "GeneratorInfo",
     "IcePop",
     "ImportanceSampling",
+    "IndexTransport",
     "LoRAConfig",
     "LogRoute",
     "MemoryTransport",
@@ -86,6 +89,7 @@ __all__ = [
     "TrainerInfo",
     "TruncatedImportanceSampling",
     "ValueLoss",
+    "WeightsConfig",
     "explained_variance",
     "find_model",
     "num_loss_tokens",

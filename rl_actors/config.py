@@ -268,6 +268,21 @@ class TrainerConfig:
 
 
 @dataclass(kw_only=True)
+class WeightsConfig:
+    """How weights get from a trainer to generators."""
+
+    path: Literal["auto", "shared_memory"] = "auto"
+    """Path of the bytes. auto: the fastest path that trainer and generator share, chosen when they meet."""
+    timeout: float = 60.0
+    """Seconds of each phase of a push or a pull: the lock of a slot, writing it, reading it, loading it into the engine."""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit."""
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"weights.timeout={self.timeout}; it must be positive and finite")
+
+
+@dataclass(kw_only=True)
 class GeneratorConfig:
     """Config of a generator: model, vLLM's limits and memory, device."""
 

@@ -12,7 +12,7 @@ from waiting import GUARD
 import rl_actors
 from controllers import command
 from rl_actors.transports import default
-from rl_actors.transports.files import FilesTransport
+from rl_actors.transports.index import IndexTransport
 from rl_actors.transports.torchstore import TorchStoreTransport
 
 ROOT = Path(__file__).parents[1]
@@ -78,8 +78,10 @@ def test_another_package_of_our_name_is_refused_with_both_paths(tmp_path):
     assert f"configs of rl-actors is {ROOT / 'configs'}, but Python finds {tmp_path / 'configs'} first" in done.stderr
 
 
-def test_a_trainer_without_torchstore_keeps_its_weights_in_files(monkeypatch):
+def test_without_torchstore_a_small_actor_keeps_the_index_and_the_log_says_so(monkeypatch, caplog):
+    caplog.set_level("INFO")
     assert isinstance(default.default_transport(), TorchStoreTransport)
     monkeypatch.setattr(default, "find_spec", lambda name: None if name == "torchstore" else find_spec(name))
     made = default.default_transport()
-    assert isinstance(made, FilesTransport) and not made.directory.exists()
+    assert isinstance(made, IndexTransport)
+    assert "torchstore is not installed: a small actor keeps the index" in caplog.text

@@ -114,14 +114,14 @@ def load(built: BuiltModel, path: str) -> None:
 
 
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """The weights under their Hugging Face names in this dtype, sharded over the ranks. A tied head appears once. Adapters are merged.
+    """The weights under their Hugging Face names, sharded over the ranks. A tied head appears once. Adapters are merged.
 
     Every rank has every name. In a pipeline every rank of a stage has the names of its stage.
+    dtype: that of tensors that are redistributed here. The others are the parameters themselves, which a transport casts as it copies them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
-        tensor = tensor.to(dtype)
-        state[name] = split_over_rows(tensor) if is_joined(name) else tensor
+        state[name] = split_over_rows(tensor.to(dtype)) if is_joined(name) else tensor
     return to_hf_names(built.hf_adapter, state)
 
 

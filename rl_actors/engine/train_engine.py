@@ -190,7 +190,7 @@ class TrainEngine:
         return self.policy_version
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes, sharded over the ranks and cast to `dtype`.
+        """The tensors that a push publishes in `dtype`, sharded over the ranks. Those that need no copy are still in their own dtype.
 
         They are the weights under their Hugging Face names, with adapters merged. A tied head appears once. With lora.sync="adapter"
         they are only the adapters, under peft's names.

@@ -1,7 +1,7 @@
-"""The way of weights from a trainer's ranks to generators: versions, and how one is published and found. Subclasses of Transport move bytes.
+"""The way of weights from a trainer's ranks to generators: versions, and how one is published and found.
 
 A version is published in two steps. First every rank puts its shards. When all ranks have done so, rank 0 writes the manifest. A generator
-reads only tensors that a manifest lists, so it never reads half a push.
+reads only tensors that a manifest lists, so it never reads half a push. A subclass of Transport says where manifests and tensors are.
 """
 
 import asyncio
@@ -10,14 +10,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+if TYPE_CHECKING:
+    from rl_actors.transports.slots import SlotAddress
+
 POLL_SECONDS = 0.05
+INDEX_TIMEOUT = 60.0
+"""Seconds in which a place of manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 
@@ -41,10 +46,15 @@ class Manifest:
     stream: str
     version: int
     tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # name -> (shape, dtype)
+    parts: tuple["SlotAddress", ...] = ()  # the slots that hold the tensors, if the transport has slots
 
     @property
     def key(self) -> str:
         return f"{self.stream}/{self.version}"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors.values())
 
 
 class OpenVersion(ABC):
@@ -86,8 +96,17 @@ class Transport(ABC):
         """Stop the processes and remove the directories of `open`."""
 
     @abstractmethod
-    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-        """Put this rank's shards of the DTensors, and all of a plain tensor."""
+    async def put_tensors(
+        self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
+    ) -> "SlotAddress | None":
+        """Put this rank's shards of the DTensors, and all of a plain tensor.
+
+        dtype: that of the floating-point tensors in this version. None: each keeps its own.
+        Returns the slot that holds the shards, if the transport has slots.
+        """
+
+    async def discard_tensors(self, key: str, rank: int) -> None:  # noqa: B027
+        """Forget what put_tensors has put, because another rank could not put its own."""
 
     @abstractmethod
     async def source(self, manifest: Manifest) -> Source:
@@ -130,42 +149,80 @@ async def transfer_dtype(transport: Transport) -> torch.dtype:
 
 
 async def publish(
-    transport: Transport, tensors: Mapping[str, Tensor], *, stream: str, version: int, rank: int, gather: Gather
+    transport: Transport,
+    tensors: Mapping[str, Tensor],
+    *,
+    stream: str,
+    version: int,
+    rank: int,
+    gather: Gather,
+    dtype: torch.dtype | None = None,
 ) -> Manifest:
     """Put this rank's part of a version. Every rank calls it.
 
+    dtype: that of the floating-point tensors in this version. None: each keeps its own.
     Raises the error of this rank, or RuntimeError naming the other ranks that failed and their errors. Nobody can then read the version.
     """
-    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    key = f"{stream}/{version}"
+    shapes = {name: (tuple(tensor.shape), published_dtype(tensor, dtype)) for name, tensor in tensors.items()}
+    try:
+        parts = await _on_all_ranks(transport.put_tensors(key, tensors, rank, dtype), version, gather)
+    except Exception:
+        await transport.discard_tensors(key, rank)
+        raise
     everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for of_rank in gather(shapes):  # in a pipeline the ranks of different stages have different names
         everywhere |= of_rank
-    manifest = Manifest(stream=stream, version=version, tensors=everywhere)
-    await _on_all_ranks(transport.put_tensors(manifest.key, tensors, rank), version, gather)
+    addresses = tuple(part for part in parts if part is not None)
+    manifest = Manifest(stream=stream, version=version, tensors=everywhere, parts=addresses)
     await _on_all_ranks(_commit(transport, manifest, rank), version, gather)
     return manifest
+
+
+def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """dtype in which a tensor is published: `dtype`, or its own if none is given or if it holds no floating-point numbers."""
+    return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
     """Rank 0 makes the version readable."""
     if rank == 0:
-        await transport.put_object(f"{manifest.key}/manifest", manifest)
-        await transport.put_object("latest", (manifest.stream, manifest.version))
+        what = f"push of version {manifest.version}: commit by rank 0"
+        await within(INDEX_TIMEOUT, transport.put_object(f"{manifest.key}/manifest", manifest), what)
+        await within(INDEX_TIMEOUT, transport.put_object("latest", (manifest.stream, manifest.version)), what)
 
 
-async def _on_all_ranks(work: Awaitable[None], version: int, gather: Gather) -> None:
-    """Await this rank's work, then raise on every rank if the work of any rank failed."""
+async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
+    """Await the work. Raises TimeoutError naming `what` if it takes longer."""
+    try:
+        return await asyncio.wait_for(_awaited(work), timeout)
+    except TimeoutError as error:
+        if str(error):  # the work's own
+            raise
+        raise TimeoutError(f"{what} was not done within {timeout:g} s") from None
+
+
+async def _awaited(work: Awaitable[Value]) -> Value:
+    """A coroutine, as wait_for needs for Monarch's futures."""
+    return await work
+
+
+async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) -> list[Value | None]:
+    """Await this rank's work, then raise on every rank if the work of any rank failed. Returns the results of all ranks."""
+    result: Value | None = None
     failure: Exception | None = None
     try:
-        await work
+        result = await work
     except Exception as error:
         failure = error
-    failures = []
-    for rank, text in enumerate(gather(repr(failure) if failure else "")):
+    results, failures = [], []
+    for rank, (of_rank, text) in enumerate(gather((result, repr(failure) if failure else ""))):
+        results.append(of_rank)
         if text:
             failures.append(f"rank {rank}: {text}")
     if failures:
         raise failure or RuntimeError(f"push of version {version}: nothing was published: {'; '.join(failures)}")
+    return results
 
 
 async def find(transport: Transport, version: int, timeout: float) -> Manifest:
@@ -174,12 +231,13 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
     Raises TimeoutError naming this version and the newest one.
     """
     deadline = time.monotonic() + timeout
+    what = f"pull of version {version}: question to the index"
     while True:
         newest = "nothing was published yet"
-        latest = await transport.get_object("latest")
+        latest = await within(INDEX_TIMEOUT, transport.get_object("latest"), what)
         if isinstance(latest, tuple):
             stream, newest_version = latest
-            manifest = await transport.get_object(f"{stream}/{version}/manifest")
+            manifest = await within(INDEX_TIMEOUT, transport.get_object(f"{stream}/{version}/manifest"), what)
             if isinstance(manifest, Manifest):
                 return manifest
             newest = f"the newest is {newest_version}"
@@ -188,12 +246,13 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
         await asyncio.sleep(POLL_SECONDS)
 
 
-def local_shard(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """(this rank's part of a tensor, on the CPU; its offset in the whole tensor)."""
+def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
+    """(this rank's part of a tensor, on the CPU and in the published dtype; its offset in the whole tensor)."""
+    where = {"device": "cpu", "dtype": published_dtype(tensor, dtype)}
     if not isinstance(tensor, DTensor):
-        return tensor.detach().cpu(), (0,) * tensor.ndim
+        return tensor.detach().to(**where), (0,) * tensor.ndim
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tensor.to_local().detach().cpu(), tuple(offset)
+    return tensor.to_local().detach().to(**where), tuple(offset)
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:

@@ -1,23 +1,21 @@
 """The transport of a trainer whose caller names none."""
 
-import atexit
-import shutil
-import tempfile
-import uuid
+import logging
 from importlib.util import find_spec
-from pathlib import Path
 
-from rl_actors.transports.base import Transport
+from rl_actors.config import WeightsConfig
+from rl_actors.transports.indexed import IndexedTransport
+
+logger = logging.getLogger(__name__)
 
 
-def default_transport() -> Transport:
-    """A torchstore, or files in the system's temporary folder if torchstore is not installed. The caller opens and closes it."""
+def default_transport(weights: WeightsConfig | None = None) -> IndexedTransport:
+    """The index in a torchstore, or in a small actor if torchstore is not installed. The caller opens and closes it."""
     if find_spec("torchstore") is None:
-        from rl_actors.transports.files import FilesTransport
+        from rl_actors.transports.index import IndexTransport
 
-        directory = Path(tempfile.gettempdir()) / f"rl_actors_weights_{uuid.uuid4().hex}"
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)  # for a program that ends without `close`
-        return FilesTransport(directory)
+        logger.info("torchstore is not installed: a small actor keeps the index of the weights' versions")
+        return IndexTransport(weights)
     from rl_actors.transports.torchstore import TorchStoreTransport
 
-    return TorchStoreTransport()
+    return TorchStoreTransport(weights=weights)

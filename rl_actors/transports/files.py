@@ -42,8 +42,10 @@ class FilesTransport(Transport):
             await asyncio.to_thread(shutil.rmtree, self.directory)
             self._made = False
 
-    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-        shards = {name: local_shard(tensor) for name, tensor in tensors.items()}
+    async def put_tensors(
+        self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
+    ) -> None:
+        shards = {name: local_shard(tensor, dtype) for name, tensor in tensors.items()}
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)

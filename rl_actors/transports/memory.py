@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
+import torch
 from monarch.actor import Actor, endpoint
 from torch import Tensor
 
@@ -63,8 +64,10 @@ class MemoryTransport(Transport):
             await self._processes.stop()
             self._processes = None
 
-    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-        shards = {f"{key}/{name}": local_shard(tensor) for name, tensor in tensors.items()}
+    async def put_tensors(
+        self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
+    ) -> None:
+        shards = {f"{key}/{name}": local_shard(tensor, dtype) for name, tensor in tensors.items()}
         await self.store.put_shards.call_one(shards)
 
     async def source(self, manifest: Manifest) -> Source:

@@ -31,7 +31,7 @@ class Publisher:
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]) -> None:
-        """Publish the weights of make_weights(dtype), where dtype is the widest that a generator of the transport computes in.
+        """Publish the weights of make_weights(dtype) in dtype, the widest that a generator of the transport computes in.
 
         Does nothing if the version is already published in that dtype.
         """
@@ -48,6 +48,7 @@ class Publisher:
             version=version,
             rank=self.rank,
             gather=self.gather,
+            dtype=dtype,
         )
         self.published.append(manifest)
         while len(self.published) > VERSIONS_KEPT:

@@ -1,4 +1,6 @@
-"""Weights in a torchstore. This is the default transport. The store is in a process of its own, or where the caller initialized it.
+"""The index of versions in a torchstore, the default. The store is in a process of its own, or where the caller initialized it.
+
+No tensor passes through it. torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 
 Monarch 0.7 refuses the controller of torchstore 0.1.2, so this module replaces `torchstore.api.Controller`. Remove the replacement when
 torchstore has a controller that works.
@@ -8,17 +10,17 @@ import asyncio
 import inspect
 import logging
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torchstore
 import torchstore.api
 import torchstore.controller
 from monarch._src.actor.endpoint import EndpointProperty
 from monarch.actor import endpoint
-from torch import Tensor
 
+from rl_actors.config import WeightsConfig
 from rl_actors.processes.spawn import ProcessMesh, spawn_processes
-from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport
+from rl_actors.transports.indexed import IndexedTransport
 
 SHUTDOWN_TIMEOUT = 5.0
 logger = logging.getLogger(__name__)
@@ -50,16 +52,17 @@ AsyncController = type(
 torchstore.api.Controller = AsyncController
 
 
-class TorchStoreTransport(Transport):
-    """Weights in a torchstore. TorchStoreTransport() starts a store when it is opened. TorchStoreTransport(name) uses the caller's store."""
+class TorchStoreTransport(IndexedTransport):
+    """Versions in a torchstore. TorchStoreTransport() starts a store when it is opened. TorchStoreTransport(name) uses the caller's store."""
 
-    def __init__(self, store_name: str | None = None) -> None:
+    def __init__(self, store_name: str | None = None, weights: WeightsConfig | None = None) -> None:
+        super().__init__(weights)
         self.owns_store = store_name is None
         self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
         self._processes: ProcessMesh | None = None
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_processes": None}
+        return {**super().__getstate__(), "_processes": None}
 
     async def open(self) -> None:
         if self.owns_store and self._processes is None:
@@ -76,14 +79,6 @@ class TorchStoreTransport(Transport):
             finally:
                 await processes.stop()
 
-    async def put_tensors(self, key: str, tensors: Mapping[str, Tensor], rank: int) -> None:
-        puts = [torchstore.put(f"{key}/{name}", tensor.cpu(), self.store_name) for name, tensor in tensors.items()]
-        await asyncio.gather(*puts)
-
-    async def source(self, manifest: Manifest) -> Source:
-        gets = [torchstore.get(f"{manifest.key}/{name}", store_name=self.store_name) for name in manifest.tensors]
-        return LoadedTensors(dict(zip(manifest.tensors, await asyncio.gather(*gets), strict=True)))
-
     async def put_object(self, key: str, value: object) -> None:
         await torchstore.put(key, value, self.store_name)
 
@@ -92,6 +87,5 @@ class TorchStoreTransport(Transport):
             return None
         return await torchstore.get(key, store_name=self.store_name)
 
-    async def delete(self, manifest: Manifest) -> None:
-        keys = [f"{manifest.key}/{name}" for name in ("manifest", *manifest.tensors)]
-        await asyncio.gather(*(torchstore.delete(key, store_name=self.store_name) for key in keys))
+    async def delete_object(self, key: str) -> None:
+        await torchstore.delete(key, store_name=self.store_name)

@@ -351,12 +351,15 @@ class FailingTransport(Transport):
     inner: Transport
     failing_rank: int
 
-    async def put_tensors(self, key, tensors, rank) -> None:
+    async def put_tensors(self, key, tensors, rank, dtype=None):
         if rank == self.failing_rank:
             half = dict(list(tensors.items())[: len(tensors) // 2])
-            await self.inner.put_tensors(key, half, rank)
+            await self.inner.put_tensors(key, half, rank, dtype)
             raise OSError(f"rank {rank} lost its disk")
-        await self.inner.put_tensors(key, tensors, rank)
+        return await self.inner.put_tensors(key, tensors, rank, dtype)
+
+    async def discard_tensors(self, key, rank) -> None:
+        await self.inner.discard_tensors(key, rank)
 
     async def source(self, manifest):
         return await self.inner.source(manifest)

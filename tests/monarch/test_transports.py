@@ -9,12 +9,19 @@ import torch
 import torchstore
 from waiting import GUARD
 
-from rl_actors import FilesTransport, GeneratorClient, MemoryTransport, TorchStoreTransport, TrainerClient
+from rl_actors import (
+    FilesTransport,
+    GeneratorClient,
+    IndexTransport,
+    MemoryTransport,
+    TorchStoreTransport,
+    TrainerClient,
+)
 from rl_actors.generator import expected_tensors
 from rl_actors.processes.spawn import spawn_processes
 from rl_actors.transports.base import announce, find, publish
 
-KINDS = ["torchstore", "files", "memory"]
+KINDS = ["torchstore", "index", "files", "memory"]
 # (data_parallel_shard, tensor_parallel). TP2 shards some weights by rows, some by columns, and replicates others.
 LAYOUTS = {"TP2": (1, 2), "FSDP2 x TP2": (2, 2)}
 
@@ -22,7 +29,7 @@ LAYOUTS = {"TP2": (1, 2), "FSDP2 x TP2": (2, 2)}
 def make_transport(kind: str, directory):
     if kind == "files":
         return FilesTransport(directory)
-    return {"torchstore": TorchStoreTransport, "memory": MemoryTransport}[kind]()
+    return {"torchstore": TorchStoreTransport, "index": IndexTransport, "memory": MemoryTransport}[kind]()
 
 
 @pytest.fixture(scope="module")

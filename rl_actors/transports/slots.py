@@ -1,0 +1,281 @@
+"""Slots: anonymous shared memory in which one rank keeps its part of one version, and the locks on it.
+
+A slot is a memfd. It has no name, so the kernel frees it with the last process that holds it, even after kill -9, and the size of /dev/shm
+does not limit it. A reader opens it as /proc/<pid>/fd/<number>. The writer takes an exclusive flock and readers a shared one, so a slot is
+never rewritten while it is read. The kernel releases the lock of a process that dies.
+
+The first page of a slot names the version that it holds whole. Then follow the layout of the slot as JSON, and the tensors.
+"""
+
+import contextlib
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import struct
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PAGE = 4096
+ALIGNMENT = 64  # bytes; of every tensor in a slot
+HEAD = struct.Struct(
+    "<8s16sQQQ"
+)  # magic, token, number of bytes of the layout, offset and number of bytes of the tensors
+MAGIC = b"rlweight"
+KEY_OFFSET = 64  # of the key: its length as one byte, then the key
+LOCK_POLL_SECONDS = 0.002
+KEPT_MAPPINGS = 3
+"""A reader unmaps a slot that its last KEPT_MAPPINGS versions did not use. A trainer has two slots, which its versions use in turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One rank's part of a tensor, and its place in a slot."""
+
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]  # of the part in the whole tensor
+    size: tuple[int, ...]  # shape of the part
+    dtype: torch.dtype
+    offset: int  # bytes from the first tensor of the slot
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.size).numel() * self.dtype.itemsize
+
+    @property
+    def is_whole(self) -> bool:
+        return self.size == self.shape
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The parts of one rank by name, in the order of their places."""
+
+    shards: Mapping[str, Shard]
+    num_bytes: int
+
+    def to_json(self) -> bytes:
+        rows = []
+        for name, shard in self.shards.items():
+            dtype = str(shard.dtype).removeprefix("torch.")
+            rows.append([name, shard.shape, shard.start, shard.size, dtype, shard.offset])
+        return json.dumps({"num_bytes": self.num_bytes, "shards": rows}).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> "Layout":
+        values = json.loads(text)
+        shards = {}
+        for name, shape, start, size, dtype, offset in values["shards"]:
+            shards[name] = Shard(tuple(shape), tuple(start), tuple(size), getattr(torch, dtype), offset)
+        return cls(shards, values["num_bytes"])
+
+    def views(self, data: Tensor) -> dict[str, Tensor]:
+        """The parts as views of the bytes of a slot."""
+        views = {}
+        for name, shard in self.shards.items():
+            part = data[shard.offset : shard.offset + shard.num_bytes]
+            views[name] = part.view(shard.dtype).view(shard.size)
+        return views
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotAddress:
+    """Where a slot is. It travels in the manifest of the version that the slot holds."""
+
+    rank: int  # of the trainer
+    slot: int
+    machine: str  # machine() of the rank
+    pid: int
+    fd: int
+    token: bytes = b""  # drawn for the slot; another process with the same pid and fd has another one
+    num_bytes: int  # of the tensors
+    address: tuple[str, int] | None = None  # host and port of the rank's server; None: it has none
+
+    def __str__(self) -> str:
+        return f"slot {self.slot} of trainer rank {self.rank} (pid {self.pid})"
+
+
+class VersionGoneError(RuntimeError):
+    """The slot of a version holds another version by now, or its trainer has ended."""
+
+
+def machine() -> str:
+    """An id that the processes of one start of one machine share."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def actor_name() -> str:
+    """This process in an error message: "trainer-1 (pid 17)"."""
+    name = os.environ.get("RL_ACTORS_PROCESS")
+    return f"{name} (pid {os.getpid()})" if name else f"pid {os.getpid()}"
+
+
+class Slot:
+    """A slot in the process that writes it. It is made and its memory is touched once."""
+
+    def __init__(self, layout: Layout, *, rank: int, number: int) -> None:
+        self.layout, self.rank, self.number = layout, rank, number
+        text = layout.to_json()
+        self.data_offset = _round_up(PAGE + len(text), PAGE)
+        self.token = secrets.token_bytes(16)
+        self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.fd)
+        os.ftruncate(self.fd, self.data_offset + max(layout.num_bytes, 1))
+        # MAP_POPULATE touches every page now, because a first write would stop at each of them.
+        self.memory = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
+        self.memory[PAGE : PAGE + len(text)] = text
+        self.data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=self.data_offset)[: layout.num_bytes]
+        self.views = layout.views(self.data)
+
+    @property
+    def key(self) -> str:
+        """Key of the version that the slot holds whole. Empty: none."""
+        return _key_in(self.memory)
+
+    @key.setter
+    def key(self, key: str) -> None:
+        encoded = key.encode()
+        if len(encoded) > 255:
+            raise ValueError(f"the key {key!r} has {len(encoded)} bytes; a slot has room for 255")
+        self.memory[KEY_OFFSET] = 0
+        self.memory[KEY_OFFSET + 1 : KEY_OFFSET + 1 + len(encoded)] = encoded
+        self.memory[KEY_OFFSET] = len(encoded)
+
+    @contextlib.contextmanager
+    def writing(self, key: str, timeout: float) -> Iterator[None]:
+        """Hold the exclusive lock. The slot has the key after the context has ended without an error, and none until then.
+
+        Raises TimeoutError naming the processes that still read the slot.
+        """
+        what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
+        with flock(self.fd, fcntl.LOCK_EX, timeout, what):
+            self.key = ""
+            yield
+            self.key = key
+
+    def address(self, server: tuple[str, int] | None) -> SlotAddress:
+        return SlotAddress(
+            rank=self.rank,
+            slot=self.number,
+            machine=machine(),
+            pid=os.getpid(),
+            fd=self.fd,
+            token=self.token,
+            num_bytes=self.layout.num_bytes,
+            address=server,
+        )
+
+
+class MappedSlot:
+    """A slot in a process that reads it. The memory stays readable when the writer has died."""
+
+    def __init__(self, address: SlotAddress) -> None:
+        """Raises VersionGoneError if the writer has ended, and OSError if this process may not open its memory."""
+        self.address = address
+        try:
+            self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise VersionGoneError(f"{address} is gone: the trainer's process has ended or dropped it") from None
+        weakref.finalize(self, os.close, self.fd)
+        head = os.pread(self.fd, HEAD.size, 0)
+        fields = HEAD.unpack(head) if len(head) == HEAD.size else (b"", b"", 0, 0, 0)
+        magic, token, layout_bytes, data_offset, num_bytes = fields
+        if magic != MAGIC or token != address.token:
+            raise VersionGoneError(f"{address} is gone: another file has its place")
+        # Nobody may write: a wrong write ends this process, and does not change what other readers see.
+        self.memory = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")
+            data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=data_offset)
+        self.data = data[:num_bytes]
+        self.views = self.layout.views(self.data)
+
+    @contextlib.contextmanager
+    def reading(self, key: str, timeout: float) -> Iterator[None]:
+        """Hold a shared lock, so that the version stays in the slot. Raises VersionGoneError if the slot holds another version."""
+        # A lock belongs to an open file. Two readers in this process must not share one, so each opens the slot again.
+        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with flock(fd, fcntl.LOCK_SH, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
+                held = _key_in(self.memory)
+                if held != key:
+                    raise VersionGoneError(f"{key} is gone: {self.address} holds {held or 'a push that did not end'}")
+                yield
+        finally:
+            os.close(fd)
+
+
+class Mappings:
+    """The mapped slots of this process. A slot is mapped at the first version that is read from it, and kept for the next ones."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.num_versions = 0
+        self.slots: dict[
+            bytes, tuple[MappedSlot, int]
+        ] = {}  # by token: the slot and the number of the last version that used it
+
+    def of(self, addresses: tuple[SlotAddress, ...]) -> list[MappedSlot]:
+        """The slots of one version. Unmaps slots that have not been used for KEPT_MAPPINGS versions."""
+        with self.guard:
+            self.num_versions += 1
+            found = []
+            for address in addresses:
+                slot, _ = self.slots.get(address.token) or (MappedSlot(address), 0)
+                self.slots[address.token] = slot, self.num_versions
+                found.append(slot)
+            oldest = self.num_versions - KEPT_MAPPINGS
+            self.slots = {token: (slot, used) for token, (slot, used) in self.slots.items() if used > oldest}
+            return found
+
+
+MAPPINGS = Mappings()
+
+
+@contextlib.contextmanager
+def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
+    """Hold a lock on an open file. Raises TimeoutError naming `what` and the processes that hold the lock."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(fd, kind | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{what} was not free within {timeout:g} s; it is held by {_holders(fd)}") from None
+            time.sleep(LOCK_POLL_SECONDS)
+    try:
+        yield
+    finally:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _holders(fd: int) -> str:
+    """The processes that hold a lock on a file, as the kernel lists them: "pid 17, pid 18"."""
+    inode = os.fstat(fd).st_ino
+    pids = []
+    for line in Path("/proc/locks").read_text().splitlines():
+        fields = line.split()
+        if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
+            pids.append(f"pid {fields[4]}")
+    return ", ".join(pids) or "a process that has released it since"
+
+
+def _key_in(memory: mmap.mmap) -> str:
+    length = memory[KEY_OFFSET]
+    return memory[KEY_OFFSET + 1 : KEY_OFFSET + 1 + length].decode()
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple

@@ -1,0 +1,237 @@
+"""Slots: a version is readable whole or not at all, whoever dies, and nothing is left behind. Writers and readers are real processes."""
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from waiting import GUARD, wait_until
+
+from rl_actors.transports.base import Manifest
+from rl_actors.transports.reader import Piece, SlotSource, whole
+from rl_actors.transports.slots import Layout, Mappings, Shard, Slot, VersionGoneError
+from rl_actors.transports.snapshot import Snapshot
+
+NUM_TENSORS = 5
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    """Every value of a version is its number."""
+    return {f"w{index}": torch.full((3 + index, 7), float(version)) for index in range(NUM_TENSORS)}
+
+
+def manifest_of(*snapshots: Snapshot, key: str, tensors: dict[str, torch.Tensor]) -> Manifest:
+    stream, version = key.split("/")
+    parts = tuple(snapshot.newest.address(None) for snapshot in snapshots)
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    return Manifest(stream=stream, version=int(version), tensors=shapes, parts=parts)
+
+
+def source_of(manifest: Manifest, timeout: float = GUARD) -> SlotSource:
+    return SlotSource(manifest=manifest, path="auto", timeout=timeout)
+
+
+def read(manifest: Manifest) -> dict[str, torch.Tensor]:
+    with source_of(manifest).open() as version:
+        return {name: tensor.clone() for name, tensor in version.tensors()}
+
+
+def write(snapshot: Snapshot, version: int) -> Manifest:
+    tensors = tensors_of(version)
+    snapshot.write(f"s/{version}", tensors, None)
+    return manifest_of(snapshot, key=f"s/{version}", tensors=tensors)
+
+
+def versions_in(tensors: dict[str, torch.Tensor]) -> set[float]:
+    return set(torch.cat([tensor.flatten() for tensor in tensors.values()]).tolist())
+
+
+WRITER = """
+import os, pickle, signal, sys, time
+from pathlib import Path
+from test_slots import NUM_TENSORS, manifest_of, tensors_of, write
+from rl_actors.transports.snapshot import Snapshot
+
+folder, dies_at = Path(sys.argv[1]), int(sys.argv[2])
+
+
+class Dying(dict):
+    num_walks = 0
+
+    def items(self):
+        self.num_walks += 1
+        for number, item in enumerate([*super().items(), None]):
+            if self.num_walks == 2 and number == dies_at:  # the first walk compares the tensors with the plan
+                os.kill(os.getpid(), signal.SIGKILL)
+            if item:
+                yield item
+
+
+snapshot = Snapshot(rank=0, timeout=60.0)
+manifests = [write(snapshot, version) for version in (1, 2)]
+(folder / "partial").write_bytes(pickle.dumps(manifests))
+(folder / "partial").rename(folder / "manifests")
+while not (folder / "go").exists():
+    time.sleep(0.01)
+snapshot.write("s/3", Dying(tensors_of(3)), None)
+"""
+
+READER = """
+import os, pickle, signal, sys
+from pathlib import Path
+from test_slots import source_of
+
+folder, dies_at = Path(sys.argv[1]), int(sys.argv[2])
+manifest = pickle.loads((folder / "manifest").read_bytes())
+with source_of(manifest).open() as version:
+    for number, (name, tensor) in enumerate(version.tensors()):
+        if number == dies_at:
+            (folder / "reading").touch()
+            if "wait" in sys.argv:
+                signal.pause()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(program: str, *arguments: object) -> subprocess.Popen:
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], env=environment)
+
+
+@pytest.mark.parametrize(
+    "dies_at",
+    [pytest.param(at, marks=[] if at in (2, NUM_TENSORS) else pytest.mark.slow) for at in range(NUM_TENSORS + 1)],
+)
+def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_version_whole(tmp_path, dies_at):
+    writer = start(WRITER, tmp_path, dies_at)
+    wait_until((tmp_path / "manifests").exists)
+    older, newest = pickle.loads((tmp_path / "manifests").read_bytes())
+    assert versions_in(read(older)) == {1.0}
+    with source_of(newest).open() as version:
+        (tmp_path / "go").touch()
+        assert writer.wait(GUARD) == -signal.SIGKILL
+        assert versions_in(dict(version.tensors())) == {2.0}
+    # The writer has ended. A process that has the slot still reads it, and another one is told.
+    assert versions_in(read(newest)) == {2.0}
+    with pytest.raises(
+        VersionGoneError, match=r"s/1 is gone: slot 0 of trainer rank 0 \(pid \d+\) holds a push that did not end"
+    ):
+        read(older)
+    with pytest.raises(VersionGoneError, match="the trainer's process has ended"):
+        Mappings().of(newest.parts)
+
+
+@pytest.mark.parametrize(
+    "dies_at", [pytest.param(at, marks=[] if at == 2 else pytest.mark.slow) for at in range(NUM_TENSORS)]
+)
+def test_a_reader_that_is_killed_between_any_two_tensors_holds_no_slot(tmp_path, dies_at):
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    (tmp_path / "manifest").write_bytes(pickle.dumps(write(snapshot, 1)))
+    assert start(READER, tmp_path, dies_at).wait(GUARD) == -signal.SIGKILL
+    write(snapshot, 2)
+    assert versions_in(read(write(snapshot, 3))) == {3.0}  # in the slot that the reader had
+
+
+def test_a_slot_is_not_rewritten_while_it_is_read_and_the_error_names_the_reader(tmp_path):
+    snapshot = Snapshot(rank=3, timeout=0.2)
+    (tmp_path / "manifest").write_bytes(pickle.dumps(write(snapshot, 1)))
+    reader = start(READER, tmp_path, 1, "wait")
+    wait_until((tmp_path / "reading").exists)
+    newest = write(snapshot, 2)
+    message = rf"push of s/3: .*rank 3: lock of slot 0 was not free within 0\.2 s; it is held by pid {reader.pid}$"
+    with pytest.raises(TimeoutError, match=message):
+        write(snapshot, 3)
+    assert versions_in(read(newest)) == {2.0}
+    reader.kill()
+    reader.wait(GUARD)
+    assert versions_in(read(write(snapshot, 3))) == {3.0}
+
+
+def test_a_reader_waits_for_a_writer_no_longer_than_its_timeout():
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    manifest = write(snapshot, 1)
+    with (
+        snapshot.newest.writing("s/5", GUARD),
+        pytest.raises(TimeoutError, match="pull of s/1: .*: lock of slot 0 of trainer rank 0"),
+        source_of(manifest, timeout=0.1).open(),
+    ):
+        pass
+
+
+def test_a_write_that_takes_too_long_is_an_error_and_leaves_the_newest_version():
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    write(snapshot, 1)
+    newest = write(snapshot, 2)
+    snapshot.timeout = 0.0
+    with pytest.raises(TimeoutError, match="push of s/3: .*rank 0: write took longer than 0 s"):
+        write(snapshot, 3)
+    assert versions_in(read(newest)) == {2.0}
+
+
+def test_the_newest_two_versions_stay_and_the_third_takes_the_oldest_slot():
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    manifests = [write(snapshot, version) for version in (1, 2, 3)]
+    assert [versions_in(read(manifest)) for manifest in manifests[1:]] == [{2.0}, {3.0}]
+    with pytest.raises(VersionGoneError, match="s/1 is gone: slot 0 .* holds s/3"):
+        read(manifests[0])
+
+
+def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    addresses = [write(snapshot, version).parts[0] for version in range(6)]
+    assert len({address.token for address in addresses}) == 2
+    other = {"w0": torch.zeros(4)}
+    snapshot.write("s/6", other, None)
+    assert versions_in(read(manifest_of(snapshot, key="s/6", tensors=other))) == {0.0}
+    assert snapshot.newest.token not in {address.token for address in addresses}
+
+
+def test_a_version_that_was_not_published_gives_its_slot_to_the_next_write():
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    published = [write(snapshot, version) for version in (1, 2)]
+    write(snapshot, 3)
+    snapshot.forget("s/3")  # another rank failed
+    assert versions_in(read(write(snapshot, 4))) == {4.0}
+    assert versions_in(read(published[1])) == {2.0}
+
+
+def test_parts_of_several_ranks_make_the_whole_tensor_cast_to_the_published_dtype():
+    values = torch.arange(30.0).view(5, 6)
+    pieces = []
+    for start, size in (((3, 2), (2, 4)), ((0, 0), (3, 2)), ((3, 0), (2, 2)), ((0, 2), (3, 4))):
+        shard = Shard((5, 6), start, size, torch.bfloat16, 0)
+        slot = Slot(Layout({"w": shard}, shard.num_bytes), rank=0, number=0)
+        rows, columns = slice(start[0], start[0] + size[0]), slice(start[1], start[1] + size[1])
+        slot.views["w"].copy_(values[rows, columns])
+        pieces.append(Piece(shard, slot.views["w"]))
+    assert torch.equal(whole("w", (5, 6), torch.bfloat16, pieces), values.bfloat16())
+    with pytest.raises(RuntimeError, match="w: the slots hold 24 of 30 values"):
+        whole("w", (5, 6), torch.bfloat16, pieces[:1] + pieces[2:])
+
+
+def test_nothing_is_left_behind_when_a_writer_is_killed(tmp_path):
+    writer = start(WRITER, tmp_path, 0)
+    wait_until((tmp_path / "manifests").exists)
+    slots = files_of(writer.pid) - files_of(os.getpid())
+    assert len([name for name, _ in slots if name.startswith("/memfd:rl_actors_weights_0_")]) == 2
+    writer.kill()
+    writer.wait(GUARD)
+    inodes = {inode for _, inode in slots}
+    for process in Path("/proc").glob("[0-9]*"):
+        assert not inodes & {inode for name, inode in files_of(int(process.name)) if "rl_actors_weights" in name}
+
+
+def files_of(pid: int) -> set[tuple[str, int]]:
+    """(name, inode) of every memory file that a process has open."""
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):  # it was closed meanwhile, or belongs to another user
+            if os.readlink(fd).startswith("/memfd:"):
+                found.add((os.readlink(fd), fd.stat().st_ino))
+    return found
