@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
 
 from controllers.algorithms import ALGORITHMS, Algorithm
-from controllers.environments import Scorer
 from controllers.launch import main
 from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
 from controllers.reference import Reference, require_reference, start_reference
@@ -140,7 +139,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         seed=config.seed,
         cursor=cursor,
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
-        scorer=Scorer.of(config.environment),
+        scorer=run.scorer,
     )
     schedule = config.schedule.build(config.steps)
     await sync(run)

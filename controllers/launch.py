@@ -22,7 +22,7 @@ from rich.console import Console
 
 from controllers import checkpoints, cli, config_file, describe_plan
 from controllers.display import LineDisplay
-from controllers.environments import Environment, Problem, RewardError, build_environment
+from controllers.environments import Environment, Problem, RewardError, Scorer, build_environment
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.report import write_report
@@ -75,6 +75,7 @@ def main(controller: str) -> None:
         environment, validation_sets = _task(invocation.config)
         invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, validation_sets))
         tokenizer = _tokenizer(invocation.config, environment, validation_sets)
+        scorer = _scorer(invocation.config, environment, validation_sets)
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -83,7 +84,7 @@ def main(controller: str) -> None:
     if invocation.dry_run:
         cli.print_config(invocation.config)
         return
-    status = _run(invocation, environment, validation_sets, tokenizer, train)
+    status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
     if status:
         print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
     # Shut Monarch down here. At the interpreter's exit it would wait only one second, which is too short on a busy machine, and then
@@ -160,24 +161,39 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
             )
 
 
+def _scorer(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> Scorer:
+    """Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
+    environments = {"environment": environment}
+    environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
+    return Scorer.of(config.environment, environments)
+
+
 def _run(
     invocation: cli.Invocation,
     environment: Environment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
+    scorer: Scorer,
     train: Train,
 ) -> int:
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
-    with quiet as output:
+    with quiet as output, contextlib.closing(scorer):
         terminal = sys.stdout if output is None else output.terminal
         route_logs(log_file, label="controller", verbose=invocation.verbose)
+        try:
+            scorer.start()  # its processes take their output from this one, so it comes after the routing
+        except ValueError as error:
+            print(f"error: {error}", file=terminal)
+            return 2
         interruption = Interruption(tell=functools.partial(print, file=terminal))
         if invocation.eval_only:
-            work = _evaluate(invocation, folder, validation_sets, tokenizer, terminal)
+            work = _evaluate(invocation, folder, validation_sets, tokenizer, scorer, terminal)
         else:
-            work = _train(train, invocation, folder, environment, validation_sets, tokenizer, terminal, interruption)
+            work = _train(
+                train, invocation, folder, environment, validation_sets, tokenizer, scorer, terminal, interruption
+            )
         try:
             return asyncio.run(_until_signal(work, interruption))
         except BaseException as error:
@@ -207,6 +223,7 @@ async def _train(
     environment: Environment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
+    scorer: Scorer,
     terminal: TextIO,
     interruption: Interruption,
 ) -> int:
@@ -236,7 +253,7 @@ async def _train(
                 config, folder, environment, validation_sets, tokenizer, log.setup, verbose=invocation.verbose
             )
             async with opening as run:
-                run.log, run.interruption = log, interruption
+                run.log, run.interruption, run.scorer = log, interruption, scorer
                 checkpoints.seed_random(config.seed)
                 if invocation.resume and newest is None:
                     log.note("no checkpoint of this run is complete: it starts again from the first step")
@@ -278,6 +295,7 @@ async def _evaluate(
     folder: RunFolder,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
+    scorer: Scorer,
     terminal: TextIO,
 ) -> int:
     """Score a checkpoint on the held-out problems, by a generator on its exported weights. Writes only a log."""
@@ -291,7 +309,7 @@ async def _evaluate(
         with display.setup("reading the checkpoint"):
             export_checkpoint(checkpoint, config.trainer, model, dtype=config.generator.dtype)
         async with open_generator(config, folder, model, display.setup, verbose=invocation.verbose) as generator:
-            scores = await make_validator(config, validation_sets, generator, tokenizer)()
+            scores = await make_validator(config, validation_sets, generator, tokenizer, scorer)()
     found = ", ".join(f"{name} {value:.4f}" for name, value in scores.metrics.items())
     display.print(f"{folder.path}: policy_version {policy_version(checkpoint)}, {found}")
     return 0

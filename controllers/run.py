@@ -208,6 +208,7 @@ class Run(Generic[Config]):
     spawn_reference: Callable[[], TrainerClient]
     """Spawns another trainer with the same config, but without an optimizer. That trainer is closed with the run."""
     interruption: Interruption = field(default_factory=Interruption)
+    scorer: Scorer = field(default_factory=Scorer)
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
     state: State = field(
@@ -220,7 +221,7 @@ class Run(Generic[Config]):
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
-        return await make_validator(self.config, self.validation_sets, self.generator, self.tokenizer)()
+        return await make_validator(self.config, self.validation_sets, self.generator, self.tokenizer, self.scorer)()
 
     async def validate(self, step: int) -> dict[str, float]:
         """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the step."""
@@ -240,6 +241,8 @@ class Run(Generic[Config]):
         infos = await self.trainer.info()
         values = values | self.timer.reset()
         values |= usage(values, infos, float8=self.config.trainer.float8)
+        if self.scorer.num_replaced:
+            values["reward/processes_replaced"] = self.scorer.num_replaced
         self.log.step(step, values, phase=phase, skipped=skipped)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
@@ -265,7 +268,11 @@ class Run(Generic[Config]):
 
 
 def make_validator(
-    config: RunConfig, sets: Sequence[ValidationSet], generator: GeneratorClient, tokenizer: Tokenizer
+    config: RunConfig,
+    sets: Sequence[ValidationSet],
+    generator: GeneratorClient,
+    tokenizer: Tokenizer,
+    scorer: Scorer,
 ) -> Validator:
     """A validator of the generator's current weights, as the config asks for it."""
     return Validator(
@@ -275,7 +282,7 @@ def make_validator(
         max_tokens=config.max_tokens,
         seed=config.seed,
         pass_at_k=config.pass_at_k,
-        scorer=Scorer.of(config.environment),
+        scorer=scorer,
     )
 
 

@@ -70,10 +70,13 @@ class EnvironmentConfig:
     """The model of the reward judge."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of the reward python."""
+    reward_workers: int = 0
+    """Number of processes that call the rewards. A reward that takes long then leaves the controller free, and several are computed at
+    once. 0: the controller calls them itself. An `async` reward stays with the controller in any case."""
     reward_timeout: float = 60.0
-    """Seconds for the answer of a reward function that is `async`. One that takes longer is asked again."""
+    """Seconds for the answer of a reward function that is `async` or that a process calls. One that takes longer is asked again."""
     reward_retries: int = 2
-    """Number of new attempts at an `async` reward that failed or took too long. If the last one fails too, the run ends."""
+    """Number of new attempts at such a reward that failed or took too long. If the last one fails too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of answers of `async` reward functions that are waited for at once."""
     num_held_out: int = 512
@@ -133,6 +136,8 @@ class EnvironmentConfig:
         if self.reward_retries < 0 or self.reward_concurrency < 1:
             given = f"reward_retries={self.reward_retries}, reward_concurrency={self.reward_concurrency}"
             raise ValueError(f"{given}; the first must be at least 0, the second at least 1")
+        if self.reward_workers < 0:
+            raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
         self.sandbox.validate()
         if self.reward == "judge":
             self.judge.validate()

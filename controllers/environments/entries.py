@@ -1,6 +1,7 @@
 """Entries of a task's data as problems, and their rewards."""
 
 import importlib
+import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -74,9 +75,27 @@ def text_score(config: EnvironmentConfig) -> Score:
         "math_verify": scores.math_verify,
         "regex": partial(scores.last_match, config.reward_pattern),
     }
-    compare = compares[config.reward] if config.reward in compares else imported("reward", config.reward)
+    if config.reward in compares:
+        return TextScore(compares[config.reward])
+    compare = imported("reward", config.reward)
+    return LaterTextScore(compare) if inspect.iscoroutinefunction(compare) else TextScore(compare)
 
-    def score(problem: Problem, completion: str) -> float | Awaitable[float]:
-        return compare(problem.answer, completion)
 
-    return score
+@dataclass(frozen=True, slots=True)
+class TextScore:
+    """The score of a function of (answer, completion)."""
+
+    compare: Callable[[str, str], float]
+
+    def __call__(self, problem: Problem, completion: str) -> float:
+        return self.compare(problem.answer, completion)
+
+
+@dataclass(frozen=True, slots=True)
+class LaterTextScore:
+    """The score of an `async` function of (answer, completion)."""
+
+    compare: Callable[[str, str], Awaitable[float]]
+
+    async def __call__(self, problem: Problem, completion: str) -> float:
+        return await self.compare(problem.answer, completion)

@@ -1,7 +1,7 @@
 """Problems of reasoning-gym, drawn at random."""
 
 import difflib
-from collections.abc import Awaitable
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ class GeneratedEnvironment:
 
     def __init__(self, config: EnvironmentConfig, dataset: "ProceduralDataset"):
         self.config, self.dataset = config, dataset
-        self._score: Score = self._task_score if config.reward == "task" else text_score(config)
+        self.reward: Score = TaskScore(dataset) if config.reward == "task" else text_score(config)
         probes = map(self._read, range(min(len(dataset), 32 * config.num_held_out)))
         self._held_out, self._highest_held_out = hold_out(
             (problem for problem in probes if fits(problem, config)),
@@ -55,10 +55,14 @@ class GeneratedEnvironment:
     def held_out(self) -> list[Problem]:
         return list(self._held_out)
 
-    def reward(self, problem: Problem, completion: str) -> float | Awaitable[float]:
-        return self._score(problem, completion)
 
-    def _task_score(self, problem: Problem, completion: str) -> float:
+@dataclass(frozen=True, slots=True)
+class TaskScore:
+    """The score of the reasoning-gym task."""
+
+    dataset: "ProceduralDataset"
+
+    def __call__(self, problem: Problem, completion: str) -> float:
         entry = {"question": problem.metadata["question"], "answer": problem.answer, "metadata": problem.metadata}
         return float(self.dataset.score_answer(answer=completion.strip(), entry=entry))
 

@@ -4,9 +4,10 @@ A function answers at once or later, for one completion or for a whole group. It
 """
 
 import asyncio
+import contextlib
 import inspect
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from controllers.environments.base import Environment, Problem, RewardError
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.mixture import MixedEnvironment
+from controllers.environments.pool import RewardPool, reward_function
 
 TOTAL = "reward"
 """Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all."""
@@ -37,14 +39,36 @@ class Scorer:
     timeout: float = 60.0  # seconds
     max_retries: int = 2
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))  # answers that are waited for
+    pool: RewardPool | None = None  # calls the rewards of some environments; the caller starts and closes it
 
     @staticmethod
-    def of(config: EnvironmentConfig) -> "Scorer":
+    def of(config: EnvironmentConfig, environments: Mapping[str, Environment] | None = None) -> "Scorer":
+        """A scorer with the limits of a config. With reward_workers it has a pool for the rewards of these environments.
+
+        environments: by a name for errors. Raises ValueError for a reward that cannot be sent to a process.
+        """
+        single = _without_mixtures(environments or {})
         return Scorer(
             timeout=config.reward_timeout,
             max_retries=config.reward_retries,
             slots=asyncio.Semaphore(config.reward_concurrency),
+            pool=RewardPool(single, num_workers=config.reward_workers) if config.reward_workers else None,
         )
+
+    def start(self) -> None:
+        """Start the processes of the pool. Raises ValueError, naming the functions, if they cannot be imported there."""
+        if self.pool is not None:
+            self.pool.start()
+
+    def close(self) -> None:
+        """End the processes of the pool."""
+        if self.pool is not None:
+            self.pool.close()
+
+    @property
+    def num_replaced(self) -> int:
+        """Processes of the pool that were replaced, because they ended or did not answer in time."""
+        return 0 if self.pool is None else self.pool.num_replaced
 
     async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
         """The rewards of the completions of a problem.
@@ -54,13 +78,12 @@ class Scorer:
         Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for one whose last retry failed.
         """
         owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
-        of_group = getattr(owner, "rewards", None)
-        if of_group is not None:
-            answers, num_retries = await self._ask(partial(of_group, problem, list(texts)), problem, list(texts))
+        if getattr(owner, "rewards", None) is not None:
+            answers, num_retries = await self._ask(owner, problem, list(texts))
             if not isinstance(answers, Sequence) or len(answers) != len(texts):
                 raise RewardError(f"rewards of {problem.prompt!r} gave {answers!r} for {len(texts)} completions")
         else:
-            asked = [self._ask(partial(owner.reward, problem, text), problem, text) for text in texts]
+            asked = [self._ask(owner, problem, text) for text in texts]
             pairs = await asyncio.gather(*asked)
             answers, num_retries = [answer for answer, _ in pairs], sum(retries for _, retries in pairs)
         parts = [_parts(answer, problem, text) for answer, text in zip(answers, texts, strict=True)]
@@ -71,25 +94,38 @@ class Scorer:
             num_retries=num_retries,
         )
 
-    async def _ask(
-        self, ask: Callable[[], object], problem: Problem, completion: str | list[str]
-    ) -> tuple[object, int]:
+    async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
         """The answer, and how often it was asked for again. A function that answers at once is asked once."""
+        limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self._limits
+        ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
+        if self.pool is not None and self.pool.calls(environment):
+            ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
+            limits = contextlib.nullcontext  # the pool measures from the moment when a process is free
         for attempt in range(self.max_retries + 1):
             answer = ask()
             if not inspect.isawaitable(answer):
                 return answer, 0
             try:
-                async with self.slots:
-                    return await asyncio.wait_for(_awaited(answer), self.timeout), attempt
+                async with limits():
+                    return await answer, attempt
             except Exception as error:
                 failure = f"no answer within {self.timeout:g} s" if isinstance(error, TimeoutError) else repr(error)
         where = f"completion {completion!r} of prompt {problem.prompt!r}"
         raise RewardError(f"the reward of {where} failed {self.max_retries + 1} times, the last time with {failure}")
 
+    @contextlib.asynccontextmanager
+    async def _limits(self) -> AsyncIterator[None]:
+        async with self.slots, asyncio.timeout(self.timeout):
+            yield
 
-async def _awaited(answer: Awaitable[object]) -> object:
-    return await answer
+
+def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
+    """The environments with the parts of a mixture in its place, each by a name for errors."""
+    single: dict[str, Environment] = {}
+    for name, environment in environments.items():
+        parts = environment.environments if isinstance(environment, MixedEnvironment) else {}
+        single |= {f"{name}, {part}": each for part, each in parts.items()} or {name: environment}
+    return single
 
 
 def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:

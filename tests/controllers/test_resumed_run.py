@@ -18,7 +18,7 @@ from references import VOCAB_SIZE
 
 from controllers import checkpoints, cli, config_file, interruption, launch
 from controllers.checkpoints import Checkpoints
-from controllers.environments import Environment
+from controllers.environments import Environment, Scorer
 from controllers.grpo import GRPOConfig, train
 from controllers.interruption import Interruption
 from controllers.rollouts import RolloutConfig
@@ -217,7 +217,7 @@ def run(make_engine, monkeypatch):
         tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
         random.seed(None if resume else 0)  # a new process has a state of its own
         sets = build_sets(task, {}, seed=0)
-        work = launch._train(train, invocation, folder, task, sets, tokenizer, io.StringIO(), interruption)
+        work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), io.StringIO(), interruption)
         return asyncio.run(launch._until_signal(work, interruption))
 
     return run

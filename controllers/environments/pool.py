@@ -1,0 +1,229 @@
+"""A pool of processes that call rewards which take long. The event loop goes on meanwhile, and several rewards are computed at once.
+
+The standard library's pools cannot end one process whose call hangs, and their processes import the program's main module, which
+here takes seconds.
+"""
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Self
+
+import cloudpickle
+
+from controllers.environments.base import Environment
+from controllers.environments.pool_worker import START
+
+START_TIMEOUT = 120.0
+"""Seconds until a new process must have imported the reward functions."""
+
+END_TIMEOUT = 5.0
+"""Seconds in which a process that has closed its connection ends."""
+
+logger = logging.getLogger(__name__)
+
+
+class RewardFailed(RuntimeError):
+    """A reward function raised an exception, or its process ended."""
+
+
+class RewardPool:
+    """Processes that call the rewards of some environments, and one thread for each, which waits for its answer.
+
+    A process that does not answer in time, or that ends, is replaced. `close` ends all processes; they also end with this process.
+    """
+
+    def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
+        """environments: by a name for errors. Raises ValueError for a reward that cannot be pickled."""
+        self._numbers: dict[int, int] = {}  # id of an environment -> number of its function
+        self._environments = list(environments.values())  # kept, so that no other object gets their ids
+        functions: list[Callable] = []
+        for name, environment in environments.items():
+            function = reward_function(environment)
+            if id(environment) in self._numbers or is_async(function):
+                continue
+            _require_picklable(name, function, num_workers)
+            self._numbers[id(environment)] = len(functions)
+            functions.append(function)
+        self._names = ", ".join(map(_name, functions))
+        self._functions = cloudpickle.dumps(functions)
+        self._workers = [_Worker() for _ in range(num_workers if functions else 0)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
+        self._lock = threading.Lock()  # held while a process starts, so that `close` sees every process
+        self._is_closed = False
+        self.num_replaced = 0
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Start the processes. Raises ValueError, naming the functions, if one cannot be imported there."""
+        try:
+            # In the pool's threads, because a process ends with the thread that started it.
+            for _ in self._threads.map(self._start, self._workers):
+                pass
+        except BaseException:
+            self.close()
+            raise
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End all processes, with what rewards have started there. A second call does nothing."""
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for worker in self._workers:
+            worker.disconnect()
+
+    def calls(self, environment: Environment) -> bool:
+        """True if the rewards of this environment are computed here. Those of an `async` function are not."""
+        return id(environment) in self._numbers
+
+    async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
+        """What the reward function of an environment answers. timeout: seconds from the moment when a process is free.
+
+        Raises TimeoutError, or RewardFailed if the function raised an exception or ended its process.
+        """
+        request = pickle.dumps((self._numbers[id(environment)], arguments))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._ask, request, timeout)
+
+    def _ask(self, request: bytes, timeout: float) -> object:
+        worker = self._idle.get()
+        try:
+            is_answer, answer = worker.ask(request, timeout)
+        except (TimeoutError, RewardFailed) as error:
+            self._replace(worker, error)
+            raise
+        finally:
+            self._idle.put(worker)
+        if not is_answer:
+            raise RewardFailed(answer)
+        return answer
+
+    def _replace(self, worker: "_Worker", reason: Exception) -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            logger.warning("the reward process with pid %s is replaced: %s", worker.pid, reason)
+            self.num_replaced += 1
+            worker.kill()
+            worker.disconnect()
+        self._start(worker)
+
+    def _start(self, worker: "_Worker") -> None:
+        with self._lock:
+            if self._is_closed:
+                return
+            worker.start()
+        try:
+            error = worker.ask(self._functions, START_TIMEOUT)
+        except TimeoutError:
+            error = f"they were not imported within {START_TIMEOUT:g} s"
+        except RewardFailed as failure:
+            error = str(failure)
+        if error is not None and not self._is_closed:
+            raise ValueError(f"a process of reward_workers cannot load the rewards {self._names}: {error}")
+
+
+class _Worker:
+    """One process of a pool, and the connection to it. Only one thread asks it at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        self._connection, theirs = Pipe()
+        with theirs:
+            path = [os.path.abspath(folder) for folder in sys.path]
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", START, str(theirs.fileno()), *path],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # a terminal's Ctrl-C is for the controller, which ends this process
+            )
+
+    def ask(self, request: bytes, timeout: float):
+        """The answer to a message. Raises TimeoutError, or RewardFailed if the process has ended."""
+        connection = self._connection
+        if connection is None:
+            raise RewardFailed("the process could not be started")
+        try:
+            connection.send_bytes(request)
+            has_answer = connection.poll(timeout)
+            if has_answer:
+                return pickle.loads(connection.recv_bytes())
+        except (EOFError, OSError):
+            raise RewardFailed(f"the process ended with {self._status()}") from None
+        raise TimeoutError(f"no answer within {timeout:g} s")
+
+    def _status(self) -> str:
+        assert self._process is not None
+        try:
+            status = self._process.wait(END_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return "a closed connection"
+        return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+    def kill(self) -> None:
+        """End the process and its children."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._process = self._connection = None
+
+
+def reward_function(environment: Environment) -> Callable:
+    """The method that scores a whole group, if an environment has one, or else the one that scores a completion."""
+    return getattr(environment, "rewards", None) or environment.reward
+
+
+def is_async(function: Callable) -> bool:
+    """True for an `async` function, and for an object whose call is one."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
+    try:
+        cloudpickle.dumps(function)
+    except Exception as error:  # what it raises depends on the object
+        raise ValueError(
+            f"{name}: reward_workers={num_workers}, but the reward {_name(function)} cannot be sent to a process: {error}"
+        ) from None
+
+
+def _name(function: Callable) -> str:
+    """_name(NextNumber(…).reward) -> "next_number:NextNumber" """
+    named = getattr(function, "compare", getattr(function, "__self__", function))
+    named = named if hasattr(named, "__qualname__") else type(named)
+    return f"{named.__module__}:{named.__qualname__}"

@@ -1,0 +1,82 @@
+"""A process that calls reward functions for a RewardPool. It imports neither torch nor Monarch, so it starts in a fraction of a second.
+
+Messages are pickles, over one connection. The first one that comes is a list of functions; the answer is None, or the text of an error.
+Every further one is (number of the function, its arguments); the answer is (True, reward) or (False, text of the exception).
+"""
+
+import asyncio
+import ctypes
+import faulthandler
+import inspect
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+PR_SET_PDEATHSIG = 1
+
+START = """
+import sys
+sys.path[:] = sys.argv[2:]
+from controllers.environments.pool_worker import main
+main(int(sys.argv[1]))
+"""
+"""Program of a new process. Its arguments are the number of a file descriptor, and the import path of the process that starts it."""
+
+
+def main(handle: int) -> None:
+    """Answer until the other end of the connection is closed."""
+    _prepare()
+    os.set_inheritable(handle, False)  # a program that a reward starts must not keep the connection open
+    connection = Connection(handle)
+    try:
+        functions: Sequence[Callable] = pickle.loads(connection.recv_bytes())
+    except EOFError:
+        return
+    except Exception as error:  # whatever the user's modules raise when they are imported
+        connection.send_bytes(pickle.dumps(_described(error)))
+        return
+    connection.send_bytes(pickle.dumps(None))
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(_answer(functions, request))
+
+
+def _prepare() -> None:
+    faulthandler.enable()  # a reward that crashes prints where it was
+    # The process ends with the one that started it, even if that one was killed and a reward hangs.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A scheduler sends SIGTERM to all processes of a job. The pool ends this one, when the last reward of the run has come.
+    # A handler and not SIG_IGN: programs that a reward starts would inherit SIG_IGN, and could not be terminated.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+
+
+def _answer(functions: Sequence[Callable], request: bytes) -> bytes:
+    try:
+        number, arguments = pickle.loads(request)
+        reward = functions[number](*arguments)
+        if inspect.isawaitable(reward):
+            reward = asyncio.run(_awaited(reward))
+        return pickle.dumps((True, reward))
+    except Exception as error:
+        traceback.print_exc()
+        return pickle.dumps((False, _described(error)))
+    finally:
+        sys.stdout.flush()
+
+
+async def _awaited(answer: object) -> object:
+    return await answer  # type: ignore[misc]
+
+
+def _described(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"

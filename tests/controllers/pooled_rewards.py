@@ -1,0 +1,124 @@
+"""Rewards for the tests of processes that call rewards. They import little, because every process imports this module."""
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+from controllers.environments import Problem
+
+
+class OneReward:
+    """Only the reward of an environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def mark(self, name: str) -> None:
+        (self.folder / f"{name}-{os.getpid()}").touch()
+
+    def pids(self, name: str) -> list[int]:
+        return [int(path.name.split("-")[1]) for path in self.folder.glob(f"{name}-*")]
+
+
+class Waiting(OneReward):
+    """The length of the completion, when the file `go` is there."""
+
+    def reward(self, problem, completion):
+        self.mark("begun")
+        while not (self.folder / "go").exists():
+            time.sleep(0.01)
+        return {"length": len(completion), "pid": 0.0}
+
+
+class FailingOnce(OneReward):
+    """The first process that is asked does not answer: it hangs, crashes, or ends."""
+
+    def __init__(self, folder: Path, failure: str) -> None:
+        super().__init__(folder)
+        self.failure = failure
+
+    def reward(self, problem, completion):
+        if not self.pids("failed"):
+            self.mark("failed")
+            child = subprocess.Popen(["sleep", "100000"])
+            (self.folder / f"child-{child.pid}").touch()
+            {"hang": self.hang, "crash": self.crash, "end": lambda: os._exit(3)}[self.failure]()
+        self.mark("answered")
+        return 1.0
+
+    def hang(self) -> None:
+        threading.Event().wait()
+
+    def crash(self) -> None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+class Group:
+    def rewards(self, problem, completions):
+        return [float(os.getpid()) for _ in completions]
+
+
+class Raising:
+    def reward(self, problem, completion):
+        raise KeyError("no such answer")
+
+
+class Parity:
+    """Additions. The reward is 1 for half of all completions."""
+
+    def problem(self, index: int) -> Problem:
+        return Problem(prompt=f"{index % 50}+1=", answer=str(index % 50 + 1), key=str(index % 50))
+
+    def held_out(self) -> list[Problem]:
+        return [Problem(prompt=f"{index}+99=", answer=str(index + 99), key=f"{index} 99") for index in range(5)]
+
+    def reward(self, problem, completion):
+        return float(sum(map(ord, completion)) % 2)
+
+
+class Locked(Parity):
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+def unpicklable(*, seed: int, num_held_out: int) -> Locked:
+    return Locked()
+
+
+class Hanging(Parity):
+    def __init__(self, folder: str) -> None:
+        self.waiting = Waiting(Path(folder))
+
+    def reward(self, problem, completion):
+        return self.waiting.reward(problem, completion)
+
+
+def hanging(*, seed: int, num_held_out: int, folder: str) -> Hanging:
+    return Hanging(folder)
+
+
+class Unloadable:
+    """It can be pickled here, and not be loaded in another process."""
+
+    def __reduce__(self):
+        return importable_in, (os.getpid(),)
+
+    def reward(self, problem, completion):
+        return 1.0
+
+
+def importable_in(pid: int) -> Unloadable:
+    if os.getpid() != pid:
+        raise ImportError("the module needs a thing that is absent")
+    return Unloadable()
+
+
+async def later(answer: str, completion: str) -> float:
+    return float(os.getpid())
+
+
+def here(answer: str, completion: str) -> float:
+    return float(os.getpid())
