@@ -30,23 +30,24 @@ class GRPOConfig(RunConfig):
     epochs_per_step: int = 1
     """Passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the same rollouts."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
-    """Preset of a paper. It sets loss, aggregation, advantages, KL and refills before all other flags, and prints them."""
+    """Preset of a paper. It sets and prints loss, aggregation, advantages, KL and refills. The other flags then change these values."""
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
-    """How the losses of tokens become one. token_mean: the mean over all tokens of an update. sequence_mean: the mean over samples of
-    the mean over their tokens. sequence_sum: the mean over samples of the sum. constant: the sum over samples * max_tokens."""
+    """Rule that makes one number of the losses of an update's tokens. token_mean: the mean over all tokens. sequence_mean: each sample's mean
+    over its tokens, then the mean over samples. sequence_sum: each sample's sum over its tokens, then the mean over samples. constant: the
+    sum over all tokens, divided by samples * max_tokens."""
     entropy_bonus: float = 0.0
-    """Weight of the policy's entropy, which is added to the objective."""
+    """Weight of the policy's entropy in the objective. 0: no entropy in the objective."""
     reference_kl: float = 0.0
-    """Weight of the KL divergence from the reference, which is the policy at the start of GRPO. A second trainer beside the first holds the
-    reference. 0: no KL divergence and no second trainer."""
+    """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO, and a second trainer holds it.
+    0: no KL divergence and no second trainer."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
     """loss: the divergence of every token is added to its loss. reward: the divergence of a completion, summed over its tokens, is
     subtracted from its reward before advantages are computed."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """Estimator of the KL divergence, with d the log ratio of policy and reference: k1 is d, k2 is d^2 / 2, k3 is exp(-d) - 1 + d.
-    None: k3 in the loss, k1 in the reward."""
+    """Estimator of the KL divergence. A token's d is the policy's logprob minus the reference's. k1 is d, k2 is d^2 / 2, k3 is
+    exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate by GRPO step."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
@@ -96,7 +97,7 @@ class GRPOConfig(RunConfig):
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
     def make_loss(self) -> PolicyLoss:
-        """The loss of all these fields. Raises ValueError for options that do not go together or are out of their limits."""
+        """The loss that these fields describe. Raises ValueError for an option that the loss does not have or that is out of its limits."""
         return self.loss.build(
             kl=self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
@@ -147,7 +148,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         with run.timer("generate"):
             batch = await run.interruption.drop_if_asked(rollouts.next_batch())
         values = batch.metrics()
-        if batch.samples:  # empty if the rewards are equal within every group: the gradient would be 0
+        if batch.samples:  # a batch has none if the rewards are equal within every group: the gradient would be 0
             samples = await with_columns_of_loss(run, batch.samples, reference)
             learning_rate = schedule(step - sft_steps)
             with run.timer("train"):
@@ -167,8 +168,8 @@ async def train(run: Run[GRPOConfig]) -> None:
 
 
 async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
-    """Train on the samples epochs_per_step times. Every time they are divided into at most updates_per_step parts, and each part gets one
-    optimizer step, whose gradient is the sum over its tokens divided by `config.divisor`.
+    """Pass epochs_per_step times over the samples. Each pass divides them into at most updates_per_step parts, and each part gets one
+    optimizer step. The gradient of a step is the sum over the tokens of its part, divided by `config.divisor(part)`.
     """
     config, loss = run.config, run.config.make_loss()
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -187,10 +188,10 @@ async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_r
 async def with_columns_of_loss(
     run: Run[GRPOConfig], samples: Sequence[Sample], reference: Reference | None
 ) -> Sequence[Sample]:
-    """The samples with the columns that the loss reads and that rollouts do not have.
+    """The samples, with the columns added that the loss reads and that rollouts do not have.
 
-    A correction that reweights needs the logprobs of two policies: the trainer's from before the update become old_logprobs, and the
-    generator's become generator_logprobs.
+    A correction that reweights needs the logprobs of two policies. The column old_logprobs then holds the trainer's logprobs from before
+    the update, and the column generator_logprobs holds the generator's.
     """
     columns, _ = run.config.make_loss().columns()
     if "generator_logprobs" in columns:
@@ -202,17 +203,18 @@ async def with_columns_of_loss(
 
 
 async def with_trainer_logprobs(run: Run[GRPOConfig], samples: Sequence[Sample]) -> list[Sample]:
-    made = []
+    """The samples with the trainer's current logprobs as old_logprobs, and with the generator's as generator_logprobs."""
+    extended = []
     for chunk in split(samples, run.config.samples_per_forward_backward):
         output = await run.trainer.forward(chunk)
         for sample, row in zip(chunk, output.logprobs, strict=True):
-            both = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
-            made.append(replace(sample, columns={**sample.columns, **both}))
-    return made
+            logprobs = {"generator_logprobs": sample.columns["old_logprobs"], "old_logprobs": row}
+            extended.append(replace(sample, columns={**sample.columns, **logprobs}))
+    return extended
 
 
 async def sync(run: Run[GRPOConfig]) -> None:
-    """Publish the trainer's weights, and load them into the generator. They never pass through the controller."""
+    """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller."""
     with run.timer("sync"):
         version = await run.trainer.push_model_state_dict()
         await run.generator.pull_model_state_dict(version)
@@ -221,7 +223,7 @@ async def sync(run: Run[GRPOConfig]) -> None:
 async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
     """Take the supervised steps that are left.
 
-    Returns (number of supervised steps done, also before a resume; index of the next problem).
+    Returns two numbers: the supervised steps that are done, those before a resume included, and the index of the next problem.
     """
     config = run.config
     if "sft_steps" in run.state or config.sft_steps == 0:
@@ -251,22 +253,22 @@ OPTIONAL_METRICS = {
     "correction/zero": "correction_zero:mean",
     "entropy/exact": "entropy:mean",
 }
-"""Names of metrics.jsonl, and the metric of the loss. A step has those that its loss reports."""
+"""Names in metrics.jsonl, each with the metric of the loss that it shows. A step has a name only if its loss reports that metric."""
 
 
 def report(config: GRPOConfig, batch: RolloutBatch, updates: Sequence[Update]) -> dict[str, float]:
     """Metrics of one step under their names in metrics.jsonl.
 
-    The trainer's logprobs are compared with the generator's on the first update only, because later updates have other weights than
-    those that sampled.
+    The trainer's logprobs are compared with the generator's on the first update only. Later updates have other weights than those that
+    generated the samples.
     """
     first = metrics.finish(metrics.merge(output.partials for output in updates[0].outputs))
     whole = metrics.finish(metrics.merge(output.partials for update in updates for output in update.outputs))
     results = [update.result for update in updates]
     values = {}
-    for name, partial in OPTIONAL_METRICS.items():
-        if partial in whole:
-            values[name] = (first if name == "kl/reference" else whole)[partial]
+    for name, loss_metric in OPTIONAL_METRICS.items():
+        if loss_metric in whole:
+            values[name] = (first if name == "kl/reference" else whole)[loss_metric]
     return values | {
         "logprob_diff/mean": first["logprob_diff:mean"],
         "logprob_diff/max": first["logprob_diff:max"],

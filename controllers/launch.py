@@ -1,6 +1,7 @@
-"""From a command line to an exit status: parses, checks, opens the run, and ends it whatever happens. Trains nothing.
+"""The way of a program from its command line to its exit status. Trains nothing.
 
-The exit status is 0 only when the run reached its last step, 2 for a config that cannot run, 130 and 143 for Ctrl-C and SIGTERM.
+The program parses the command line, checks the config, opens the run, and closes the run whatever happens. The exit status of training
+is 0 if the run reached its last step, 1 if it failed, 2 if the config cannot run, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 import asyncio
@@ -45,13 +46,13 @@ Train = Callable[[Run], Awaitable[None]]
 def main(controller: str) -> None:
     """Parse the command line of a controller module, do what it asks with the module's `train`, and exit.
 
-    The package `configs` imports the controllers, so a controller cannot import it; the configs are looked up by name here.
+    A controller cannot import the package `configs`, because `configs` imports the controllers. This function finds the configs by the
+    controller's name.
     """
     running = sys.modules["__main__"]
     if running.__spec__ is not None and running.__spec__.name == controller:
-        sys.modules[controller] = (
-            running  # so that the configs import the running module, and not its code a second time
-        )
+        # Without this entry, `configs` would import the running module a second time, under its own name.
+        sys.modules[controller] = running
     prog = f"python -m {controller}"
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
     train: Train = import_module(controller).train
@@ -95,7 +96,7 @@ def main(controller: str) -> None:
 
 
 def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
-    """A line with the command that continues the run, and the step that it begins with; empty when the run cannot be continued."""
+    """A line with the command that continues the run and with the step at which it continues. Empty if the run cannot be continued."""
     command = f"{prog} --resume {shlex.quote(str(folder.path))}"
     newest = checkpoints.newest(folder.checkpoints)
     if newest is not None:
@@ -106,19 +107,19 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
 
 
 def _task(config: RunConfig) -> tuple[Environment, list[ValidationSet]]:
-    """Raises ValueError for a task that cannot be built."""
+    """The environment of the run and its validation sets. Raises ValueError for a task that cannot be built."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
     return environment, build_sets(environment, config.validation, seed=config.seed)
 
 
 def _first_problems(environment: Environment, validation_sets: Sequence[ValidationSet]) -> list[Problem]:
-    """The problems that are looked at before a run: all held-out ones, and the first that train."""
+    """The problems that are checked before a run: all held-out problems, and the first PROBLEMS_CHECKED training problems."""
     held_out = [problem for each in validation_sets for problem in each.problems]
     return [*held_out, *map(environment.problem, range(PROBLEMS_CHECKED))]
 
 
 def _with_alphabet(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> RunConfig:
-    """The config with the alphabet of its problems, and with a vocabulary of that size, if its alphabet is "auto"."""
+    """The config. If its alphabet is "auto", it gets the characters of its problems as alphabet, and a vocabulary of their number."""
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)
@@ -131,7 +132,7 @@ def _with_alphabet(config: RunConfig, environment: Environment, validation_sets:
 
 
 def _tokenizer(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
-    """Raises ValueError for problems that the tokenizer, the trainer or the generator cannot take."""
+    """The tokenizer of the config. Raises ValueError for problems that the tokenizer, the trainer or the generator cannot take."""
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
             build_character_tokenizer(directory, config.alphabet)
@@ -176,6 +177,7 @@ def _run(
     scorer: Scorer,
     train: Train,
 ) -> int:
+    """Train or evaluate, and return the exit status. The terminal and the log file get the error of a run that failed."""
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -205,7 +207,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Run to the end, or until Ctrl-C or SIGTERM. Either way everything is closed when this returns the exit status."""
+    """Wait until the work has ended or a signal has ended it. Then everything is closed. Returns the exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:
@@ -227,11 +229,10 @@ async def _train(
     terminal: TextIO,
     interruption: Interruption,
 ) -> int:
+    """Open the run, train it to its end, and write its report. Returns the exit status."""
     config = invocation.config
-    state: checkpoints.State = {}
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
-    if newest is not None:
-        state = checkpoints.read(newest)
+    state = checkpoints.read(newest) if newest else {}
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
@@ -247,21 +248,18 @@ async def _train(
             prints_lines=invocation.verbose,
             console=Console(file=terminal),
         ) as log:
-            interruption.tell = log.note  # a line that is printed past the panel would tear it
+            interruption.tell = log.note  # a line printed in any other way would break the live panel
             log.note(f"run folder: {folder.path}")
             opening = open_run(
                 config, folder, environment, validation_sets, tokenizer, log.setup, verbose=invocation.verbose
             )
             async with opening as run:
-                run.log, run.interruption, run.scorer = log, interruption, scorer
+                run.log, run.interruption, run.state, run.scorer = log, interruption, state, scorer
                 checkpoints.seed_random(config.seed)
-                if invocation.resume and newest is None:
-                    log.note("no checkpoint of this run is complete: it starts again from the first step")
                 if newest is not None:
-                    checkpoints.restore_random_states(state["random"])
-                    with log.setup(f"resuming from {newest}"):
-                        await run.trainer.load_checkpoint(str(newest / "trainer"))
-                run.state = state
+                    await _load(run, newest)
+                elif invocation.resume:
+                    log.note("no checkpoint of this run is complete: it starts again from the first step")
                 run.timer.reset()
                 with interruption.training():
                     await _train_until_asked(run, train)
@@ -271,10 +269,18 @@ async def _train(
     return 0
 
 
-async def _train_until_asked(run: Run, train: Train) -> None:
-    """Train to the end, until the last checkpoint is on disk. After a signal the last step's is on disk when this raises Interrupted.
+async def _load(run: Run, checkpoint: Path) -> None:
+    """Load the random states and the trainer's part of a checkpoint whose state the run already has."""
+    checkpoints.restore_random_states(run.state["random"])
+    with run.log.setup(f"resuming from {checkpoint}"):
+        await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
 
-    Raises ValueError, naming step and environment, for a reward that is not a finite number.
+
+async def _train_until_asked(run: Run, train: Train) -> None:
+    """Train to the end, and wait until the last checkpoint is on disk.
+
+    Raises Interrupted after a signal. Unless checkpoint_every=0, the checkpoint of the last step is on disk by then. Raises ValueError,
+    naming step and environment, for a reward that is not a finite number.
     """
     try:
         await train(run)
@@ -298,8 +304,8 @@ async def _evaluate(
     scorer: Scorer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems, by a generator on its exported weights. Writes only a log."""
-    # Imported here: it loads torchtitan, which a run's controller does not need.
+    """Score a checkpoint on the held-out problems. A generator gets the exported weights of the checkpoint. Writes only a log."""
+    # This import stands here because it loads torchtitan, which the controller of a training run does not need.
     from rl_actors.engine.export import export_checkpoint, policy_version
 
     config, checkpoint = invocation.config, str(folder.path / "trainer")

@@ -1,4 +1,4 @@
-"""Problems -> completions -> rewards -> advantages -> samples. The only place where a rollout becomes a Sample. Trains nothing.
+"""Rollouts: problems -> completions -> rewards -> advantages -> samples. Only this module makes a Sample of a completion. Trains nothing.
 
 G groups (problems), N completions of each.
 """
@@ -18,7 +18,8 @@ from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 
-SEEDS_PER_CALL = 1 << 20
+SEEDS_PER_RUN = 1 << 20
+"""Distance between the sampling seeds of two runs whose `seed` differs by 1."""
 
 
 @dataclass(kw_only=True)
@@ -28,18 +29,18 @@ class RolloutConfig:
     group_size: int = 16
     """Completions of each problem."""
     temperature: float = 1.0
-    """Sampling temperature; the trainer's logprobs are taken at the same one."""
+    """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: float = 1.0
-    """Share of the probability mass that is sampled from; below 1 the trainer's logprobs cannot match the generator's."""
+    """Share of the probability mass that is sampled from. Below 1 the trainer's logprobs cannot match the generator's."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """How rewards of a group become advantages."""
+    """Rule that makes advantages of the rewards of a group."""
     max_refills: int = 1
-    """Times in a step that groups with equal rewards are replaced by new ones."""
+    """Largest number of times in a step that further groups are generated because groups had equal rewards."""
     overlong_buffer: int = 0
-    """Number of last tokens before max_tokens in which a penalty on the reward grows with every token, from 0 to overlong_penalty (DAPO's
-    soft overlong punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
+    """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
+    punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
     overlong_penalty: float = 1.0
-    """Penalty on a completion of max_tokens tokens, if overlong_buffer is above 0."""
+    """Penalty on the reward of a completion of max_tokens tokens. It needs an overlong_buffer above 0."""
 
     def validate(self) -> None:
         limits = {"groups_per_step": 1, "group_size": 2, "max_refills": 0}
@@ -56,9 +57,9 @@ class RolloutConfig:
             raise ValueError(f"rollouts.top_p={self.top_p}; it must be in (0, 1]")
 
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
-        """The penalty on a completion of so many tokens.
+        """The penalty on the reward of a completion of num_tokens tokens.
 
-        With overlong_buffer=4, overlong_penalty=1 and max_tokens=20: 0 up to 16 tokens, 0.25 at 17, 1 at 20.
+        With overlong_buffer=4, overlong_penalty=1 and max_tokens=20 the penalty is 0 up to 16 tokens, 0.25 at 17 and 1 at 20.
         """
         excess = num_tokens - (max_tokens - self.overlong_buffer)
         return self.overlong_penalty * max(0, excess) / self.overlong_buffer
@@ -73,15 +74,15 @@ class Group:
     completions: list[Completion]
     texts: list[str]
     task_rewards: list[float]
-    rewards: list[float]  # task_rewards minus the penalties, if there are any; advantages are computed from these
+    rewards: list[float]  # task_rewards minus all penalties. Advantages are computed from these rewards.
     overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
-    components: dict[str, list[float]] = field(default_factory=dict)  # of the task_rewards, by name
+    components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
     num_retries: int = 0  # times that a reward was asked for again
-    # Divergence of each completion from the reference. Empty without a penalty.
+    # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
 
     def has_signal(self) -> bool:
-        """Equal rewards have zero advantages under every estimator."""
+        """True if the rewards differ. Equal rewards give zero advantages under every estimator."""
         return len(set(self.rewards)) > 1
 
 
@@ -91,16 +92,16 @@ Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutBatch:
-    """The samples that one step trains on, and the groups that were generated on the way."""
+    """The samples that one step trains on, and all groups that were generated for the step."""
 
-    samples: list[Sample]  # from the groups that have a signal
-    groups: list[Group]  # also those without a signal
-    advantages: list[list[float]]  # of the completions of every group
+    samples: list[Sample]  # the completions of the groups that have a signal
+    groups: list[Group]  # all groups, also those without a signal
+    advantages: list[list[float]]  # one list for each group, one number for each completion
     num_refills: int
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy_version that generated a token."""
+        """The oldest policy_version that generated a token of the batch."""
         return min(min(c.policy_versions) for group in self.groups for c in group.completions)
 
     def metrics(self) -> dict[str, float]:
@@ -138,7 +139,7 @@ class RolloutBatch:
         return values
 
     def shown(self) -> list[Record]:
-        """Every group, for rollouts.jsonl."""
+        """The records of all groups for rollouts.jsonl."""
         shown: list[Record] = []
         for group, advantages in zip(self.groups, self.advantages, strict=True):
             shown.append(
@@ -157,7 +158,7 @@ class RolloutBatch:
 
 
 class Rollouts:
-    """Generates batches for the training problems in their order. `cursor` is the index of the next problem, the only state to resume."""
+    """Generates batches from the training problems in their order. `cursor` is the index of the next problem; a resumed run needs no other state."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class Rollouts:
         self.scorer = scorer or Scorer()
 
     async def next_batch(self) -> RolloutBatch:
-        """Generate groups_per_step groups with a signal, or fewer if max_refills refills did not find so many.
+        """Generate groups_per_step groups with a signal. The batch has fewer if max_refills refills did not find enough.
 
         If no group has a signal, the batch has no samples.
         """
@@ -206,7 +207,7 @@ class Rollouts:
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=(self.seed * SEEDS_PER_CALL + self.cursor * self.config.group_size) % 2**62,
+            seed=(self.seed * SEEDS_PER_RUN + self.cursor * self.config.group_size) % 2**62,
         )
         self.cursor += num_groups
         answers = await self.generator.generate(prompts, params)
@@ -237,12 +238,12 @@ class Rollouts:
 
 
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
-    """The advantages of the completions of every group, which compare each with its group."""
+    """The advantages of the completions, one list for each group. They are computed by the rule config.advantage."""
     return ADVANTAGES[config.advantage](torch.tensor([group.rewards for group in groups])).tolist()
 
 
 def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
-    """The completions of the groups with a signal, with their advantages."""
+    """The completions of the groups with a signal as samples with advantages."""
     samples = []
     for group, advantages in zip(groups, group_advantages(groups, config), strict=True):
         if not group.has_signal():

@@ -53,7 +53,7 @@ class AdamConfig:
     weight_decay: float = DEFAULT_PARAMS.weight_decay
     """Decoupled weight decay."""
     grad_clip_norm: float | None = DEFAULT_PARAMS.grad_clip_norm
-    """Largest gradient norm; None does not clip."""
+    """Norm to which larger gradients are clipped. None: no clipping."""
 
     def params(self, *, learning_rate: float, grad_divisor: float) -> OptimParams:
         return OptimParams(learning_rate=learning_rate, grad_divisor=grad_divisor, **asdict(self))
@@ -70,8 +70,9 @@ class RunConfig:
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
-    """Characters of a character-level tokenizer that is made for the run. auto: those of the problems, which then also give the size of
-    the vocabulary; with trainer.hf_path its tokenizer and its size of the model. Empty: the tokenizer of trainer.hf_path."""
+    """Characters of a character-level tokenizer that is made for the run. Empty: the tokenizer of trainer.hf_path. auto without
+    trainer.hf_path: the characters of the problems, whose number also gives the size of the vocabulary. auto with trainer.hf_path: its
+    tokenizer, and its size of the model."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     """The model's chat template: whether prompts go through it, and how."""
@@ -80,29 +81,29 @@ class RunConfig:
     """The generator's model and adapters are the trainer's."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """What keeps the weights' versions. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
+    """Place of the weights' versions. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
     take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """How the bytes of the weights get from the trainer to the generator."""
     samples_per_forward_backward: int = 1024
-    """Samples of one forward_backward call; a step makes as many calls as its batch needs."""
+    """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10
     """Steps between two validations on the held-out problems."""
     validate_first: bool = True
-    """Validate before the first step, too."""
+    """Also validate before the first step."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
-    """Further sets to validate on, by name: the held-out problems of these environments. One JSON object, e.g. {"hard": {"task": "hard.jsonl"}};
-    the metrics are validation/hard/accuracy and so on."""
+    """Further validation sets: environments by name, whose held-out problems are validated on. The flag takes one JSON object, such as
+    {"hard": {"task": "hard.jsonl"}}. The metrics are then validation/hard/accuracy and so on."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
-    """pass@k of every set, beside the greedy accuracy."""
+    """Measurement of pass@k on every set, beside the greedy accuracy."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints; the last step always writes one. 0: no checkpoint is written, and the run cannot be resumed."""
+    """Steps between two checkpoints. The last step always writes one. 0: no checkpoint is written, and the run cannot be resumed."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
-    """Steps between two checkpoints that are kept for good; 0: none is kept for good."""
+    """Steps between two checkpoints that are kept for good. 0: none is kept for good."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Services and files beside metrics.jsonl that get the metrics. A tracker needs the package of its name."""
+    """Services and files that get the metrics, beside metrics.jsonl. A tracker needs the package of its name."""
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
@@ -157,7 +158,7 @@ class RunConfig:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 0")
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
-                "alphabet is empty and trainer.hf_path too; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
+                "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
                 "the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
             )
         longest = {"generator.max_model_len": self.generator.max_model_len}
@@ -206,17 +207,15 @@ class Run(Generic[Config]):
     generator: GeneratorClient
     checkpoints: Checkpoints
     spawn_reference: Callable[[], TrainerClient]
-    """Spawns another trainer with the same config, but without an optimizer. That trainer is closed with the run."""
+    """Spawns another trainer with the same config, but without an optimizer. The end of the run closes it."""
     interruption: Interruption = field(default_factory=Interruption)
     scorer: Scorer = field(default_factory=Scorer)
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
-    state: State = field(
-        default_factory=dict
-    )  # controller's state in the checkpoint that is resumed; empty for a new run
-    last_state: State = field(
-        default_factory=dict
-    )  # controller's state after the last step; empty before the first one
+    state: State = field(default_factory=dict)
+    """Controller's state in the checkpoint that is resumed. Empty in a new run."""
+    last_state: State = field(default_factory=dict)
+    """Controller's state after the last step. Empty before the first step."""
     saved_step: int = 0  # step of the last checkpoint
 
     async def measure(self) -> Scores:
@@ -246,10 +245,10 @@ class Run(Generic[Config]):
         self.log.step(step, values, phase=phase, skipped=skipped)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it while training goes on.
+        """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it. Training goes on meanwhile.
 
         Raises Interrupted if a signal has asked for the end of the run, except after the last step of a phase. Raises RuntimeError or
-        OSError when the previous checkpoint could not be written.
+        OSError if the previous checkpoint could not be written.
         """
         # A dropped rollout may have drawn random numbers, so their state is noted here and not when the checkpoint is written.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}
@@ -274,7 +273,7 @@ def make_validator(
     tokenizer: Tokenizer,
     scorer: Scorer,
 ) -> Validator:
-    """A validator of the generator's current weights, as the config asks for it."""
+    """A validator of the generator's current weights, with the config's limits, seed and number of samples."""
     return Validator(
         sets=sets,
         generator=generator,
@@ -293,7 +292,7 @@ def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
 
 
 class Actors:
-    """The trainers and the generator of a run, which are closed together."""
+    """The transport, the trainers and the generator of a run. They are closed together."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, *, verbose: bool) -> None:
         self.transport = make_transport(config, folder)
@@ -340,9 +339,9 @@ async def open_run(
     *,
     verbose: bool,
 ) -> AsyncIterator[Run[Config]]:
-    """Start transport, trainer and generator together; end them whatever happens, each with a timeout.
+    """Start transport, trainer and generator, and close them whatever happens.
 
-    setup: shows a phase, as `with setup("starting trainer"): ...`.
+    setup: function that shows a phase of the start, as in `with setup("starting trainer"): ...`.
     """
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
@@ -353,7 +352,7 @@ async def open_run(
         if config.has_generator and shares_gpu(config):
             with setup("starting trainer"):
                 await trainer.ready()
-        # A config without a generator has a controller that never asks for one.
+        # The controller of a config without a generator never uses the generator of its run.
         generator = actors.spawn_generator() if config.has_generator else cast(GeneratorClient, None)
         with setup("starting trainer and generator" if config.has_generator else "starting trainer"):
             await asyncio.gather(*(client.ready() for client in actors.clients))
@@ -383,7 +382,7 @@ async def open_generator(
     *,
     verbose: bool,
 ) -> AsyncIterator[GeneratorClient]:
-    """Start only the generator of a run, on the weights of the directory `model`; end it whatever happens."""
+    """Start only the generator of a run, with the weights of the directory `model`. Close it whatever happens."""
     logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
     seed = config.seed + config.generator.seed
     generator = rl_actors.GeneratorClient.spawn(

@@ -114,6 +114,6 @@ def test_flags_that_do_not_fit_the_model_are_refused_and_the_model_itself_is_tak
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(directory.parent / "no_cache"))
     assert "the model Qwen/Qwen9 is not on this machine" in refusal(model="Qwen/Qwen9")
     assert "hf download Qwen/Qwen9" in refusal(model="Qwen/Qwen9")
-    assert "alphabet is empty and trainer.hf_path too" in refusal("--trainer.hf-path", "")
+    assert "alphabet and trainer.hf_path are both empty" in refusal("--trainer.hf-path", "")
     assert "num_hidden_layers=3 but 2 in its config.json" in refusal("--trainer.model.num-hidden-layers", "3")
     assert refusal() == ""
