@@ -1,5 +1,7 @@
 """Transports that keep only an index of versions in one place. The bytes go from the slots of the trainer's ranks straight to the readers."""
 
+import secrets
+import socket
 from abc import abstractmethod
 from collections.abc import Mapping
 
@@ -11,6 +13,9 @@ from rl_actors.transports.base import Manifest, Source, Transport
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.slots import SlotAddress
 from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.tcp import SlotServer
+
+LOOPBACK = "127.0.0.1"
 
 
 class IndexedTransport(Transport):
@@ -18,24 +23,39 @@ class IndexedTransport(Transport):
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
-        self._snapshots: dict[int, Snapshot] = {}  # of this process, by rank
+        self.secret = secrets.token_bytes(32)  # proves to the ranks' servers that a reader has this transport
+        # Of this process, by rank.
+        self._snapshots: dict[int, Snapshot] = {}
+        self._servers: dict[int, SlotServer] = {}
 
     def __getstate__(self) -> dict:
-        return {**self.__dict__, "_snapshots": {}}
+        return {**self.__dict__, "_snapshots": {}, "_servers": {}}
 
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> SlotAddress:
         if rank not in self._snapshots:
             self._snapshots[rank] = Snapshot(rank=rank, timeout=self.weights.timeout)
-        return self._snapshots[rank].write(key, tensors, dtype).address(None)
+            self._serve(rank)
+        slot = self._snapshots[rank].write(key, tensors, dtype)
+        return slot.address(self._servers[rank].address if rank in self._servers else None)
+
+    def _serve(self, rank: int) -> None:
+        """Start the server of this rank's slots, if a reader may need it."""
+        if self.weights.path != "tcp" and not self.weights.address:
+            return
+        host = self.weights.address or LOOPBACK
+        host = socket.gethostname() if host == "hostname" else host
+        find, timeout = self._snapshots[rank].find, self.weights.timeout
+        self._servers[rank] = SlotServer(find, host=host, secret=self.secret, timeout=timeout)
 
     async def discard_tensors(self, key: str, rank: int) -> None:
         if rank in self._snapshots:
             self._snapshots[rank].forget(key)
 
     async def source(self, manifest: Manifest) -> Source:
-        return SlotSource(manifest=manifest, path=self.weights.path, timeout=self.weights.timeout)
+        weights = self.weights
+        return SlotSource(manifest=manifest, path=weights.path, timeout=weights.timeout, secret=self.secret)
 
     async def delete(self, manifest: Manifest) -> None:
         """Remove the manifest. The next version but one takes the slot."""

@@ -2,15 +2,24 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rl_actors.transports.base import Manifest, OpenVersion, Source
-from rl_actors.transports.slots import MAPPINGS, Shard, SlotAddress, actor_name, machine
+from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, Shard, actor_name, machine
+from rl_actors.transports.tcp import received
+
+
+class ReadableSlot(Protocol):
+    """A slot whose bytes this process sees: a MappedSlot or a ReceivedSlot."""
+
+    layout: Layout
+    views: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,7 @@ class SlotSource(Source):
     manifest: Manifest
     path: str
     timeout: float
+    secret: bytes = field(default=b"", repr=False)
 
     def open(self) -> AbstractContextManager[OpenVersion]:
         return self._open()
@@ -35,30 +45,61 @@ class SlotSource(Source):
     @contextmanager
     def _open(self) -> Iterator[OpenVersion]:
         begin = time.perf_counter()
-        path, reason = choose_path(self.path, self.manifest.parts)
         with ExitStack() as stack:
-            pieces: dict[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
-            for slot in MAPPINGS.of(self.manifest.parts):
-                stack.enter_context(slot.reading(self.manifest.key, self.timeout))
-                for name, shard in slot.layout.shards.items():
-                    pieces[name].setdefault(shard.start, Piece(shard, slot.views[name]))
-            yield OpenSlots(self.manifest, pieces, path, reason, time.perf_counter() - begin, self.timeout)
+            slots: Sequence[ReadableSlot]
+            mapped, reason = self._map()
+            if mapped:
+                path = "shared_memory"
+                for slot in mapped:
+                    stack.enter_context(slot.reading(self.manifest.key, self.timeout))
+                slots = mapped
+            else:
+                path = "tcp"
+                self._require_servers(reason)
+                reading = received(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
+                slots = stack.enter_context(reading)
+            yield OpenSlots(self, slots, path, reason, time.perf_counter() - begin)
+
+    def _map(self) -> tuple[list[MappedSlot], str]:
+        """(the slots in shared memory, or none; the reason). Raises ValueError if the config forces a path that is not possible."""
+        if self.path == "tcp":
+            return [], "the config says so"
+        here = machine()
+        reason = ""
+        for address in self.manifest.parts:
+            if address.machine != here:
+                reason = f"{address} is on another host or in another container than {actor_name()}"
+        if not reason:
+            try:
+                return MAPPINGS.of(self.manifest.parts), "the trainer is on this host"
+            except PermissionError as error:
+                reason = f"{actor_name()} may not open the memory of the trainer: {error}"
+        if self.path == "shared_memory":
+            raise ValueError(f'weights.path="shared_memory": {reason}')
+        return [], reason
+
+    def _require_servers(self, reason: str) -> None:
+        for address in self.manifest.parts:
+            if address.address is None:
+                raise ValueError(
+                    f"{reason}, and {address} serves no weights over TCP: set weights.address to an address of the trainer's host "
+                    "that the generators reach"
+                )
 
 
 class OpenSlots(OpenVersion):
-    """A version whose slots are locked against their writer."""
+    """A version whose slots do not change while it is open."""
 
     def __init__(
-        self,
-        manifest: Manifest,
-        pieces: dict[str, dict[tuple[int, ...], Piece]],
-        path: str,
-        reason: str,
-        open_seconds: float,
-        timeout: float,
+        self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str, open_seconds: float
     ) -> None:
-        self.manifest, self.pieces, self.timeout = manifest, pieces, timeout
+        self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason, self.open_seconds = path, reason, open_seconds
+        # Of several replicas one is enough.
+        self.pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
+        for slot in slots:
+            for name, shard in slot.layout.shards.items():
+                self.pieces[name].setdefault(shard.start, Piece(shard, slot.views[name]))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor that one rank holds whole is a view of the slot. Another one is put together when it is its turn."""
@@ -88,12 +129,3 @@ def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Pi
 def region(shard: Shard) -> tuple[slice, ...]:
     """The place of a part in the whole tensor."""
     return tuple(slice(start, start + size) for start, size in zip(shard.start, shard.size, strict=True))
-
-
-def choose_path(path: str, addresses: tuple[SlotAddress, ...]) -> tuple[str, str]:
-    """(path of the bytes, the reason for it). Raises ValueError if the config forces a path that these two do not share."""
-    here = machine()
-    others = [address for address in addresses if address.machine != here]
-    if not others:
-        return "shared_memory", "trainer and generator are on one host" if path == "auto" else "the config says so"
-    raise ValueError(f"weights.path={path!r}: {others[0]} is on another host than {actor_name()}")

@@ -109,8 +109,8 @@ class VersionGoneError(RuntimeError):
 
 
 def machine() -> str:
-    """An id that the processes of one start of one machine share."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    """An id that processes share if they see each other in /proc: the start of the machine, and the container's namespace of pids."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def actor_name() -> str:
@@ -150,6 +150,10 @@ class Slot:
         self.memory[KEY_OFFSET] = 0
         self.memory[KEY_OFFSET + 1 : KEY_OFFSET + 1 + len(encoded)] = encoded
         self.memory[KEY_OFFSET] = len(encoded)
+
+    def require(self, key: str) -> None:
+        """Raises VersionGoneError if the slot does not hold this version whole."""
+        _require(self.memory, key, f"slot {self.number} of trainer rank {self.rank} (pid {os.getpid()})")
 
     @contextlib.contextmanager
     def writing(self, key: str, timeout: float) -> Iterator[None]:
@@ -204,16 +208,9 @@ class MappedSlot:
     @contextlib.contextmanager
     def reading(self, key: str, timeout: float) -> Iterator[None]:
         """Hold a shared lock, so that the version stays in the slot. Raises VersionGoneError if the slot holds another version."""
-        # A lock belongs to an open file. Two readers in this process must not share one, so each opens the slot again.
-        fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            with flock(fd, fcntl.LOCK_SH, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
-                held = _key_in(self.memory)
-                if held != key:
-                    raise VersionGoneError(f"{key} is gone: {self.address} holds {held or 'a push that did not end'}")
-                yield
-        finally:
-            os.close(fd)
+        with shared_lock(self.fd, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
+            _require(self.memory, key, str(self.address))
+            yield
 
 
 class Mappings:
@@ -244,6 +241,18 @@ MAPPINGS = Mappings()
 
 
 @contextlib.contextmanager
+def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
+    """Hold a shared lock on an open file."""
+    # A lock belongs to one opening of a file. Two readers in this process must not share one, so each opens the file again.
+    own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with flock(own, fcntl.LOCK_SH, timeout, what):
+            yield
+    finally:
+        os.close(own)
+
+
+@contextlib.contextmanager
 def flock(fd: int, kind: int, timeout: float, what: str) -> Iterator[None]:
     """Hold a lock on an open file. Raises TimeoutError naming `what` and the processes that hold the lock."""
     deadline = time.monotonic() + timeout
@@ -270,6 +279,12 @@ def _holders(fd: int) -> str:
         if fields[1] == "FLOCK" and fields[5].endswith(f":{inode}"):
             pids.append(f"pid {fields[4]}")
     return ", ".join(pids) or "a process that has released it since"
+
+
+def _require(memory: mmap.mmap, key: str, slot: str) -> None:
+    held = _key_in(memory)
+    if held != key:
+        raise VersionGoneError(f"{key} is gone: {slot} holds {held or 'a push that did not end'}")
 
 
 def _key_in(memory: mmap.mmap) -> str:

@@ -1,5 +1,6 @@
 """The versions that one rank of a trainer holds for its readers: a layout that is made once, and two slots that are written in turn."""
 
+import itertools
 import time
 from collections.abc import Mapping
 
@@ -11,23 +12,21 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from rl_actors.transports.base import published_dtype
 from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_name
 
-NUM_SLOTS = 2
-
 
 class Snapshot:
     """One rank's part of the newest two versions.
 
-    A write goes into the slot of the older version. The other slot keeps the newer one, so a push that fails loses no version but the
-    older. Both slots have the same layout. If the tensors of a write need another one, the snapshot gets new slots. The former ones stay
-    until a version is in a new slot.
+    A write goes into the slot of the older version, so a push that fails costs no version but the older. Both slots have the same layout. If
+    the tensors of a write need another one, the write makes a slot of that layout. Slots of the former layout are dropped when the
+    second version of the new one begins.
     """
 
     def __init__(self, *, rank: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
         self.plan = Plan()
         self.slots: list[Slot] = []
-        self.former: list[Slot] = []  # slots of another layout
-        self.newest: Slot | None = None
+        self.newest: Slot | None = None  # slot of the newest version
+        self.before: Slot | None = None  # slot of the version before, while the newest may still fail on another rank
 
     def write(self, key: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Slot:
         """Copy this rank's parts of the tensors into the older slot, cast to `dtype` if it is given.
@@ -35,9 +34,7 @@ class Snapshot:
         Raises TimeoutError if readers hold the slot, or if the copy takes longer than the timeout.
         """
         layout = self.plan.layout(tensors, dtype)
-        if self.slots and self.slots[0].layout is not layout:
-            self.former, self.slots = self.slots, []
-        slot = self._older_slot(layout)
+        slot = self._slot_for(layout)
         deadline = time.monotonic() + self.timeout
         with slot.writing(key, self.timeout):
             for name, tensor in tensors.items():
@@ -47,23 +44,27 @@ class Snapshot:
                     raise TimeoutError(
                         f"push of {key}: {actor_name()}, rank {self.rank}: write took longer than {self.timeout:g} s"
                     )
-        self.newest = slot
-        if len(self.slots) == NUM_SLOTS:
-            self.former = []
+        self.before, self.newest = self.newest, slot
         return slot
 
     def forget(self, key: str) -> None:
-        """A write whose version was not published. The next write takes the same slot again, so that the last published version stays."""
+        """Drop a write whose version was not published. The version before is the newest again."""
         if self.newest is not None and self.newest.key == key:
-            others = [slot for slot in self.slots if slot is not self.newest and slot.key]
-            self.newest = others[0] if others else None
+            self.newest = self.before
 
-    def _older_slot(self, layout: Layout) -> Slot:
-        """A slot that does not hold the newest version. The first two writes make one each."""
-        for slot in self.slots:
+    def find(self, token: bytes) -> Slot | None:
+        """The slot with this token, if it is still here."""
+        return next((slot for slot in self.slots if slot.token == token), None)
+
+    def _slot_for(self, layout: Layout) -> Slot:
+        """A slot of this layout that does not hold the newest version. The first two writes make one each."""
+        alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
+        self.slots = [slot for slot in self.slots if slot in alike or slot is self.newest]
+        for slot in alike:
             if slot is not self.newest:
                 return slot
-        slot = Slot(layout, rank=self.rank, number=len(self.slots))
+        taken = {slot.number for slot in self.slots}
+        slot = Slot(layout, rank=self.rank, number=next(number for number in itertools.count() if number not in taken))
         self.slots.append(slot)
         return slot
 

@@ -207,6 +207,14 @@ class TestTrainer(PolicyTrainer):
         self.publisher = Publisher(transport, rank=self.rank, gather=by_rank) if transport is not None else None
 
     @endpoint
+    async def fail_puts(self, failing_rank: int | None) -> None:
+        """Make every put of this rank fail half way from now on. None: puts work again."""
+        transport = self.publisher.transport
+        inner = transport.inner if isinstance(transport, FailingTransport) else transport
+        failing = None if failing_rank is None else FailingTransport(inner=inner, failing_rank=failing_rank)
+        self.publisher.transport = failing or inner
+
+    @endpoint
     async def shown(self) -> str:
         return repr(self)
 

@@ -184,12 +184,27 @@ def test_the_newest_two_versions_stay_and_the_third_takes_the_oldest_slot():
 
 def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
     snapshot = Snapshot(rank=0, timeout=GUARD)
-    addresses = [write(snapshot, version).parts[0] for version in range(6)]
-    assert len({address.token for address in addresses}) == 2
+    manifests = [write(snapshot, version) for version in range(6)]
+    former = {manifest.parts[0].token for manifest in manifests}
+    assert len(former) == 2
     other = {"w0": torch.zeros(4)}
-    snapshot.write("s/6", other, None)
-    assert versions_in(read(manifest_of(snapshot, key="s/6", tensors=other))) == {0.0}
-    assert snapshot.newest.token not in {address.token for address in addresses}
+    for version in (6, 7, 8):
+        snapshot.write(f"s/{version}", other, None)
+        assert versions_in(read(manifest_of(snapshot, key=f"s/{version}", tensors=other))) == {0.0}
+        # The newest version of the former layout stays until the new layout has one.
+        assert len(former & {slot.token for slot in snapshot.slots}) == (version == 6)
+    assert len(snapshot.slots) == 2
+
+
+def test_a_write_of_half_the_tensors_that_fails_costs_no_published_version():
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    published = [write(snapshot, version) for version in (1, 2)]
+    for _ in range(3):
+        snapshot.write("s/3", {"w0": torch.zeros(3, 7)}, None)
+        snapshot.forget("s/3")
+        assert versions_in(read(published[1])) == {2.0}
+    assert versions_in(read(write(snapshot, 3))) == {3.0}
+    assert versions_in(read(published[1])) == {2.0}
 
 
 def test_a_version_that_was_not_published_gives_its_slot_to_the_next_write():
