@@ -45,7 +45,8 @@ def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
     It first sends the seconds that the engine took to start. For every (prompts, params) that it receives it then sends the seconds that
     they took.
     """
-    from rl_actors.vllm.engine import start_vllm, vllm_params
+    from rl_actors.vllm.requests import vllm_params
+    from rl_actors.vllm.start import start_vllm
 
     start = time.perf_counter()
     engine = start_vllm(config)

@@ -77,7 +77,8 @@ def generation(repeats: int) -> None:
     config = replace(tiny().generator, max_model_len=128)
     prompts = [[2 + (7 * i + j) % 14 for j in range(16)] for i in range(256)]
     params = SamplingParams(max_tokens=64, ignore_stop=True)
-    from rl_actors.vllm.engine import start_vllm, vllm_params
+    from rl_actors.vllm.requests import vllm_params
+    from rl_actors.vllm.start import start_vllm
 
     engine = start_vllm(config)
 

@@ -33,7 +33,7 @@ from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, bu
 from controllers.validation import ValidationSet, build_sets
 from rl_actors import validation
 from rl_actors.processes.output import route_logs, route_process_output
-from rl_actors.vllm.engine import require_machine
+from rl_actors.vllm.start import require_machine
 
 PROBLEMS_CHECKED = 1000
 """Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""

@@ -314,6 +314,14 @@ class GeneratorConfig:
     batch_invariant: bool = False
     """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later. In this mode the answer to a request with its own seed does
     not depend on the other requests in the batch. It is slower."""
+    own_process: bool | None = None
+    """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: on a GPU, and with tensor_parallel above
+    1. On a CPU that is not faster, and the start takes 10 s longer."""
+    tensor_parallel: int = 1
+    """Number of vLLM's ranks that share every layer. On GPUs each has one, from `gpu` on."""
+    recompute_running: bool = True
+    """After a pull, compute the cached keys and values of running requests again, so that all later tokens are exactly the new policy's.
+    False: running requests keep those of the old weights, which takes no time. New requests never see them."""
     num_threads: int | None = None
     """CPU threads of the process. None: OMP_NUM_THREADS; if that is not set, four on a machine with a GPU, otherwise one per core."""
     seed: int = 0
@@ -335,11 +343,23 @@ class GeneratorConfig:
         """Raises ValueError naming the value and the limit if no engine can be started from this config."""
         self.model.validate()
         hub.require_directory("generator.hf_path", self.hf_path)
-        names = ("max_model_len", "max_num_seqs", "kv_cache_bytes", "num_threads", "setup_timeout", "call_timeout")
+        names = (
+            "max_model_len",
+            "max_num_seqs",
+            "kv_cache_bytes",
+            "tensor_parallel",
+            "num_threads",
+            "setup_timeout",
+            "call_timeout",
+        )
         for name in names:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"generator.{name}={value}; it must be positive")
+        if self.own_process is False and self.tensor_parallel > 1:
+            raise ValueError(
+                f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of their own"
+            )
         if self.gpu is not None and self.gpu < 0:
             raise ValueError(f"generator.gpu={self.gpu}; it must be at least 0")
         if not 0 < self.gpu_memory_utilization <= 1:

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,14 +19,9 @@ from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
 from rl_actors.types import MAX_NAMES_REPORTED, Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import validate_prompts, validate_pull, validate_sampling_params, validate_sequences
-from rl_actors.vllm.engine import (
-    EngineThread,
-    OneAdapter,
-    WholeWeights,
-    model_directory,
-    start_vllm,
-)
+from rl_actors.vllm.engine import EngineThread, OneAdapter, WholeWeights
 from rl_actors.vllm.requests import EngineCall, read_completion, read_prompt_logprobs, vllm_params
+from rl_actors.vllm.start import model_directory
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMParams
@@ -89,7 +85,7 @@ class Generator(Actor):
         lora = self.config.lora
         self.expected = adapters.shapes(lora, parameters) if lora.syncs_adapter else parameters
         weights = OneAdapter(self.config, self.expected) if lora.syncs_adapter else WholeWeights()
-        return EngineThread(lambda: start_vllm(self.config), weights)
+        return EngineThread(self.config, weights)
 
     @concurrent_endpoint
     @sends_errors
@@ -160,9 +156,10 @@ class Generator(Actor):
 
     @concurrent_endpoint
     @sends_errors
-    async def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> int:
+    async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> int:
         """Replace the weights, or the adapter, by a published version. Does nothing if the engine has this version already.
 
+        in_flight: running requests go on with the new weights. Otherwise they end first, and new requests wait for the new weights.
         Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or of a wrong shape.
         """
         validate_pull(version, timeout)
@@ -174,7 +171,8 @@ class Generator(Actor):
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
         self.loaded_version_key = ""  # if the load fails it stays empty, so that the next pull loads again
-        await asyncio.wrap_future(self.engine.submit(lambda: self.engine.load_weights(source, version)))
+        load = partial(self.engine.weights.load, source=source)
+        await asyncio.wrap_future(self.engine.update(load, version, in_flight=in_flight))
         self.loaded_version_key = manifest.key
         return version
 

@@ -13,7 +13,7 @@ from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, TrainerClie
 from rl_actors.clients.generator import process_environment
 from rl_actors.processes import threads
 from rl_actors.vllm import cpu, gpu
-from rl_actors.vllm.engine import require_machine
+from rl_actors.vllm.start import require_machine
 
 
 def on_gpus(monkeypatch, count: int, visible: str) -> None:

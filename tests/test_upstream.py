@@ -736,18 +736,56 @@ def _() -> None:
     assert "self.quant_method" in source(VocabParallelEmbedding.__init__)
 
 
-@row("vllm LLMEngine.output_processor.request_states: external_req_id, detokenizer.output_token_ids")
+@row("vllm LLMEngine.set_weight_version, CompletionOutput.weight_versions")
 def _() -> None:
-    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+    from vllm.outputs import CompletionOutput, WeightVersionSpan
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.engine.llm_engine import LLMEngine
-    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
-    assert "self.output_processor = OutputProcessor(" in source(LLMEngine.__init__)
-    assert "self.request_states: dict[str, RequestState]" in source(OutputProcessor.__init__)
-    assert {"external_req_id", "detokenizer"} <= set(parameters(RequestState.__init__))
-    assert isinstance(vars(IncrementalDetokenizer)["output_token_ids"], property) or callable(
-        IncrementalDetokenizer.output_token_ids
-    )
+    assert parameters(LLMEngine.set_weight_version) == ["self", "weight_version"]
+    assert "weight_versions" in parameters(CompletionOutput)
+    assert {"version", "start", "end"} <= set(WeightVersionSpan.__annotations__)
+    assert source(EngineCore.step).count("self._attach_weight_version(") == 1
+
+
+@row("vllm LLMEngine.sleep(level=0, mode=keep), wake_up([scheduling])")
+def _() -> None:
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    assert {"level", "mode"} <= set(parameters(LLMEngine.sleep))
+    assert "self.pause_scheduler(mode=mode" in source(EngineCore.sleep)
+    assert "engine_idle_callback" in source(EngineCoreProc.pause_scheduler)
+
+
+@row("vllm.inputs.engine.tokens_input(cache_salt)")
+def _() -> None:
+    from vllm.inputs.engine import tokens_input
+
+    salted = tokens_input([1, 2], cache_salt="7")
+    assert salted == {"type": "token", "prompt_token_ids": [1, 2], "cache_salt": "7"}
+
+
+@row(
+    "vllm SyncMPClient.utility_results, outputs_queue, resources.engine_dead, resources.engine_manager.processes; "
+    "multiprocessing.set_executable"
+)
+def _() -> None:
+    from multiprocessing import popen_spawn_posix, util
+
+    from vllm.v1.engine.core_client import BackgroundResources, SyncMPClient
+    from vllm.v1.engine.utils import CoreEngineProcManager
+
+    made = source(SyncMPClient.__init__)
+    assert "self.outputs_queue = queue.Queue" in made and "utility_results = self.utility_results" in made
+    assert "raise self._format_exception(outputs)" in source(SyncMPClient.get_output)
+    assert "self.utility_results[call_id] = future" in source(SyncMPClient.call_utility)
+    assert "self.ensure_alive()" in source(SyncMPClient._send_input)
+    # If this fails, vLLM ends the waiting of a killed core's callers itself, and wake_callers may go.
+    assert "# shutdown signal, exit thread." in made and "outputs_queue.put_nowait(EngineDeadError" not in made
+    assert {"engine_dead", "engine_manager"} <= set(BackgroundResources.__annotations__)
+    assert "self.processes: list[BaseProcess]" in source(CoreEngineProcManager.__init__)
+    assert "spawn.get_command_line" in source(popen_spawn_posix.Popen) and callable(util.spawnv_passfds)
 
 
 @row("vllm LLMEngine.reset_prefix_cache(reset_running_requests)")
@@ -767,7 +805,7 @@ def _() -> None:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-    from rl_actors.vllm.engine import WORKER_EXTENSION
+    from rl_actors.vllm.start import WORKER_EXTENSION
     from rl_actors.vllm.weights import WeightsExtension
 
     assert {"method", "args"} <= set(parameters(LLMEngine.collective_rpc))
@@ -844,17 +882,19 @@ def _() -> None:
 
 
 @row(
-    "VLLM_ENABLE_V1_MULTIPROCESSING, VLLM_LOGGING_LEVEL, VLLM_CONFIGURE_LOGGING, VLLM_CPU_OMP_THREADS_BIND, "
+    "VLLM_ENABLE_V1_MULTIPROCESSING, VLLM_WORKER_MULTIPROC_METHOD, VLLM_RPC_BASE_PATH, "
+    "VLLM_LOGGING_LEVEL, VLLM_CONFIGURE_LOGGING, VLLM_CPU_OMP_THREADS_BIND, "
     "VLLM_USE_FLASHINFER_SAMPLER, VLLM_BATCH_INVARIANT"
 )
 def _() -> None:
     import vllm.envs
 
-    from rl_actors.vllm import cpu, engine, gpu
+    from rl_actors.vllm import cpu, gpu, start
 
-    ours = {*engine.ENGINE_ENV, *engine.BATCH_INVARIANT_ENV, *cpu.ENV, *gpu.ENV, "VLLM_CONFIGURE_LOGGING"}
+    core = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH"}  # of vllm/core.py
+    ours = {*core, *start.ENGINE_ENV, *start.BATCH_INVARIANT_ENV, *cpu.ENV, *gpu.ENV, "VLLM_CONFIGURE_LOGGING"}
     known = {name for name in ours if name.startswith("VLLM_")}
-    assert len(known) == 6 and known <= set(vllm.envs.environment_variables)
+    assert len(known) == 8 and known <= set(vllm.envs.environment_variables)
 
 
 @row("HF_HUB_OFFLINE")

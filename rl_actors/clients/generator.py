@@ -18,7 +18,7 @@ from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, GeneratorInfo, SamplingParams
 from rl_actors.validation import require_config, require_gpu, validate_pull, validate_sampling_params
-from rl_actors.vllm.engine import require_machine
+from rl_actors.vllm.start import require_machine
 
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh
@@ -174,13 +174,17 @@ class GeneratorClient(Client):
             check=lambda limits: limits.check_sequences(copies),
         )
 
-    def pull_model_state_dict(self, version: int, timeout: float = 60.0) -> Call[int]:
-        """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them."""
-        validate_pull(version, timeout)
-        return self._call("pull_model_state_dict", self._pull, version, timeout)
+    def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
+        """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.
 
-    async def _pull(self, version: int, timeout: float) -> int:
-        self._version = await self._one("pull_model_state_dict", version, timeout)
+        in_flight: running requests go on, and their later tokens are the new policy's. Otherwise they end first, and requests that come
+        meanwhile wait for the new weights.
+        """
+        validate_pull(version, timeout)
+        return self._call("pull_model_state_dict", self._pull, version, timeout, in_flight)
+
+    async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
+        self._version = await self._one("pull_model_state_dict", version, timeout, in_flight)
         return version
 
     def _call(

@@ -1,27 +1,26 @@
-"""vLLM's engine in this process. One thread owns it, and callers wait on futures. Knows no actors and no transports."""
+"""vLLM's engine. One thread of this process owns it, and callers wait on futures. Knows no actors and no transports."""
 
-import contextlib
-import os
+import logging
 import pickle
 import queue
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_actors import adapters
-from rl_actors.config import GeneratorConfig, LoRAConfig
-from rl_actors.model_config import ModelConfig
+from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
-from rl_actors.vllm import cpu, gpu
-from rl_actors.vllm.requests import EngineCall, Request
+from rl_actors.vllm.core import core_of
+from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
+from rl_actors.vllm.start import start_vllm
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
@@ -30,112 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NO_VERSION = -1
-"""policy_version of weights that no pull brought."""
-
-# Without multiprocessing the engine runs in the actor's process.
-ENGINE_ENV = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
-
-WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
-"""Class whose methods vLLM adds to its workers. A pull calls them, so the bytes go straight into the process that computes."""
-
-
-class Machine(Protocol):
-    """The names that cpu.py and gpu.py share. The two modules are its implementations."""
-
-    ENV: dict[str, str]  # environment of vLLM's process
-
-    def require_possible(self, config: GeneratorConfig) -> None:
-        """Raises ValueError naming the value and the reason if vLLM cannot run this config on the machine."""
-
-    def options(self, config: GeneratorConfig) -> dict[str, object]:
-        """vLLM's arguments for the machine. Also sets up the process."""
-
-    def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Context manager for a reload of all weights."""
-
-
-def this_machine() -> Machine:
-    """vllm/gpu.py if torch sees a GPU, otherwise vllm/cpu.py."""
-    if torch.cuda.is_available():
-        return gpu
-    return cpu
-
-
-def require_machine(config: GeneratorConfig) -> None:
-    """Raises ValueError naming the value and the reason if this machine has no GPU and vLLM cannot run the config on a CPU.
-
-    The limits of a GPU are checked in the generator's process. Reading them initializes CUDA, which takes memory of the GPU.
-    """
-    if not torch.cuda.is_available():
-        cpu.require_possible(config)
-
-
-def start_vllm(config: GeneratorConfig) -> "LLMEngine":
-    """Start an LLMEngine in this process. It has the weights of config.hf_path, or without a path random ones until the first pull.
-
-    The engine takes one token more than config.max_model_len. vLLM samples a token after every prompt, so without this room it would
-    refuse to compute logprobs of a sequence of max_model_len tokens.
-    Raises ValueError for a config that vLLM cannot run on this machine.
-    """
-    machine = this_machine()
-    machine.require_possible(config)
-    os.environ.update(ENGINE_ENV | machine.ENV)
-    if config.batch_invariant:
-        os.environ.update(BATCH_INVARIANT_ENV)
-    with model_directory(config) as directory:
-        return _llm_engine(replace(config, max_model_len=config.max_model_len + 1), directory, machine)
-
-
-@contextlib.contextmanager
-def model_directory(config: GeneratorConfig) -> Iterator[str]:
-    """A directory with the model's config.json: config.hf_path, or a temporary one."""
-    if config.hf_path:
-        yield config.hf_path
-        return
-    with tempfile.TemporaryDirectory(prefix="rl_actors_model_") as directory:
-        config.model.save(directory)
-        yield directory
-
-
-def _llm_engine(config: GeneratorConfig, directory: str, machine: Machine) -> "LLMEngine":
-    from vllm import EngineArgs, LLMEngine
-
-    options = machine.options(config)
-    if config.lora.syncs_adapter:
-        options |= adapter_options(config.lora)
-    if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
-        # vLLM would refuse the extra token, because the model has no position for it. The model never needs this position, because the
-        # last sampled token is not an input.
-        options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
-    args = EngineArgs(
-        model=directory,
-        skip_tokenizer_init=True,
-        load_format="auto" if config.hf_path else "dummy",
-        dtype=config.dtype,
-        max_model_len=config.max_model_len,
-        max_num_seqs=config.max_num_seqs,
-        # "processed": log_softmax(logits / temperature) after top-p and top-k. This is the distribution that was sampled from.
-        logprobs_mode="processed_logprobs",
-        seed=config.seed,
-        disable_log_stats=True,
-        worker_extension_cls=WORKER_EXTENSION,
-        **options,
-    )
-    return LLMEngine.from_engine_args(args)
-
-
-def adapter_options(config: LoRAConfig) -> dict[str, object]:
-    """vLLM's arguments for one adapter, which has only the modules of the config."""
-    from vllm.config.lora import MaxLoRARanks
-
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= config.rank),
-        "lora_target_modules": adapters.modules(config),
-    }
+logger = logging.getLogger(__name__)
 
 
 class WholeWeights:
@@ -183,6 +77,23 @@ def _adapter_request(path: str, **options: bool) -> "LoRARequest":
     return LoRARequest("adapter", 1, path, **options)
 
 
+@dataclass(frozen=True, slots=True)
+class Command:
+    """Work for the engine's thread."""
+
+    run: Callable[[], None]
+    fail: Callable[[BaseException], None]  # instead of `run`, if the engine has failed for good
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """New weights that wait for the end of the running requests."""
+
+    load: Callable[["LLMEngine"], None]
+    version: int
+    done: "Future[None]"
+
+
 class EngineThread:
     """An LLMEngine and the one thread that may touch it.
 
@@ -192,124 +103,165 @@ class EngineThread:
 
     engine: "LLMEngine"
 
-    def __init__(self, start: Callable[[], "LLMEngine"], weights: WholeWeights | OneAdapter) -> None:
-        """Wait until `start` has made the engine. Raises the error of `start`."""
-        self.weights = weights
+    def __init__(self, config: GeneratorConfig, weights: WholeWeights | OneAdapter) -> None:
+        """Wait until the engine has started. Raises the error of the start."""
+        self.config, self.weights = config, weights
+        self.core = core_of(config)
         self.version = NO_VERSION
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
-        self.commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self.waiting: list[Update] = []  # they begin when no request runs
+        self.held: list[EngineCall[Any]] = []  # they start after these updates
+        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
-        self.failure: BaseException | None = None
         started: Future[None] = Future()
-        threading.Thread(target=self._run, args=(start, started), name="vllm", daemon=True).start()
+        threading.Thread(target=self._run, args=(started,), name="vllm", daemon=True).start()
         started.result()
 
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on the engine's thread between two steps."""
-        self._require_alive()
         future: Future[T] = _running_future()
-        self.commands.put(partial(_run_into, future, function))
+        self.commands.put(Command(partial(_run_into, future, function), future.set_exception))
         return future
 
     def start(
         self,
         prompts: Sequence[Sequence[int]],
         make_params: Callable[[int], list["VLLMParams"]],
-        read: Callable[["RequestOutput", Request[T]], T],
+        read: Callable[["RequestOutput"], T],
     ) -> EngineCall[T]:
         """Start all requests of a call, in the same step. Their results, or the first error, come out of the call."""
-        self._require_alive()
         call = EngineCall(prompts, make_params, read)
-        self.commands.put(partial(self._add_requests, call))
+        self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
 
     def abort(self, call: EngineCall[T]) -> None:
         """End the requests of a call that have not finished. The call then fails."""
-        if self.failure is None:
-            self.commands.put(partial(self._abort_call, call, RuntimeError("the call was aborted")))
+        aborted = RuntimeError("the call was aborted")
+        self.commands.put(Command(partial(self._abort_call, call, aborted), call.fail))
+
+    def update(self, load: Callable[["LLMEngine"], None], version: int, *, in_flight: bool = True) -> "Future[None]":
+        """Replace the weights by what `load` loads, between two steps.
+
+        in_flight: running requests go on with the new weights. Otherwise they end first, and new ones wait for the update.
+        """
+        update = Update(load=load, version=version, done=_running_future())
+        begin = self._load if in_flight else self.waiting.append
+        self.commands.put(Command(partial(begin, update), update.done.set_exception))
+        return update.done
+
+    def _load(self, update: Update) -> None:
+        _run_into(update.done, partial(self._load_weights, update))
+
+    def _load_weights(self, update: Update) -> None:
+        with self.core.updating(self.engine):
+            self._set_version(NO_VERSION)  # it stays NO_VERSION if the load fails
+            update.load(self.engine)
+            if self.config.recompute_running:
+                # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
+                self.engine.reset_prefix_cache(reset_running_requests=True)
+            self._set_version(update.version)
+
+    def _set_version(self, version: int) -> None:
+        """Tokens of later steps have this version."""
+        self.version = version
+        self.engine.set_weight_version(str(version))
 
     def _add_requests(self, call: EngineCall[T]) -> None:
+        if self.waiting:
+            self.held.append(call)
+            return
         try:
             params_of_prompts = [call.make_params(index) for index in range(len(call.prompts))]
             for index, params_of_prompt in enumerate(params_of_prompts):
                 for place, params in enumerate(params_of_prompt):
-                    self._add_request(
-                        params,
-                        Request(
-                            call=call,
-                            prompt=index,
-                            place=place,
-                            num_of_prompt=len(params_of_prompt),
-                            versions=[(0, self.version)],
-                        ),
-                    )
+                    request = Request(call=call, prompt=index, place=place, num_of_prompt=len(params_of_prompt))
+                    self._add_request(params, request)
         except Exception as error:
             self._abort_call(call, error)
 
     def _add_request(self, params: "VLLMParams", request: Request[T]) -> None:
+        from vllm.inputs.engine import tokens_input
+
         request_id = str(self.num_started)
         self.num_started += 1
-        tokens = {"prompt_token_ids": list(request.call.prompts[request.prompt])}
-        self.engine.add_request(request_id, tokens, params, lora_request=self.weights.request)
+        # The salt keeps a request from the cached keys and values of another version.
+        prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.version))
+        self.engine.add_request(request_id, prompt, params, lora_request=self.weights.request)
         self.requests[request_id] = request
 
     def _abort_call(self, call: EngineCall[T], error: BaseException) -> None:
+        if call in self.held:
+            self.held.remove(call)
         self._abort([request_id for request_id, request in self.requests.items() if request.call is call])
         call.fail(error)
 
-    def load_weights(self, source: Source, version: int) -> None:
-        """Replace the weights by those that the source opens. Call it on the engine's thread.
-
-        Running requests continue with the new weights. Their `versions` say from which token on.
-        """
-        self.version = NO_VERSION  # it stays NO_VERSION if the load fails
-        self.weights.load(self.engine, source)
-        # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
-        self.engine.reset_prefix_cache(reset_running_requests=True)
-        self.version = version
-        for (
-            state
-        ) in self.engine.output_processor.request_states.values():  # its keys are vLLM's ids; external_req_id is ours
-            request = self.requests[state.external_req_id]
-            request.versions.append((len(state.detokenizer.output_token_ids), version))
-
-    def _require_alive(self) -> None:
-        if self.failure is not None:
-            raise RuntimeError(f"vLLM's thread ended: {self.failure!r}; spawn the generator again")
-
-    def _run(self, start: Callable[[], "LLMEngine"], started: "Future[None]") -> None:
+    def _run(self, started: "Future[None]") -> None:
         try:
-            self.engine = start()
+            self.engine = start_vllm(self.config, self.core)
+            self.core.watch(self.engine, self._on_death)
+            self._set_version(NO_VERSION)
             self.weights.begin(self.engine)
         except BaseException as error:
             started.set_exception(error)
             return
         started.set_result(None)
         try:
-            self._serve()
-        except BaseException as error:  # the thread ends now, so all callers must get this error
-            self.failure = error
-            for request in self.requests.values():
-                request.call.fail(error)
-            raise
+            while True:
+                self._serve()
+        except BaseException as error:
+            logger.exception("vLLM's engine has failed")
+            self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
+
+    def _refuse_everything(self, why: str) -> None:
+        """Give all callers, those of now and those of later, an error. The thread lives on: vLLM's process would end with it."""
+        for call in [*self.held, *(request.call for request in self.requests.values())]:
+            call.fail(RuntimeError(f"{why}; spawn the generator again"))
+        for update in self.waiting:
+            update.done.set_exception(RuntimeError(f"{why}; spawn the generator again"))
+        while True:
+            self.commands.get().fail(RuntimeError(f"{why}; spawn the generator again"))
+
+    def _on_death(self, error: BaseException) -> None:
+        def end() -> None:
+            raise error
+
+        self.commands.put(Command(end, lambda _: None))
 
     def _serve(self) -> None:
-        """Run the commands that are waiting, then one step of the engine, again and again. Without requests wait for a command."""
-        while True:
-            while not self.commands.empty() or not self.requests:
-                self.commands.get()()
-            try:
-                for output in self.engine.step():
-                    if output.finished:
-                        request = self.requests.pop(output.request_id)
-                        request.call.put(request, output)
-            except Exception as error:
-                # After an error vLLM makes no progress until the requests that it was running are aborted.
-                failed = [request.call for request in self.requests.values()]
-                self._abort(list(self.requests))
-                for call in failed:
-                    call.fail(error)
+        """Run a command if one waits, otherwise a step of the engine. Without requests wait for a command."""
+        if self.waiting and not self.requests:
+            self._end_drain()
+        elif not self.requests or not self.commands.empty():
+            self.commands.get().run()
+        else:
+            self._step()
+
+    def _end_drain(self) -> None:
+        """Load the weights that waited for the end of the running requests, and start the calls that waited for these weights."""
+        updates, self.waiting = self.waiting, []
+        calls, self.held = self.held, []
+        for update in updates:
+            self._load(update)
+        for call in calls:
+            self._add_requests(call)
+
+    def _step(self) -> None:
+        try:
+            outputs = self.engine.step()
+        except Exception as error:
+            if not self.core.recovers:
+                raise self.core.death(error) from None
+            # After an error vLLM makes no progress until the requests that it was running are aborted.
+            failed = [request.call for request in self.requests.values()]
+            self._abort(list(self.requests))
+            for call in failed:
+                call.fail(error)
+            return
+        for output in outputs:
+            if output.finished:
+                request = self.requests.pop(output.request_id)
+                request.call.put(request, output)
 
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort_request(request_ids)

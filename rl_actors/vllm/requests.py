@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NO_VERSION = -1
+"""policy_version of weights that no pull brought."""
+
 
 class EngineCall(Generic[T]):
     """One call. Its requests finish in any order; a prompt has finished when all its requests have.
@@ -28,7 +31,7 @@ class EngineCall(Generic[T]):
         self,
         prompts: Sequence[Sequence[int]],
         make_params: Callable[[int], list["VLLMParams"]],
-        read: Callable[["RequestOutput", "Request[T]"], T],
+        read: Callable[["RequestOutput"], T],
     ) -> None:
         """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result."""
         self.prompts, self.make_params, self.read = prompts, make_params, read
@@ -60,7 +63,7 @@ class EngineCall(Generic[T]):
 
     def put(self, request: "Request[T]", output: "RequestOutput") -> None:
         """Take vLLM's output of a finished request."""
-        result = self.read(output, request)
+        result = self.read(output)
         with self._lock:
             results = self._results[request.prompt]
             results[request.place] = result
@@ -98,8 +101,6 @@ class Request(Generic[T]):
     prompt: int  # index in the call
     place: int  # among the requests of the prompt
     num_of_prompt: int  # number of requests of the prompt
-    # (index of the first token, policy_version) for each run of tokens that one version produced
-    versions: list[tuple[int, int]] = field(default_factory=list)
 
 
 def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
@@ -129,14 +130,13 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
     return requests
 
 
-def read_completion(output: "RequestOutput", request: Request[Completion]) -> Completion:
+def read_completion(output: "RequestOutput") -> Completion:
     """The completion of a finished request, with the version of every token."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
     versions: list[int] = []
-    ends = [start for start, _ in request.versions[1:]] + [len(tokens)]
-    for (_, version), end in zip(request.versions, ends, strict=True):
-        versions += [version] * (end - len(versions))
+    for span in completion.weight_versions or []:
+        versions += [int(span.version)] * (span.end - span.start)
     return Completion(
         tokens=tokens,
         logprobs=[by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)],
@@ -145,7 +145,7 @@ def read_completion(output: "RequestOutput", request: Request[Completion]) -> Co
     )
 
 
-def read_prompt_logprobs(output: "RequestOutput", _: Request[Tensor]) -> Tensor:
+def read_prompt_logprobs(output: "RequestOutput") -> Tensor:
     """Logprobs of the prompt's tokens, [T - 1] float32. The first token has none."""
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return torch.tensor([by_token[token].logprob for token, by_token in pairs])

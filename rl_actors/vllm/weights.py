@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_actors.transports.base import OpenVersion, Source
-from rl_actors.vllm import engine
+from rl_actors.vllm.start import this_machine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,7 +40,7 @@ class WeightsExtension:
         """Replace all weights by those of a pickled Source. If it fails, the model may hold weights of two versions."""
         source: Source = pickle.loads(payload)
         dtype = self.vllm_config.model_config.dtype
-        reloading = engine.this_machine().reloading(self.get_model())
+        reloading = this_machine().reloading(self.get_model())
         with source.open() as version, reloading, quiet_about_layers_without_weights():
             self.reload_weights(weights_iterator=cast_tensors(version, dtype))
 

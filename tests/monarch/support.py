@@ -308,6 +308,16 @@ class TestGenerator(Generator):
         return len(self.aborted)
 
     @concurrent_endpoint
+    async def num_waiting_pulls(self) -> int:
+        """Number of pulls that wait for the end of the running requests."""
+        return len(self.engine.waiting)
+
+    @concurrent_endpoint
+    async def recompute_running(self, recompute: bool) -> None:
+        """Change the field of the config."""
+        self.engine.config = replace(self.engine.config, recompute_running=recompute)
+
+    @concurrent_endpoint
     async def cache_block_size(self) -> int:
         """Tokens of one block of the prefix cache."""
         return self.engine.engine.vllm_config.cache_config.block_size

@@ -30,7 +30,7 @@ from rl_actors import (
 )
 from rl_actors.processes.spawn import spawn_processes
 from rl_actors.vllm import cpu, gpu
-from rl_actors.vllm.engine import NO_VERSION
+from rl_actors.vllm.requests import NO_VERSION
 
 LORA = LoRAConfig(rank=4, alpha=16.0, seed=3)
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
@@ -217,7 +217,7 @@ def test_a_generator_samples_with_an_adapter_of_the_output_projection_but_refuse
 BARE_VLLM = """
 import sys
 from rl_actors import GeneratorConfig, LoRAConfig, ModelConfig
-from rl_actors.vllm import cpu, engine as vllm_engine
+from rl_actors.vllm import cpu, start
 
 if __name__ == "__main__":
     path, unembed = sys.argv[1], sys.argv[2] == "unembed"
@@ -225,7 +225,7 @@ if __name__ == "__main__":
     limits = {"max_model_len": 64, "max_num_seqs": 4, "kv_cache_bytes": 8 << 20}
     config = GeneratorConfig(model=ModelConfig.from_hf(path), hf_path=path, lora=lora, **limits)
     cpu.require_possible = lambda config: None
-    engine = vllm_engine.start_vllm(config)
+    engine = start.start_vllm(config)
     from vllm import SamplingParams
 
     for name in "ab":

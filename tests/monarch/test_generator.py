@@ -176,6 +176,41 @@ def test_a_pull_after_a_step_serves_the_new_weights_and_no_cached_prefix(generat
     torch.testing.assert_close(torch.tensor(after[0][0].logprobs), expected, atol=1e-5, rtol=0)
 
 
+def test_a_pull_that_waits_for_running_requests_gives_them_the_old_policy_and_later_ones_the_new(
+    generator, generator_mesh, trainer, synced
+):
+    new = support.step(trainer, seed=2)
+    trainer.push_model_state_dict().result()
+    running = generator.generate(PROMPTS, SamplingParams(max_tokens=200, n=2, seed=1))
+    pull = generator.pull_model_state_dict(new, in_flight=False)
+    support.wait_until(lambda: generator_mesh.num_waiting_pulls.call_one().get(timeout=GUARD))
+    later = generator.generate(PROMPTS, SAMPLED)
+    assert {version for one in flat(running.result()) for version in one.policy_versions} == {synced}
+    assert pull.result() == new
+    assert {version for one in flat(later.result()) for version in one.policy_versions} == {new}
+    assert later.result() == generator.generate(PROMPTS, SAMPLED).result()
+
+
+def test_new_requests_never_find_the_cached_prefixes_that_running_ones_keep(generator, generator_mesh, trainer, synced):
+    block_size = generator_mesh.cache_block_size.call_one().get(timeout=GUARD)
+    prompt = [index % VOCAB_SIZE for index in range(2 * block_size + 1)]
+    new = support.step(trainer, seed=4)
+    trainer.push_model_state_dict().result()
+    generator_mesh.recompute_running.call_one(False).get(timeout=GUARD)
+    try:
+        running = generator.generate([prompt], SamplingParams(max_tokens=200, seed=1))
+        support.wait_until(lambda: min(generator_mesh.num_tokens_under_way.call_one().get(), default=0) > 3)
+        generator.pull_model_state_dict(new).result()
+        after = generator.generate([prompt], SAMPLED).result()
+        # The running request went on: its first tokens are the old policy's, its last ones the new policy's.
+        assert set(running.result()[0][0].policy_versions) == {synced, new}
+    finally:
+        generator_mesh.recompute_running.call_one(True).get(timeout=GUARD)
+    for completion, expected in zip(after[0], trainer_logprobs(trainer, [prompt], after), strict=True):
+        assert set(completion.policy_versions) == {new}
+        torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-5, rtol=0)
+
+
 def misfits(weights):
     """Kind of misfit -> (the changed weights, a part of the error's message)."""
     name = "model.layers.1.mlp.up_proj.weight"

@@ -1,0 +1,189 @@
+"""Where vLLM's engine core runs: on the engine's thread, or in a process of its own. Knows no requests and no weights.
+
+In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster (docs/loop.md).
+On a CPU the two processes share the cores: it is not faster, and it takes 10 s longer to start.
+"""
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import shlex
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from multiprocessing import resource_tracker, spawn
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from rl_actors.config import GeneratorConfig
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+DEATH_TIMEOUT = 10.0
+"""Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
+
+# Ends the core with its parent, also if that one was killed with kill -9, which vLLM's core does not notice. In a session of its own the core
+# gets no Ctrl-C from a terminal, which would end it in the middle of a step. The variables describe the actor's process group, not vLLM's.
+CHILD = """
+import ctypes, os, signal, sys
+os.setsid()
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() != {parent}:
+    sys.exit("the process that started this one has ended")
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+    os.environ.pop(name, None)
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+
+
+class Core(Protocol):
+    """The names that InProcess and OwnProcess share."""
+
+    recovers: bool  # whether the core works on after an error in a step
+
+    def options(self, config: GeneratorConfig) -> dict[str, object]:
+        """vLLM's arguments for the core."""
+
+    def starting(self) -> AbstractContextManager[None]:
+        """Context manager for the start of an engine."""
+
+    def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
+        """Call `on_death` with an error that names the process, on another thread, when a process of the core has ended."""
+
+    def death(self, error: BaseException) -> BaseException:
+        """The error that says how the core ended, for an error of a call to a core that does not recover."""
+
+    def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
+        """Context manager for an update of the weights. No step runs in it."""
+
+
+def core_of(config: GeneratorConfig) -> Core:
+    """The core that the config asks for, or else the faster one on this machine."""
+    own = config.own_process
+    if own is None:
+        own = torch.cuda.is_available() or config.tensor_parallel > 1
+    return OwnProcess() if own else InProcess()
+
+
+class InProcess:
+    """The core computes on the thread that calls the engine, in its `step`."""
+
+    recovers = True
+
+    def options(self, config: GeneratorConfig) -> dict[str, object]:
+        return {}
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+        yield
+
+    def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
+        """Does nothing: the core ends with this process."""
+
+    def death(self, error: BaseException) -> BaseException:
+        return error
+
+    def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class OwnProcess:
+    """The core computes in a child process, which vLLM starts. An engine of several ranks has further processes below it."""
+
+    recovers = False
+
+    def options(self, config: GeneratorConfig) -> dict[str, object]:
+        several = config.tensor_parallel > 1
+        chosen: dict[str, object] = {
+            "tensor_parallel_size": config.tensor_parallel,
+            "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
+        }
+        if torch.cuda.is_available():
+            chosen["async_scheduling"] = True  # an error if vLLM cannot; by default it would only say so in its log
+        return chosen
+
+    def __init__(self) -> None:
+        self._death: BaseException | None = None
+        self._has_died = threading.Event()
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy the threads' locks of this process
+        resource_tracker.ensure_running()  # it must outlive this process, so it may not be started as a child below
+        python = os.fsdecode(spawn.get_executable() or sys.executable)
+        with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
+            # The sockets to the core. After the start they are connected, and their names may go.
+            os.environ["VLLM_RPC_BASE_PATH"] = directory
+            multiprocessing.set_executable(_executable(Path(directory), python))
+            try:
+                yield
+            finally:
+                multiprocessing.set_executable(python)
+                del os.environ["VLLM_RPC_BASE_PATH"]
+
+    def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
+        [process] = engine.engine_core.resources.engine_manager.processes
+
+        def wait() -> None:
+            multiprocessing.connection.wait([process.sentinel])
+            self._death = RuntimeError(describe(process))
+            self._has_died.set()
+            wake_callers(engine, self._death)
+            on_death(self._death)
+
+        threading.Thread(target=wait, name="vllm core watch", daemon=True).start()
+
+    def death(self, error: BaseException) -> BaseException:
+        self._has_died.wait(DEATH_TIMEOUT)
+        return self._death or error
+
+    @contextlib.contextmanager
+    def updating(self, engine: "LLMEngine") -> Iterator[None]:
+        # Under asynchronous scheduling a step is under way whenever requests run. The version of its tokens is that of the core when the
+        # step ends, so the core must be idle before the version changes.
+        engine.sleep(level=0, mode="keep")
+        try:
+            yield
+        finally:
+            engine.wake_up(["scheduling"])
+
+
+def _executable(directory: Path, python: str) -> str:
+    """A program that becomes `python` after CHILD. multiprocessing takes one path, without arguments."""
+    child = directory / "child.py"
+    child.write_text(CHILD.format(parent=os.getpid(), python=python))
+    program = directory / "python"
+    program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -S {shlex.quote(str(child))} "$@"\n')
+    program.chmod(0o700)
+    return str(program)
+
+
+def describe(process: BaseProcess) -> str:
+    """How a process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
+    # A thread of vLLM waits for the process, too. The thread that is second sees the exit code a moment later than the end.
+    deadline = time.monotonic() + DEATH_TIMEOUT
+    while process.exitcode is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    code = process.exitcode or 0
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    return f"vLLM's engine core (pid {process.pid}) {how}"
+
+
+def wake_callers(engine: "LLMEngine", error: BaseException) -> None:
+    """Make every call of a dead core raise. vLLM's synchronous client would wait for ever for an answer of a core that was killed."""
+    client = engine.engine_core
+    client.resources.engine_dead = True  # from now on every new call raises
+    for future in list(client.utility_results.values()):
+        if not future.done():
+            future.set_exception(error)
+    client.outputs_queue.put(error)

@@ -1,0 +1,124 @@
+"""Starts vLLM's engine with the options of a config and of this machine."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol, get_args
+
+import torch
+from torch import nn
+
+from rl_actors import adapters
+from rl_actors.config import GeneratorConfig, LoRAConfig
+from rl_actors.model_config import ModelConfig
+from rl_actors.vllm import cpu, gpu
+from rl_actors.vllm.core import Core, core_of
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
+
+WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
+"""Class whose methods vLLM adds to its workers. A pull calls them, so the bytes go straight into the process that computes."""
+
+
+class Machine(Protocol):
+    """The names that cpu.py and gpu.py share. The two modules are its implementations."""
+
+    ENV: dict[str, str]  # environment of vLLM's process
+
+    def require_possible(self, config: GeneratorConfig) -> None:
+        """Raises ValueError naming the value and the reason if vLLM cannot run this config on the machine."""
+
+    def options(self, config: GeneratorConfig) -> dict[str, object]:
+        """vLLM's arguments for the machine. Also sets up the process."""
+
+    def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Context manager for a reload of all weights."""
+
+
+def this_machine() -> Machine:
+    """vllm/gpu.py if torch sees a GPU, otherwise vllm/cpu.py."""
+    if torch.cuda.is_available():
+        return gpu
+    return cpu
+
+
+def require_machine(config: GeneratorConfig) -> None:
+    """Raises ValueError naming the value and the reason if this machine has no GPU and vLLM cannot run the config on a CPU.
+
+    The limits of a GPU are checked in the generator's process. Reading them initializes CUDA, which takes memory of the GPU.
+    """
+    if not torch.cuda.is_available():
+        cpu.require_possible(config)
+
+
+def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine":
+    """Start an LLMEngine. It has the weights of config.hf_path, or without a path random ones until the first pull.
+
+    core: where its engine core runs; None: where the config says. The engine takes one token more than config.max_model_len. vLLM samples a
+    token after every prompt, so without this room it would refuse to compute logprobs of a sequence of max_model_len tokens.
+    Raises ValueError for a config that vLLM cannot run on this machine.
+    """
+    machine, core = this_machine(), core or core_of(config)
+    machine.require_possible(config)
+    os.environ.update(ENGINE_ENV | machine.ENV)
+    if config.batch_invariant:
+        os.environ.update(BATCH_INVARIANT_ENV)
+    with model_directory(config) as directory, core.starting():
+        options = machine.options(config) | core.options(config)
+        return _llm_engine(replace(config, max_model_len=config.max_model_len + 1), directory, options)
+
+
+@contextlib.contextmanager
+def model_directory(config: GeneratorConfig) -> Iterator[str]:
+    """A directory with the model's config.json: config.hf_path, or a temporary one."""
+    if config.hf_path:
+        yield config.hf_path
+        return
+    with tempfile.TemporaryDirectory(prefix="rl_actors_model_") as directory:
+        config.model.save(directory)
+        yield directory
+
+
+def _llm_engine(config: GeneratorConfig, directory: str, options: dict[str, object]) -> "LLMEngine":
+    """options: vLLM's arguments for the machine and for the core."""
+    from vllm import EngineArgs, LLMEngine
+
+    if config.lora.syncs_adapter:
+        options |= adapter_options(config.lora)
+    if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
+        # vLLM would refuse the extra token, because the model has no position for it. The model never needs this position, because the
+        # last sampled token is not an input.
+        options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
+    args = EngineArgs(
+        model=directory,
+        skip_tokenizer_init=True,
+        load_format="auto" if config.hf_path else "dummy",
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        # "processed": log_softmax(logits / temperature) after top-p and top-k. This is the distribution that was sampled from.
+        logprobs_mode="processed_logprobs",
+        seed=config.seed,
+        disable_log_stats=True,
+        worker_extension_cls=WORKER_EXTENSION,
+        **options,
+    )
+    return LLMEngine.from_engine_args(args)
+
+
+def adapter_options(config: LoRAConfig) -> dict[str, object]:
+    """vLLM's arguments for one adapter, which has only the modules of the config."""
+    from vllm.config.lora import MaxLoRARanks
+
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= config.rank),
+        "lora_target_modules": adapters.modules(config),
+    }

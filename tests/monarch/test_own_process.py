@@ -1,0 +1,206 @@
+"""A generator whose engine core runs in a process of its own: the same results, and an end without a hang or a process that is left.
+
+A core on a GPU runs like this. Here it is on a CPU, where a start takes 15 s and more, so most tests are slow.
+"""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import psutil
+import pytest
+import support
+import torch
+from support import reference_logprobs
+from test_lifecycle import Program
+from waiting import GUARD
+
+from rl_actors import GeneratorClient, MemoryTransport, SamplingParams
+from rl_actors.vllm.core import _executable
+
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
+SAMPLED = SamplingParams(max_tokens=24, n=4, seed=7)
+LONG = SamplingParams(max_tokens=400, n=2, seed=1)
+ENDLESS = SamplingParams(max_tokens=500, n=16, ignore_stop=True)
+
+
+def test_a_child_started_through_the_executable_ends_with_the_thread_that_started_it(tmp_path):
+    """The engine's thread starts the core and lives as long as the process."""
+    program, children = _executable(tmp_path, sys.executable), []
+
+    def start() -> None:
+        child = subprocess.Popen([program, "-c", "print('up', flush=True); input()"], stdout=-1, stdin=-1, text=True)
+        children.append((child, child.stdout.readline()))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(GUARD)
+    [(child, line)] = children
+    assert line == "up\n"
+    assert child.wait(GUARD) == -signal.SIGKILL
+    child.stdin.close()
+    child.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def published():
+    """A transport with versions 1 and 2 of random weights, and transformers' models of them by version."""
+    transport, models = MemoryTransport(), {}
+    asyncio.run(transport.open())
+    for version in (1, 2):
+        weights = support.random_weights(tied=True, seed=version)
+        support.publish_from_here(transport, weights, stream="own", version=version)
+        models[version] = support.hf_model(weights)
+    yield transport, models
+    asyncio.run(transport.close())
+
+
+@pytest.fixture(scope="module")
+def generator(published):
+    transport, _ = published
+    config = replace(support.generator_config(), own_process=True)
+    with GeneratorClient.spawn(config, transport=transport) as client:
+        client.ready().result()
+        yield client
+
+
+def core_below(parent: int | None = None, name: str = "generator") -> psutil.Process:
+    """The engine core of a generator that a process, or this one, has spawned under this name."""
+    found = []
+    for process in psutil.Process(parent).children(recursive=True):
+        # A core has no environment that could be read, because vLLM writes its title there.
+        if "EngineCore" in process.name() and process.parent().environ()["RL_ACTORS_PROCESS"] == f"{name}-0":
+            found.append(process)
+    [core] = found
+    return core
+
+
+def republish(transport, version: int) -> None:
+    """Make a version the newest again."""
+    weights = support.random_weights(tied=True, seed=version)
+    support.publish_from_here(transport, weights, stream="own", version=version)
+
+
+@pytest.mark.slow
+def test_a_pull_in_flight_splits_tokens_exactly_and_later_requests_are_the_new_policys(generator, published):
+    transport, models = published
+    republish(transport, 1)
+    generator.pull_model_state_dict(1).result()
+    groups = generator.generate_each(PROMPTS, LONG)
+    republish(transport, 2)
+    generator.pull_model_state_dict(2).result()
+    splits = set()
+    for index, completions in groups:
+        for completion in completions:
+            num_old = completion.policy_versions.count(1)
+            splits.add(0 < num_old < 400)
+            assert completion.policy_versions == [1] * num_old + [2] * (400 - num_old)
+            for version, part in ((1, slice(0, num_old)), (2, slice(num_old, None))):
+                expected = reference_logprobs(models[version], PROMPTS[index], completion.tokens)[part]
+                torch.testing.assert_close(torch.tensor(completion.logprobs)[part], expected, atol=1e-4, rtol=0)
+    assert splits == {True}
+    after = generator.generate(PROMPTS, SAMPLED).result()
+    assert after == generator.generate(PROMPTS, SAMPLED).result()
+    for prompt, group in zip(PROMPTS, after, strict=True):
+        for completion in group:
+            expected = reference_logprobs(models[2], prompt, completion.tokens)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_leaving_a_loop_frees_the_core_for_others(generator):
+    for _ in range(4):
+        groups = generator.generate_each(PROMPTS, ENDLESS)
+        groups.close()
+    assert generator.generate(PROMPTS, SAMPLED).result()
+
+
+@pytest.mark.slow
+def test_compute_logprobs_and_bad_pulls_work_as_in_the_actors_process(generator, published):
+    transport, models = published
+    republish(transport, 1)
+    generator.pull_model_state_dict(1).result()
+    [logprobs] = generator.compute_logprobs([[5, 6, 7, 8]]).result()
+    expected = reference_logprobs(models[1], [5], [6, 7, 8])
+    torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=0)
+    with pytest.raises(TimeoutError, match="version 77 was not published"):
+        generator.pull_model_state_dict(77, timeout=0.1).result()
+    assert generator.generate(PROMPTS, SAMPLED).result()
+
+
+@pytest.mark.slow
+def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_process(published):
+    config = replace(support.generator_config(), own_process=True)
+    with GeneratorClient.spawn(config, transport=published[0], name="victim") as generator:
+        generator.generate(PROMPTS, SAMPLED).result()
+        core = core_below(name="victim")
+        calls = [generator.generate([prompt], ENDLESS) for prompt in PROMPTS]
+        groups = generator.generate_each(PROMPTS, ENDLESS)
+        os.kill(core.pid, signal.SIGKILL)
+        message = rf"vLLM's engine core \(pid {core.pid}\) was killed by signal 9; spawn the generator again"
+        for answer in (*(call.result for call in calls), lambda: next(groups)):
+            with pytest.raises(RuntimeError, match=message) as raised:
+                answer()
+            assert any("raised in victim" in note for note in raised.value.__notes__)
+        for later in (
+            lambda: generator.generate(PROMPTS, SAMPLED).result(),
+            lambda: generator.compute_logprobs(PROMPTS).result(),
+            lambda: generator.pull_model_state_dict(2).result(),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                later()
+
+
+PROGRAM = """
+import dataclasses
+import support
+from rl_actors import *
+config = dataclasses.replace(support.generator_config(), own_process=True)
+generator = GeneratorClient.spawn(config)
+generator.generate([[1, 2]]).result()
+print("generated")
+"""
+
+
+@pytest.fixture
+def program():
+    started = Program("-c", PROGRAM + "input(); generator.generate([[1, 2]]).result(); print('again')")
+    started.read_until("generated")
+    yield started
+    started.end()
+
+
+def enter(program: Program) -> None:
+    program.process.stdin.write("\n")
+    program.process.stdin.flush()
+
+
+@pytest.mark.slow
+def test_the_core_works_through_ctrl_c_and_ends_with_its_program(program):
+    core = core_below(program.process.pid)
+    assert os.getsid(core.pid) == core.pid  # a terminal's Ctrl-C goes to the session of the program
+    enter(program)
+    program.read_until("again")
+    assert program.process.wait(GUARD) == 0
+    core.wait(GUARD)
+    program.assert_nothing_is_left(set())
+
+
+@pytest.mark.slow
+def test_the_core_ends_with_a_killed_actor(program):
+    core = core_below(program.process.pid)
+    core.parent().kill()
+    core.wait(GUARD)
+
+
+@pytest.mark.slow
+def test_the_core_ends_with_a_killed_program(program):
+    core = core_below(program.process.pid)
+    program.process.kill()
+    program.process.wait(GUARD)
+    core.wait(GUARD)
+    program.assert_nothing_is_left(set())
