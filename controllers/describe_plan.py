@@ -56,6 +56,7 @@ def describe(config: "RunConfig") -> str:
         f"layout: {layouts.described(layouts.all_degrees(trainer))}",
         f"rows: at most {layouts.row_capacity(trainer):,} positions, multiples of {layouts.row_multiple(trainer)}; "
         f"{trainer.packing}, at most {trainer.rows_per_microbatch} in a microbatch",
+        *config.described(),
         f"activation checkpointing: {trainer.activation_checkpointing}; forward and backward pass in {trainer.compute_dtype}",
         *_memory_of_a_rank(trainer, held),
         *_checkpoints(config),

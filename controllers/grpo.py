@@ -12,6 +12,7 @@ from controllers.algorithms import ALGORITHMS, Algorithm
 from controllers.launch import main
 from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
 from controllers.reference import Reference, require_reference, start_reference
+from controllers.rollout_queue import RolloutQueue
 from controllers.rollouts import RolloutBatch, RolloutConfig, Rollouts
 from controllers.run import Run, RunConfig, split
 from controllers.run_folder import RunFolder
@@ -72,6 +73,14 @@ class GRPOConfig(RunConfig):
     def has_reference(self) -> bool:
         return self.reference_kl > 0
 
+    def described(self) -> list[str]:
+        staleness = self.rollouts.max_staleness
+        ahead = staleness // self.versions_per_step
+        correction = self.correction.chosen(is_stale=staleness > 0)
+        return [
+            f"rollouts: {ahead} steps ahead of the trainer (rollouts.max_staleness={staleness}); correction: {correction}"
+        ]
+
     def validate(self) -> None:
         super().validate()
         self.rollouts.validate()
@@ -84,6 +93,12 @@ class GRPOConfig(RunConfig):
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
         if self.epochs_per_step < 1:
             raise ValueError(f"epochs_per_step={self.epochs_per_step}; it must be at least 1")
+        if 0 < self.rollouts.max_staleness < self.versions_per_step:
+            raise ValueError(
+                f"rollouts.max_staleness={self.rollouts.max_staleness}, but a step advances the version by up to "
+                f"updates_per_step * epochs_per_step = {self.versions_per_step}, so nothing could run ahead; use 0 or at least "
+                f"{self.versions_per_step}"
+            )
         if self.sft_steps < 0:
             raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
 
@@ -91,6 +106,11 @@ class GRPOConfig(RunConfig):
         super().validate_resumed(folder)
         if self.reference_kl:
             require_reference(self, folder)
+
+    @property
+    def versions_per_step(self) -> int:
+        """Largest number of versions by which one step advances the policy."""
+        return self.updates_per_step * self.epochs_per_step
 
     def kl(self) -> KL:
         estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
@@ -101,7 +121,7 @@ class GRPOConfig(RunConfig):
         return self.loss.build(
             kl=self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
-            correction=self.correction.build(),
+            correction=self.correction.build(is_stale=self.rollouts.max_staleness > 0),
             mean=self.aggregation == "sequence_mean",
         )
 
@@ -131,6 +151,36 @@ async def train(run: Run[GRPOConfig]) -> None:
     reference = None
     if config.reference_kl:
         reference = await start_reference(run, has_begun=steps_done > sft_steps, sft_steps=sft_steps)
+    schedule = config.schedule.build(config.steps)
+    version = await sync(run)
+    async with make_queue(run, cursor, reference) as rollouts:
+        for step in range(steps_done + 1, last_step + 1):
+            with run.timer("generate"):
+                batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
+            values = batch.metrics()
+            if batch.samples:  # a batch has none if the rewards are equal within every group: the gradient would be 0
+                samples = await with_columns_of_loss(run, batch.samples, reference)
+                learning_rate = schedule(step - sft_steps)
+                with run.timer("train"):
+                    updates = await train_step(run, samples, learning_rate)
+                async with rollouts.update():
+                    version = await sync(run)
+                values |= report(config, batch, updates) | {"learning_rate": learning_rate}
+                values |= run.trained(samples, num_epochs=config.epochs_per_step)
+            grpo_step, is_last = step - sft_steps, step == last_step
+            if is_last or grpo_step % config.validate_every == 0:
+                values |= await run.validate(step)
+            await run.record(step, values, phase="grpo", skipped=not batch.samples)
+            run.log.rollouts(step, batch.shown())
+            # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
+            # writes its record again. In the other order the record would be missing.
+            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
+            await run.end_step(state, phase_step=grpo_step, is_last=is_last)
+
+
+def make_queue(run: Run[GRPOConfig], cursor: int, reference: Reference | None) -> RolloutQueue:
+    """The queue of rollouts, which go on where the resumed run was."""
+    config = run.config
     rollouts = Rollouts(
         config.rollouts,
         run.environment,
@@ -138,33 +188,11 @@ async def train(run: Run[GRPOConfig]) -> None:
         run.generator,
         max_tokens=config.max_tokens,
         seed=config.seed,
-        cursor=cursor,
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
         scorer=run.scorer,
     )
-    schedule = config.schedule.build(config.steps)
-    await sync(run)
-    for step in range(steps_done + 1, last_step + 1):
-        with run.timer("generate"):
-            batch = await run.interruption.drop_if_asked(rollouts.next_batch())
-        values = batch.metrics()
-        if batch.samples:  # a batch has none if the rewards are equal within every group: the gradient would be 0
-            samples = await with_columns_of_loss(run, batch.samples, reference)
-            learning_rate = schedule(step - sft_steps)
-            with run.timer("train"):
-                updates = await train_step(run, samples, learning_rate)
-            await sync(run)
-            values |= report(config, batch, updates) | {"learning_rate": learning_rate}
-            values |= run.trained(samples, num_epochs=config.epochs_per_step)
-        grpo_step, is_last = step - sft_steps, step == last_step
-        if is_last or grpo_step % config.validate_every == 0:
-            values |= await run.validate(step)
-        await run.record(step, values, phase="grpo", skipped=not batch.samples)
-        run.log.rollouts(step, batch.shown())
-        # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
-        # writes its record again. In the other order the record would be missing.
-        state = {"step": step, "cursor": rollouts.cursor, "sft_steps": sft_steps}
-        await run.end_step(state, phase_step=grpo_step, is_last=is_last)
+    pending = run.state.get("pending", ())
+    return RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
 
 
 async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
@@ -213,11 +241,12 @@ async def with_trainer_logprobs(run: Run[GRPOConfig], samples: Sequence[Sample])
     return extended
 
 
-async def sync(run: Run[GRPOConfig]) -> None:
-    """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller."""
+async def sync(run: Run[GRPOConfig]) -> int:
+    """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller. Returns their version."""
     with run.timer("sync"):
         version = await run.trainer.push_model_state_dict()
         await run.generator.pull_model_state_dict(version)
+    return version
 
 
 async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:

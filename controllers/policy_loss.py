@@ -58,7 +58,7 @@ class LossConfig:
     def build(self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, mean: bool) -> PolicyLoss:
         """The loss. Raises ValueError for an option that the loss does not have, or that is out of its limits."""
         cls = POLICY_LOSSES[self.name]
-        options = _options("loss", self, cls, SHARED_OPTIONS)
+        options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
         if cls is PPO:
             options = {"ratio_low": 0.8, "ratio_high": 1.28} | options
         return cls(kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=mean, **options)
@@ -66,9 +66,10 @@ class LossConfig:
 
 @dataclass(kw_only=True)
 class CorrectionConfig:
-    name: Annotated[Literal["none", "tis", "icepop"], tyro.conf.arg(name="")] = "none"
+    name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
     """Correction for a generator whose probabilities differ from the trainer's. q is p_trainer / p_generator of a token. tis: truncated
-    importance sampling multiplies the objective by min(q, cap). icepop: tokens with q outside [low, high] are dropped."""
+    importance sampling multiplies the objective by min(q, cap). icepop: tokens with q outside [low, high] are dropped. None: tis if
+    rollouts.max_staleness is above 0, otherwise none."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -80,13 +81,16 @@ class CorrectionConfig:
     level: Level | None = None
     """token: q of each token. sequence: the geometric mean of q over the completion. None: token."""
 
-    def build(self) -> Correction | None:
+    def chosen(self, *, is_stale: bool) -> str:
+        """The name of the correction. is_stale: True if a step may train on completions of older weights."""
+        return self.name or ("tis" if is_stale else "none")
+
+    def build(self, *, is_stale: bool) -> Correction | None:
         """The correction, or None. Raises ValueError for an option that the correction does not have, or that is out of its limits."""
-        if self.name == "none":
-            _options("correction", self, None, ())
-            return None
-        cls = CORRECTIONS[self.name]
-        return cls(**_options("correction", self, cls, ()))
+        name = self.chosen(is_stale=is_stale)
+        cls = CORRECTIONS.get(name)
+        options = _options("correction", name, self, cls, ())
+        return None if cls is None else cls(**options)
 
 
 def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens: int) -> float:
@@ -104,7 +108,9 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     return len(samples)
 
 
-def _options(flag: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]) -> dict:
+def _options(
+    flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
+) -> dict:
     """The options that were given. Raises ValueError for one that `cls` does not have, naming those that it has."""
     known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
@@ -112,5 +118,5 @@ def _options(flag: str, config: LossConfig | CorrectionConfig, cls: type | None,
     for name, value in given.items():
         if name not in known:
             has = f"its options are {', '.join(known)}" if known else "it has no options"
-            raise ValueError(f"{flag}.{name}={value}: {flag}={config.name} has no such option; {has}")
+            raise ValueError(f"{flag}.{name}={value}: {flag}={chosen} has no such option; {has}")
     return given

@@ -4,8 +4,9 @@ G groups (problems), N completions of each.
 """
 
 import asyncio
+import contextlib
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
 from typing import Literal
@@ -36,6 +37,14 @@ class RolloutConfig:
     """Rule that makes advantages of the rewards of a group."""
     max_refills: int = 1
     """Largest number of times in a step that further groups are generated because groups had equal rewards."""
+    max_staleness: int = 0
+    """Largest age of a group when a step trains on it: the trainer's version minus the version that sampled the group's oldest token. The
+    generator runs ahead as far as this allows. 0: generation, training and weight sync take turns."""
+    in_flight_updates: bool = True
+    """True: requests go on when the generator gets new weights, and every token has the version that sampled it. False: the update waits
+    for the requests that are running."""
+    max_retries: int = 2
+    """Times that the completions of a problem are asked for again after an error of the generator. Then the run ends with the error."""
     overlong_buffer: int = 0
     """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
     punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
@@ -43,7 +52,7 @@ class RolloutConfig:
     """Penalty on the reward of a completion of max_tokens tokens. It needs an overlong_buffer above 0."""
 
     def validate(self) -> None:
-        limits = {"groups_per_step": 1, "group_size": 2, "max_refills": 0}
+        limits = {"groups_per_step": 1, "group_size": 2, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
         for name, limit in limits.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
@@ -81,6 +90,11 @@ class Group:
     # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy_version that generated a token of the group."""
+        return min(min(completion.policy_versions) for completion in self.completions)
+
     def has_signal(self) -> bool:
         """True if the rewards differ. Equal rewards give zero advantages under every estimator."""
         return len(set(self.rewards)) > 1
@@ -98,11 +112,31 @@ class RolloutBatch:
     groups: list[Group]  # all groups, also those without a signal
     advantages: list[list[float]]  # one list for each group, one number for each completion
     num_refills: int
+    num_retries: int  # groups whose completions were asked for again
+    version: int  # of the weights when the step begins
+
+    @classmethod
+    def of(
+        cls, groups: Sequence[Group], config: RolloutConfig, *, num_refills: int, num_retries: int, version: int
+    ) -> "RolloutBatch":
+        """The batch of these groups, with their samples and advantages."""
+        return cls(
+            samples=to_samples(groups, config),
+            groups=list(groups),
+            advantages=group_advantages(groups, config),
+            num_refills=num_refills,
+            num_retries=num_retries,
+            version=version,
+        )
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy_version that generated a token of the batch."""
-        return min(min(c.policy_versions) for group in self.groups for c in group.completions)
+        return min(group.oldest_version for group in self.groups)
+
+    def ages(self) -> list[int]:
+        """Versions between the oldest token of each group that is trained on and the weights when the step begins."""
+        return [self.version - group.oldest_version for group in self.groups if group.has_signal()]
 
     def metrics(self) -> dict[str, float]:
         rewards = [reward for group in self.groups for reward in group.task_rewards]
@@ -119,6 +153,7 @@ class RolloutBatch:
             "completion/length_max": max(lengths),
             "completion/truncated": fmean(completion.finish_reason == "length" for completion in completions),
         }
+        values |= self._age_metrics()
         for source in sorted({group.problem.source for group in self.groups} - {""}):
             of_source = [group.task_rewards for group in self.groups if group.problem.source == source]
             values[f"reward/{source}/mean"] = fmean(reward for rewards in of_source for reward in rewards)
@@ -136,6 +171,16 @@ class RolloutBatch:
             penalised = [reward for group in self.groups for reward in group.rewards]
             values["kl/reference"] = sum(divergences) / num_tokens
             values["reward/kl_penalty"] = fmean(rewards) - fmean(penalised) - values.get("reward/overlong_penalty", 0.0)
+        return values
+
+    def _age_metrics(self) -> dict[str, float]:
+        """Mean and largest age, and the number of groups of each age."""
+        ages = self.ages()
+        values: dict[str, float] = {"groups/retries": self.num_retries}
+        if ages:
+            values |= {"age/mean": fmean(ages), "age/max": max(ages)}
+        for age in sorted(set(ages)):
+            values[f"age/{age}"] = ages.count(age)
         return values
 
     def shown(self) -> list[Record]:
@@ -157,8 +202,55 @@ class RolloutBatch:
         return shown
 
 
+class GenerationError(Exception):
+    """The generator could not complete some problems. `reason` is its error."""
+
+    def __init__(self, reason: Exception) -> None:
+        super().__init__(repr(reason))
+        self.reason = reason
+
+
+class Generating:
+    """Counts the calls of the generator that are running, and can hold back others."""
+
+    def __init__(self) -> None:
+        self._may_begin, self._changed = asyncio.Event(), asyncio.Event()
+        self._may_begin.set()
+        self._num_running = 0
+
+    @contextlib.asynccontextmanager
+    async def call(self) -> AsyncIterator[None]:
+        """Context manager for one call."""
+        await self._may_begin.wait()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            self._changed.set()
+
+    @contextlib.asynccontextmanager
+    async def paused(self, *, wait: bool) -> AsyncIterator[None]:
+        """Context manager in which no call runs. With wait=False it does nothing."""
+        if not wait:
+            yield
+            return
+        self._may_begin.clear()
+        try:
+            while self._num_running:
+                self._changed.clear()
+                await self._changed.wait()
+            yield
+        finally:
+            self._may_begin.set()
+
+
+Deliver = Callable[[int, Group], None]
+"""Takes the place of a problem in a list, and its group."""
+
+
 class Rollouts:
-    """Generates batches from the training problems in their order. `cursor` is the index of the next problem; a resumed run needs no other state."""
+    """Completes problems of the environment and scores the completions. The seeds of a problem's completions depend only on its index."""
 
     def __init__(
         self,
@@ -169,37 +261,46 @@ class Rollouts:
         *,
         max_tokens: int,
         seed: int,
-        cursor: int = 0,
         penalty: Penalty | None = None,
         scorer: Scorer | None = None,
     ) -> None:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
-        self.max_tokens, self.seed, self.cursor, self.penalty = max_tokens, seed, cursor, penalty
+        self.max_tokens, self.seed, self.penalty = max_tokens, seed, penalty
         self.scorer = scorer or Scorer()
+        self.generating = Generating()
 
-    async def next_batch(self) -> RolloutBatch:
-        """Generate groups_per_step groups with a signal. The batch has fewer if max_refills refills did not find enough.
+    async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
+        """Give `deliver` the groups of these problems, in order of finishing. With a penalty it gets all at the end.
 
-        If no group has a signal, the batch has no samples.
+        Raises GenerationError if the generator fails. Groups that have finished by then are delivered. Raises the error of a reward.
         """
-        groups = await self._generate(self.config.groups_per_step)
-        num_refills = 0
-        while num_refills < self.config.max_refills:
-            missing = self.config.groups_per_step - sum(group.has_signal() for group in groups)
-            if missing == 0:
-                break
-            groups += await self._generate(missing)
-            num_refills += 1
-        return RolloutBatch(
-            samples=to_samples(groups, self.config),
-            groups=groups,
-            advantages=group_advantages(groups, self.config),
-            num_refills=num_refills,
-        )
+        finished: dict[int, Group] = {}
+        keep = deliver if self.penalty is None else finished.__setitem__
+        failure: GenerationError | None = None
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for start, end in runs_of(indices):
+                    tasks.create_task(self._complete_run(indices[start:end], start, tasks, keep))
+        except ExceptionGroup as errors:
+            first = errors.exceptions[0]
+            if not isinstance(first, GenerationError):
+                raise first from None
+            failure = first
+        if self.penalty is not None and finished:
+            # One call, because the reference computes the logprobs of many completions at once.
+            places = sorted(finished)
+            groups = await self.penalty([finished[place] for place in places])
+            for place, group in zip(places, groups, strict=True):
+                deliver(place, group)
+        if failure is not None:
+            raise failure
 
-    async def _generate(self, num_groups: int) -> list[Group]:
-        """Complete the next problems and score the completions."""
-        problems = [self.environment.problem(self.cursor + i) for i in range(num_groups)]
+    async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
+        """Complete problems that follow each other in one call of the generator. Each group is scored in a task of its own.
+
+        first: place of the first of them in the list of `complete`.
+        """
+        problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
         params = SamplingParams(
             n=self.config.group_size,
@@ -207,34 +308,49 @@ class Rollouts:
             temperature=self.config.temperature,
             top_p=self.config.top_p,
             stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=(self.seed * SEEDS_PER_RUN + self.cursor * self.config.group_size) % 2**62,
+            seed=(self.seed * SEEDS_PER_RUN + indices[0] * self.config.group_size) % 2**62,
         )
-        self.cursor += num_groups
-        answers = await self.generator.generate(prompts, params)
-        texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
-        asked = [self.scorer.score(self.environment, *pair) for pair in zip(problems, texts, strict=True)]
-        scored = await asyncio.gather(*asked)
-        groups = []
-        for problem, prompt, completions, decoded, found in zip(problems, prompts, answers, texts, scored, strict=True):
-            task_rewards = found.totals
-            rewards, overlong = task_rewards, []
-            if self.config.overlong_buffer:
-                overlong = [self.config.overlong(len(completion.tokens), self.max_tokens) for completion in completions]
-                rewards = [reward - penalty for reward, penalty in zip(task_rewards, overlong, strict=True)]
-            groups.append(
-                Group(
-                    problem=problem,
-                    prompt=prompt,
-                    completions=completions,
-                    texts=decoded,
-                    task_rewards=task_rewards,
-                    rewards=rewards,
-                    overlong_penalties=overlong,
-                    components=found.components,
-                    num_retries=found.num_retries,
-                )
-            )
-        return groups if self.penalty is None else await self.penalty(groups)
+
+        async def score(place: int, completions: list[Completion]) -> None:
+            keep(first + place, await self._scored(problems[place], prompts[place], completions))
+
+        try:
+            async with self.generating.call():
+                async for place, completions in self.generator.generate_each(prompts, params):
+                    tasks.create_task(score(place, completions))
+        except (ValueError, TypeError):
+            raise  # the generator refuses the input, and would refuse it again
+        except Exception as error:
+            raise GenerationError(error) from error
+
+    async def _scored(self, problem: Problem, prompt: list[int], completions: list[Completion]) -> Group:
+        texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
+        found = await self.scorer.score(self.environment, problem, texts)
+        rewards: list[float] = found.totals
+        overlong: list[float] = []
+        if self.config.overlong_buffer:
+            overlong = [self.config.overlong(len(completion.tokens), self.max_tokens) for completion in completions]
+            rewards = [reward - penalty for reward, penalty in zip(found.totals, overlong, strict=True)]
+        return Group(
+            problem=problem,
+            prompt=prompt,
+            completions=completions,
+            texts=texts,
+            task_rewards=found.totals,
+            rewards=rewards,
+            overlong_penalties=overlong,
+            components=found.components,
+            num_retries=found.num_retries,
+        )
+
+
+def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(start, end) of each part of the list whose numbers follow each other: runs_of([3, 4, 9]) -> (0, 2), (2, 3)."""
+    start = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            yield start, end
+            start = end
 
 
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:

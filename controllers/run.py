@@ -135,6 +135,10 @@ class RunConfig:
         """True if the run starts a second trainer, which holds the reference policy."""
         return False
 
+    def described(self) -> list[str]:
+        """Lines of --plan about what this kind of run does."""
+        return []
+
     def with_all_answers(self, problem: Problem) -> list[Problem]:
         """The problem once for each text that the run may train as its answer."""
         return [problem]

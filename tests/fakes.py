@@ -109,7 +109,17 @@ def trainer_info(**values: object) -> TrainerInfo:
     return TrainerInfo(**(fields | values))
 
 
-class ReplayingGenerator:
+class AnswersEach:
+    """generate_each of a fake that has generate: all prompts finish at the same time."""
+
+    async def generate_each(
+        self, prompts: list[list[int]], params: SamplingParams
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        for pair in enumerate(await self.generate(prompts, params)):
+            yield pair
+
+
+class ReplayingGenerator(AnswersEach):
     """A generator that repeats the answers of another one, call by call, whatever the weights. `recording` holds the answers that are left."""
 
     recording: list[Any]
@@ -193,7 +203,7 @@ class Generation:
     answer: list[list[Completion]]
 
 
-class RandomGenerator(ActorOfNothing):
+class RandomGenerator(AnswersEach, ActorOfNothing):
     """A generator without a model. It draws tokens 2 to 11; they depend on the seed of the call, the prompt and the completion."""
 
     def __init__(self) -> None:
@@ -211,12 +221,6 @@ class RandomGenerator(ActorOfNothing):
             answer.append(group)
         self.generations.append(Generation(prompts=prompts, params=params, answer=answer))
         return answer
-
-    async def generate_each(
-        self, prompts: list[list[int]], params: SamplingParams
-    ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        for pair in enumerate(await self.generate(prompts, params)):
-            yield pair
 
     def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:
         tokens = [draw.randint(2, 11) for _ in range(draw.randint(1, params.max_tokens))]

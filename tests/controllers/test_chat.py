@@ -9,6 +9,7 @@ from own_models import CHAT_TEMPLATE, save_tokenizer
 
 from controllers.chat import ChatConfig
 from controllers.environments import Message, Problem
+from controllers.rollout_queue import RolloutQueue
 from controllers.rollouts import RolloutConfig, Rollouts
 from controllers.tokenizer import load_tokenizer
 from controllers.validation import PassAtKConfig, ValidationSet, Validator
@@ -157,7 +158,7 @@ def test_rollouts_and_validation_generate_from_the_template_and_stop_at_every_st
     validator = Validator(
         sets=sets, generator=generator, tokenizer=tokenizer, max_tokens=4, seed=0, pass_at_k=PassAtKConfig()
     )
-    asyncio.run(rollouts.next_batch())
+    asyncio.run(RolloutQueue(rollouts).next_batch(version=0))
     asyncio.run(validator())
     trained, held_out = generator.generations
     assert [written(tokenizer, prompt) for prompt in trained.prompts + held_out.prompts] == [

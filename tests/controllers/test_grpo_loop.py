@@ -180,7 +180,8 @@ def test_every_name_of_a_record_is_explained_in_the_docs(finished):
     explained = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     names = set()
     for name in {name for record in finished.records for name in record}:
-        names.add(re.sub(r"pass@\d+", "pass@<k>", name.replace("/even/", "/<name>/")))
+        general = re.sub(r"pass@\d+", "pass@<k>", name.replace("/even/", "/<name>/"))
+        names.add(re.sub(r"age/\d+", "age/<n>", general))
     assert {"completion/truncated", "clip_fraction/low", "policy_lag"} <= names
     assert sorted(name for name in names if f"`{name}`" not in explained) == []
 

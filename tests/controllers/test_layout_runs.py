@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import ReplayingGenerator
+from fakes import AnswersEach, ReplayingGenerator
 
 import rl_actors
 from configs.tiny import tiny
@@ -36,6 +36,8 @@ class RecordingGenerator(rl_actors.GeneratorClient):
         call = super().generate(prompts, params)
         self.recording.append(call)
         return call
+
+    generate_each = AnswersEach.generate_each
 
 
 def config(**degrees: int) -> GRPOConfig:

@@ -118,7 +118,8 @@ def test_kl_in_the_reward_is_the_closed_form_in_float64(groups, estimator):
     assert actual == pytest.approx([r - 0.3 * d for r, d in zip(rewards, expected, strict=True)], rel=2e-6, abs=2e-6)
     assert [group.task_rewards for group in found] == [group.task_rewards for group in groups]
 
-    metrics = RolloutBatch(samples=[], groups=found, advantages=[], num_refills=0).metrics()
+    batch = RolloutBatch(samples=[], groups=found, advantages=[], num_refills=0, num_retries=0, version=0)
+    metrics = batch.metrics()
     num_tokens = sum(map(len, sampled))
     assert metrics["kl/reference"] == pytest.approx(sum(expected) / num_tokens, rel=1e-5)
     assert metrics["reward/kl_penalty"] == pytest.approx(0.3 * statistics.fmean(expected), rel=1e-5)

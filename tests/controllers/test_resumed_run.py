@@ -11,6 +11,7 @@ import re
 import signal
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, Scorer
 from controllers.grpo import GRPOConfig, train
 from controllers.interruption import Interruption
+from controllers.metrics import MetricsLogger
 from controllers.rollouts import RolloutConfig
 from controllers.run import AdamConfig, Run
 from controllers.run_folder import RunFolder, read_jsonl
@@ -31,7 +33,7 @@ from controllers.validation import build_sets
 from rl_actors import Completion, GeneratorConfig, ModelConfig, TrainerConfig
 from rl_actors.clients.conversion import merge_outputs
 from rl_actors.engine.train_engine import TrainEngine
-from tests.fakes import ParityReward
+from tests.fakes import AnswersEach, ParityReward
 
 ALPHABET = "0123456789+-=."
 
@@ -70,11 +72,30 @@ async def nothing(call: str, interruption: Interruption) -> None:
     pass
 
 
+class LateCheckpoints(Checkpoints):
+    """Completes a checkpoint only when it is waited for, as if the disk were slow."""
+
+    is_waited_for = False
+
+    async def finish(self) -> None:
+        self.is_waited_for = True
+        await super().finish()
+        self.is_waited_for = False
+
+    async def _commit(self, *arguments) -> None:
+        while not self.is_waited_for:
+            await asyncio.sleep(0)
+        await super()._commit(*arguments)
+
+
 class EngineTrainer:
     """The calls of a TrainerClient on an engine in this process. It dies before optimizer step number `last`."""
 
     def __init__(self, engine: TrainEngine, last: int | None, before: BeforeCall, interruption: Interruption) -> None:
         self.engine, self.last, self.before, self.interruption = engine, last, before, interruption
+
+    async def forward(self, samples):
+        return merge_outputs(len(samples), [self.engine.forward(samples)])
 
     async def forward_backward(self, samples, loss):
         await self.before("forward_backward", self.interruption)
@@ -99,7 +120,7 @@ class EngineTrainer:
         return [self.engine.info()]
 
 
-class RecordedGenerator:
+class RecordedGenerator(AnswersEach):
     """A generator whose completions depend only on the seed, as if they were read from a file."""
 
     version = -1
@@ -189,7 +210,8 @@ def run(make_engine, monkeypatch):
 
         @contextlib.asynccontextmanager
         async def open_run(config, folder, environment, validation_sets, tokenizer, setup, *, verbose):
-            saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
+            saver_class = Checkpoints if written else LateCheckpoints
+            saver = saver_class(folder.checkpoints, keep=config.keep_checkpoints)
             parts = {"config": config, "folder": folder, "environment": environment, "spawn_reference": None}
             parts |= {"validation_sets": validation_sets, "tokenizer": tokenizer, "checkpoints": saver}
             trainer = EngineTrainer(make_engine(), last, before, interruption)
@@ -256,6 +278,34 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
         assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
         assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
     assert resumed_at == ([2, 5, 7] if written else [0, 4, 5])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        pytest.param(True, id="between checkpoints"),
+        pytest.param(False, id="while a checkpoint is written", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_ahead_that_was_killed_skips_no_problem_and_trains_on_none_twice(run, tmp_path, monkeypatch, written):
+    monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
+    config = grpo_config()
+    config.rollouts.max_staleness = 4  # two steps of two versions
+    environment = ParityReward(0.0, 20)
+    for last in (7, 11):
+        folder = RunFolder(tmp_path / f"killed-{last}")
+        with pytest.raises(Killed):
+            run(folder, config=config, last=last, written=written, environment=environment)
+        assert run(folder, config=config, resume=True, environment=environment) == 0
+        state = checkpoints.read(checkpoints.newest(folder.checkpoints))
+        assert len(state["pending"]) >= 2 * 4  # two steps ahead
+        used = [line["prompt"] for line in read_jsonl(folder.rollouts)]
+        first = 5 * 8  # the supervised steps took the problems before
+        drawn = [environment.problem(index).prompt for index in range(first, state["cursor"])]
+        assert len(used) == len(set(used))
+        assert sorted(used + [environment.problem(index).prompt for index in state["pending"]]) == sorted(drawn)
+        ages = [record["age/max"] for record in lines(folder) if "age/max" in record]
+        assert 0 < max(ages) <= 4
 
 
 @pytest.mark.parametrize(

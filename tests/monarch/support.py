@@ -227,7 +227,7 @@ class TestTrainer(PolicyTrainer):
     async def pack(self, limits: dict[str, int]) -> None:
         """Change the limits with which later calls are planned."""
         self.engine.config = replace(self.engine.config, **limits)
-        self.engine.logprobs.chunk_tokens = self.engine.config.logprob_chunk_tokens
+        self.engine.head.chunk_tokens = self.engine.config.logprob_chunk_tokens
 
     @endpoint
     async def whole_gradients(self) -> dict[str, Tensor]:

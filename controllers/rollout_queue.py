@@ -1,0 +1,220 @@
+"""Rollouts that run ahead of the trainer: which groups of completions are under way, and which of them the next step trains on.
+
+The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
+`size` groups. At most (ahead + 1) * size groups have been drawn and not been trained on. While a step trains on its groups, the others
+are being generated.
+
+Why no group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most
+`ahead` steps have changed the weights, each by at most `versions_per_step` versions. The config's max_staleness counts versions, so
+ahead = max_staleness // versions_per_step. A step that was skipped changes no weights, so groups are then younger than allowed. The queue
+compares the versions of the tokens with max_staleness before every step, and raises RuntimeError if it is exceeded.
+
+Why one long completion does not hold a step. A step takes the first `size` finished groups in the order in which they were drawn. An
+unfinished group may be passed by younger ones, as long as all that wait can still be trained on in time: for every k, at most
+k * size groups that must be trained on within the next k steps may be left behind. If more would be left, the step waits.
+
+Why the queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
+(ahead + 1) * size. So when every group has finished, the first `size` of them always satisfy it. Groups finish without the trainer,
+because a generator needs no new weights to go on. With ahead=0 a step trains on all groups that it drew: that is the synchronous loop.
+
+A group whose rewards are all equal has no gradient. When all groups of a draw have finished, such groups are replaced by new problems, at
+most max_refills times. A replacement takes the place of a group that it replaces, so a draw never takes more places.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Self, TypeVar
+
+from controllers.rollouts import GenerationError, Group, RolloutBatch, Rollouts
+from controllers.run_folder import Record
+
+Found = TypeVar("Found")
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Place:
+    """A problem that was drawn, and its group when the group has finished."""
+
+    index: int  # of the problem in the environment
+    step: int  # number of the step at whose start it was drawn; 1 for the first
+    group: Group | None = None
+
+    def is_trainable(self) -> bool:
+        return self.group is not None and self.group.has_signal()
+
+
+def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list[Place] | None:
+    """The places that step number `step` trains on, or None if it must wait for more groups.
+
+    places: the groups that are under way or wait, in the order in which they were drawn.
+    """
+    chosen = [place for place in places if place.is_trainable()][:size]
+    if len(chosen) < size:
+        return None
+    left = [place for place in places if place.group is None or place.is_trainable()]
+    for place in chosen:
+        left.remove(place)
+    for later in range(ahead + 1):
+        num_due = sum(place.step + ahead <= step + later for place in left)
+        if num_due > later * size:
+            return None
+    return chosen
+
+
+@dataclass(slots=True, kw_only=True)
+class _Finished:
+    """What happened since the last step."""
+
+    filtered: list[Place] = field(default_factory=list)  # groups without a signal
+    num_refills: int = 0
+    num_retries: int = 0
+
+
+class RolloutQueue:
+    """Draws problems, has them completed and scored, and gives every step its batch. Use it in an `async with` block.
+
+    cursor: index of the next problem that was never drawn. pending: indices of problems that an earlier part of the run has drawn and that
+    were in no batch. They are completed again, before new ones: a checkpoint has no completions, because newer weights give better ones.
+    """
+
+    def __init__(
+        self,
+        rollouts: Rollouts,
+        *,
+        versions_per_step: int = 1,
+        cursor: int = 0,
+        pending: Sequence[int] = (),
+    ) -> None:
+        config = rollouts.config
+        self.rollouts, self.config = rollouts, config
+        self.ahead = config.max_staleness // versions_per_step
+        self.cursor, self.pending = cursor, list(pending)
+        self.step = 0  # number of calls of next_batch
+        self.places: list[Place] = []
+        self.since = _Finished()
+        self._draws: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Drop what is under way."""
+        for draw in self._draws:
+            draw.cancel()
+        await asyncio.gather(*self._draws, return_exceptions=True)
+
+    def state(self) -> Record:
+        """The queue's part of a checkpoint."""
+        # Groups without a signal are in no batch yet, so a resumed run completes their problems again.
+        unused = [place.index for place in [*self.places, *self.since.filtered]]
+        return {"cursor": self.cursor, "pending": sorted(unused) + self.pending}
+
+    async def next_batch(self, version: int) -> RolloutBatch:
+        """Draw the problems that may be drawn now, and wait for groups_per_step groups with a signal.
+
+        The batch has fewer groups if max_refills refills did not find so many, and no samples if no group has a signal.
+        version: of the weights that the trainer has now, and the generator too. Raises the error of a rollout that cannot be completed,
+        and RuntimeError if a token is older than max_staleness versions.
+        """
+        self.step += 1
+        room = (self.ahead + 1) * self.config.groups_per_step - len(self.places)
+        self._start(self._draw(room))
+        chosen = await self._wait_for_groups()
+        finished, self.since = self.since, _Finished()
+        for place in chosen:
+            self.places.remove(place)
+        groups = [place.group for place in sorted([*chosen, *finished.filtered], key=lambda place: place.index)]
+        batch = RolloutBatch.of(
+            [group for group in groups if group is not None],
+            self.config,
+            num_refills=finished.num_refills,
+            num_retries=finished.num_retries,
+            version=version,
+        )
+        if max(batch.ages(), default=0) > self.config.max_staleness:
+            raise RuntimeError(
+                f"a group is {max(batch.ages())} versions old, but rollouts.max_staleness={self.config.max_staleness}"
+            )
+        return batch
+
+    def update(self) -> AbstractAsyncContextManager[None]:
+        """Context manager for an update of the generator's weights.
+
+        With in_flight_updates=False the requests that are running are waited for first, and no other begins before the end.
+        """
+        return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
+
+    async def _wait_for_groups(self) -> list[Place]:
+        size = self.config.groups_per_step
+
+        def groups() -> list[Place] | None:
+            chosen = choose(self.places, size=size, step=self.step, ahead=self.ahead)
+            if chosen is None and not self._draws:
+                return [place for place in self.places if place.is_trainable()][:size]
+            return chosen
+
+        return await self._until(groups)
+
+    def _draw(self, count: int) -> list[Place]:
+        """The next `count` problems, as places of the queue."""
+        indices = self.pending[:count]
+        del self.pending[:count]
+        num_new = count - len(indices)
+        indices += range(self.cursor, self.cursor + num_new)
+        self.cursor += num_new
+        places = [Place(index=index, step=self.step) for index in indices]
+        self.places += places
+        return places
+
+    def _start(self, places: list[Place]) -> None:
+        """Complete the problems in a task of their own."""
+        if places:
+            draw = asyncio.create_task(self._complete_all(places))
+            draw.add_done_callback(lambda _: self._changed.set())
+            self._draws.add(draw)
+
+    async def _complete_all(self, places: list[Place]) -> None:
+        """Complete the problems of a draw, and replace groups without a signal."""
+        for num_refills in range(self.config.max_refills + 1):
+            await self._complete(places)
+            filtered = [place for place in places if not place.is_trainable()]
+            for place in filtered:
+                self.places.remove(place)
+            self.since.filtered += filtered
+            if not filtered or num_refills == self.config.max_refills:
+                return
+            self.since.num_refills += 1
+            places = self._draw(len(filtered))
+
+    async def _complete(self, places: list[Place]) -> None:
+        """Complete the problems. One that fails is asked for again. Raises the generator's error when its last retry has failed."""
+
+        def deliver(position: int, group: Group) -> None:
+            places[position].group = group
+            self._changed.set()
+
+        for num_retries in range(self.config.max_retries + 1):
+            try:
+                await self.rollouts.complete([place.index for place in places], deliver)
+            except GenerationError as error:
+                if num_retries == self.config.max_retries:
+                    raise error.reason from None
+            places = [place for place in places if place.group is None]
+            if not places:
+                return
+            self.since.num_retries += len(places)
+
+    async def _until(self, found: Callable[[], Found | None]) -> Found:
+        """The first answer of `found` that is not None. Raises the error of a draw that failed."""
+        while True:
+            self._changed.clear()
+            for draw in [draw for draw in self._draws if draw.done()]:
+                self._draws.remove(draw)
+                draw.result()
+            answer = found()
+            if answer is not None:
+                return answer
+            await self._changed.wait()
