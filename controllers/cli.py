@@ -1,7 +1,7 @@
-"""Command line of a run: it turns flags into a checked config and the run's folder. Starts nothing and writes nothing.
+"""Command line of a run. It makes a checked config and the path of the run's folder of the flags. Starts nothing and writes nothing.
 
-It works on any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags`, a `with_local_models()` that returns the config with
-directories for ids of models, and a `validate()`. Both methods raise ValueError.
+A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods, which raise ValueError.
+`with_local_models()` returns the config with directories in the place of ids of models. `validate()` checks the config.
 """
 
 import difflib
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""Fields that a resumed run cannot change: its weights would not fit, or it would be validated on problems that it was trained on."""
+"""Fields that a resumed run cannot change. Otherwise its weights might not fit, or its held-out problems might be ones that it trained on."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
@@ -35,7 +35,7 @@ Annotation = object  # a class, `int | None`, `list[int]`: annotations have no n
 class Invocation:
     config: "RunConfig"
     config_name: str
-    output_dir: Path  # with `resume`, that folder
+    output_dir: Path  # folder of the run; the same folder as `resume`, if that is given
     resume: Path | None
     eval_only: Path | None
     dry_run: bool
@@ -61,7 +61,7 @@ def parse(
     """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
     `--config` names one of `configs` (default: the first) or a config.json. Every other dotted flag edits a field of this config.
-    Exits with status 2 and a message on stderr when the run is not possible, and with status 0 after `--help`.
+    Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
     """
     try:
         return _parse(prog, configs, sys.argv[1:] if argv is None else list(argv), fixed_on_resume)
@@ -71,7 +71,7 @@ def parse(
 
 
 def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequence[str]) -> Invocation:
-    # These three flags choose the config whose fields the other flags edit. So they are read first, and again with the others below.
+    # These flags choose the config whose fields the other flags edit. So they are read first, and a second time with the other flags.
     source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     source.add_argument("--config")
     source.add_argument("--resume", type=Path)
@@ -80,7 +80,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     chosen, _ = source.parse_known_args(argv)
     if chosen.resume and (chosen.config or chosen.eval_only or chosen.algorithm):
         others = "--config, --algorithm or --eval-only"
-        raise ValueError(f"--resume takes the config of its run, so it cannot be combined with {others}")
+        raise ValueError(f"--resume uses the config of its run, so it cannot be combined with {others}")
     if chosen.eval_only and not chosen.eval_only.is_dir():
         raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
 
@@ -123,7 +123,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print them with their paper to stderr, so that stdout stays JSON for --dry-run."""
+    """Set the fields of a preset, and print them with their paper. They go to stderr, so that --dry-run prints only JSON to stdout."""
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
         known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"
@@ -136,7 +136,7 @@ def _apply_preset(config: "RunConfig", name: str) -> None:
 
 
 def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) -> list[str]:
-    """The command line with whole names of flags: `--lr 1e-4` and `--lr=1e-4` become `--schedule.learning-rate …`."""
+    """The command line with the whole names of flags. `--lr 1e-4` becomes `--schedule.learning-rate 1e-4`, and so does `--lr=1e-4`."""
     whole = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -180,12 +180,12 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             "eval_only",
             Path | None,
             None,
-            "Score this checkpoint, or the newest of this run, and stop. Without --config, its run's config is used.",
+            "Score this checkpoint, or the newest one of this run, and stop. Without --config the config of its run is used.",
         ),
         _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),
         _flag("plan", bool, False, "Print the layout, the memory of a rank and which process runs where, and stop."),
-        _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, too, not only in files."),
+        _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, and not only in files."),
         ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)),
     ]
     return make_dataclass("Flags", flags)
@@ -200,7 +200,7 @@ def _flag(
 
 
 def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Raise ValueError when a leaf under one of the `fixed` prefixes has changed."""
+    """Raise ValueError if a value has changed whose dotted name is one of `fixed` or lies under one of them."""
     for name in sorted(before.keys() | after.keys()):
         is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in fixed)
         if is_fixed and before.get(name) != after.get(name):
@@ -209,9 +209,9 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
 
 
 def _require_writable(output_dir: Path) -> None:
-    """Raise ValueError when the folder cannot be made, or when nothing can be written to it."""
+    """Raise ValueError if the folder cannot be made, or if nothing can be written to it."""
     existing = output_dir
-    # Not Path.exists, which raises under a folder that may not be read.
+    # Path.exists would raise an error under a folder that may not be read.
     while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():

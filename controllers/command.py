@@ -1,4 +1,4 @@
-"""The command `rl-actors`: the programs of this package by name. It starts each with its own argument list and does nothing else.
+"""The command `rl-actors`. It starts the programs of this package by name, each with its own arguments, and does nothing else.
 
 rl-actors grpo --config tiny
 """
@@ -21,14 +21,14 @@ LOOPS = {
     "sft": "train on the answers of problems",
     "dpo": "train on pairs of a chosen and a rejected answer",
 }
-"""Controllers, which launch.main starts."""
+"""Controllers and their meanings. launch.main starts them."""
 
 PROGRAMS = {
     "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
     "requirements": ("controllers.command:requirements", "print the lock, for pip install --no-deps -r"),
 }
-"""Modules with a function `main`, or functions as module:function."""
+"""Other programs and their meanings. A program is a module with a function `main`, or a function as module:function."""
 
 
 def main() -> None:
@@ -47,13 +47,13 @@ def main() -> None:
         print(f"rl-actors: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"rl-actors {name}", *arguments[1:]]
-    # A task of one's own, as module:function, lies in the current folder. It comes last, so that its `configs` is not taken for ours.
+    # A user's module:function may lie in the current folder. The folder comes last, so that a `configs` there is not taken for ours.
     sys.path.append(os.getcwd())
     try:
         require_own_packages()
         program = program_of(name)
     except ModuleNotFoundError as error:
-        remedy = "what the programs need is the extra loop; docs/install.md says how it is installed"
+        remedy = "the programs need the packages of the extra `loop`; docs/install.md says how to install them"
         print(f"rl-actors: error: {error}; {remedy}", file=sys.stderr)
         sys.exit(2)
     except ImportError as error:
@@ -63,9 +63,9 @@ def main() -> None:
 
 
 def program_of(name: str) -> Callable[[], None]:
-    """Raises ModuleNotFoundError if a package that the program needs is not installed."""
+    """The function that starts a program. Raises ModuleNotFoundError if a package that the program needs is not installed."""
     if name in LOOPS:
-        import_module("configs")  # and with it all controllers
+        import_module("configs")  # this imports all controllers
         return partial(import_module("controllers.launch").main, f"controllers.{name}")
     module, _, function = PROGRAMS[name][0].partition(":")
     return getattr(import_module(module), function or "main")
@@ -91,7 +91,7 @@ def require_own_packages() -> None:
 
 
 def requirements() -> None:
-    """Print the lock of a device: every package with its version, which no resolver would accept together."""
+    """Print the lock of a device: every package with its version. No resolver accepts these versions together, so pip needs --no-deps."""
     parser = argparse.ArgumentParser(prog="rl-actors requirements", description=requirements.__doc__)
     parser.add_argument("device", choices=("cpu", "cuda"))
     device = parser.parse_args().device

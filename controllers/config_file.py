@@ -1,7 +1,7 @@
-"""Configs as files: JSON, YAML and TOML, read and written through pydantic. Knows no command line.
+"""Files of configs in JSON, YAML and TOML. pydantic checks their values. Knows no command line.
 
-A file holds the fields of the config's dataclasses under their names. A missing field takes its default. A TOML file has no null, so
-a field that is None is left out of it.
+A file holds the fields of the config's dataclasses under their names. A missing field takes its default. TOML has no null, so a TOML file
+leaves out every field that is None.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ def to_json(config: "DataclassInstance") -> str:
 
 
 def from_json(cls: type[Config], text: str) -> Config:
-    """The inverse of `to_json`. A missing field takes its default. Raises ValueError naming an unknown or ill-typed field."""
+    """The config of a text that `to_json` returned. A missing field takes its default. Raises ValueError, naming an unknown or ill-typed field."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -39,11 +39,11 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 
 def from_values(cls: type[Config], values: object) -> Config:
-    """A config from the values of a file. Types are strict: "3" and true are no integers. Raises ValueError, a line for each wrong field."""
-    # A dataclass without settings of its own takes those of the model around it.
+    """A config from the values of a file. Types are strict: "3" and true are no integers. Raises ValueError with a line for each wrong field."""
+    # pydantic reads a dataclass that has no settings of its own with the settings of the model around it.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
-        # Strict JSON, unlike strict Python values, takes a list for a tuple and a string for a path.
+        # The values go through JSON, because pydantic's strict mode takes a list for a tuple and a string for a path only in JSON.
         text = json.dumps({"config": values}, default=_refuse_date)
         return around.model_validate_json(text).config  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -51,7 +51,7 @@ def from_values(cls: type[Config], values: object) -> Config:
 
 
 def read(cls: type[Config], file: Path) -> Config:
-    """The config of a file that ends in .json, .yaml, .yml or .toml. Raises ValueError naming the file, and what is wrong where."""
+    """The config of a file that ends in .json, .yaml, .yml or .toml. Raises ValueError, naming the file, the field and the fault."""
     try:
         values = _FORMATS[file.suffix].load(file.read_text(encoding="utf-8"))
         return from_values(cls, values)
@@ -60,7 +60,7 @@ def read(cls: type[Config], file: Path) -> Config:
 
 
 def write(config: "DataclassInstance", file: Path) -> None:
-    """Write a file that `read` reads, in the format of its ending."""
+    """Write the config to a file in the format of the file's ending. `read` reads it."""
     values = json.loads(to_json(config))
     if file.suffix == ".toml":
         values = _without_none(config, values)
@@ -79,7 +79,7 @@ def is_file_name(name: str) -> bool:
 
 
 def leaves_of(config: "DataclassInstance") -> dict[str, object]:
-    """Every value of the config that is not an object of JSON, by its dotted name."""
+    """The values of the config by dotted name. A value that is an object in JSON is replaced by the values in it."""
     return dict(leaves(json.loads(to_json(config))))
 
 
@@ -98,7 +98,7 @@ class _Format:
 
 
 class _StrictYaml(yaml.SafeLoader):
-    """YAML without two surprises: a key that stands twice is refused, and `1e-3` is a number."""
+    """YAML without two surprises: a repeated key is an error, and `1e-3` is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
@@ -112,7 +112,7 @@ class _StrictYaml(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 asks for a dot before an exponent. Everybody writes learning rates without one.
+# In YAML 1.1 a number with an exponent needs a dot. Learning rates are usually written without one.
 _EXPONENT = re.compile(r"^[-+]?[0-9]+[eE][-+]?[0-9]+$")
 _StrictYaml.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+0123456789"))
 
@@ -149,7 +149,7 @@ def _path_to_str(value: object) -> str:
 
 
 def _without_none(config: "DataclassInstance", values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """The values without those that are null. Raises ValueError for a null whose field has another default, which a reader would take."""
+    """The values that are not null. Raises ValueError for a null whose field has another default: `read` would take the default."""
     kept: dict[str, object] = {}
     for each in dataclasses.fields(config):
         name, value, inner = f"{prefix}{each.name}", values[each.name], getattr(config, each.name)
@@ -157,10 +157,12 @@ def _without_none(config: "DataclassInstance", values: dict[str, object], prefix
             kept[each.name] = _without_none(inner, value, f"{name}.")
         elif value is not None:
             if _holds_null(value):
-                raise ValueError(f"{name}={value!r} holds a null, which TOML has not; write a .yaml or .json file")
+                raise ValueError(
+                    f"{name}={value!r} holds a null, which TOML does not have; write a .yaml or .json file"
+                )
             kept[each.name] = value
         elif each.default is not None:
-            raise ValueError(f"{name} is None, which TOML cannot say; write a .yaml or .json file")
+            raise ValueError(f"{name} is None, which TOML cannot hold; write a .yaml or .json file")
     return kept
 
 
@@ -187,7 +189,7 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """Names of the fields of the dataclass to which a path of field names and keys leads. Empty if the path leads through a list."""
+    """Names of the fields of a dataclass in the config. The path of field names and keys leads to it. Empty if the path leads through a list."""
     for part in path:
         if get_origin(cls) is dict:  # the part is a key
             cls = get_args(cls)[1]

@@ -16,10 +16,10 @@ class Message(TypedDict):
 class Problem:
     prompt: str
     answer: str
-    key: str  # training uses no problem that has the key of a held-out one
+    key: str  # identity of the problem: training uses no problem with the key of a held-out problem
     metadata: dict[str, object] = field(default_factory=dict)
-    # The conversation that the completion continues. If it is not empty, the model's chat template makes the prompt from it, and `prompt`
-    # is only shown.
+    # The conversation that the completion continues. If there is one, the model's chat template makes the prompt's tokens from it, and the
+    # text `prompt` is only shown.
     messages: list[Message] = field(default_factory=list)
     source: str = ""  # in a mixture: name of the environment that the problem comes from
 
@@ -35,9 +35,9 @@ class Environment(Protocol):
     def reward(self, problem: Problem, completion: str) -> "float | Awaitable[float]":
         """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.
 
-        An awaitable gives the same later. See Scorer.
+        The method may return an awaitable of the reward. See Scorer.
         """
 
 
 class RewardError(ValueError):
-    """A reward that is not a finite number, or that did not come."""
+    """A reward is not a finite number, or no reward came."""

@@ -11,7 +11,7 @@ from controllers.environments.mixture import MixedEnvironment, read_parts
 def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> Environment:
     """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems.
 
-    trains=False: nobody asks for training problems, so that all problems of a file or a data set may be held out.
+    trains=False: the environment serves no training problems, so all problems of a file or a data set may be held out.
     """
     config.validate()
     if config.mixture:

@@ -33,37 +33,37 @@ class EnvironmentConfig:
     """A reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data set; or a function as module:function. A data set
     is a directory or an id, and has a slash in its name. If `mixture` is set, `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
-    """Arguments of the reasoning-gym task or of the user's function: one JSON object, which replaces the default as a whole."""
+    """Arguments of the reasoning-gym task or of the user's function. The flag takes one JSON object, which replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks in the place of one: a JSON list of objects with these fields. Each may also have a "weight"; its default is 1."""
+    """Several tasks instead of one. The flag takes a JSON list of objects with these fields. Each object may also have a "weight", which is
+    1 by default."""
     prompt_column: str = "prompt"
     """Column of a file or a data set with the prompt."""
     answer_column: str = "answer"
     """Column of a file or a data set with the answer."""
     rejected_column: str = ""
-    """Column of a file or a data set with an answer that is worse than that of answer_column. controllers.dpo trains on such pairs."""
+    """Column of a file or a data set with a worse answer than the one in answer_column. controllers.dpo trains on such pairs."""
     messages_column: str = "messages"
-    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. It is used in a row without a prompt
-    column: the model's chat template makes the prompt. Without an answer column the last message, the assistant's, is the answer."""
+    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. It is used in rows without a prompt column.
+    The model's chat template makes the prompt of it. If there is no answer column either, the assistant's last message is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
-    """Another file or data set whose problems are held out, at most num_held_out of them. None of them is trained on, also if the data of
-    `task` has it. Empty: the held-out problems are a part of the data of `task`."""
+    """Another file or data set. At most num_held_out of its problems are held out. A held-out problem is not trained on, even if the data
+    of `task` also has it. Empty: the held-out problems are a part of the data of `task`."""
     held_out_split: str = ""
-    """Split of the Hugging Face data set of held_out_task or, if that is empty, of `task`, whose problems are held out. Empty: `split`."""
+    """Split whose problems are held out. It is a split of held_out_task, or of `task` if held_out_task is empty. Empty: `split`."""
     prompt: str = "{question}"
-    """Template of the prompt, e.g. "{expression}=". `{question}` is the prompt of the data. The keys of the problem's metadata, such as the
-    other columns of a file, may stand in it too."""
+    """Template of the prompt, e.g. "{expression}=". `{question}` is the prompt of the data. The template may also use the keys of the
+    problem's metadata, such as the other columns of a file."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: str = "exact_match"
-    """exact_match compares stripped text. math_verify compares mathematical values. regex compares the last matches of
-    reward_pattern in both texts. task asks the reasoning-gym task. judge asks a model. python runs the completion as a program with the
-    answer, which holds tests. module:function calls your function(answer, completion),
-    which returns a number."""
+    """Rule that scores a completion. exact_match compares stripped text. math_verify compares mathematical values. regex compares the last
+    matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks a model. python runs the program of the completion
+    with the tests in the answer. module:function calls your function(answer, completion), which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression. Its first group is compared, or the whole match if it has no group."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -108,12 +108,12 @@ class EnvironmentConfig:
 
     @property
     def source(self) -> str:
-        """The task and what narrows it down, for error texts."""
+        """The task with its options and its prompt pattern, for error texts."""
         text = f"task={self.task!r} with options={self.options}"
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
     def validate(self) -> None:
-        """Raise ValueError for a wrong value that can be found without the dataset. `build_environment` finds the others."""
+        """Raise ValueError for a wrong value that shows without the data. `build_environment` finds the other wrong values."""
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):
@@ -144,7 +144,7 @@ class EnvironmentConfig:
         if self.mixture:
             if self.has_own_held_out:
                 raise ValueError(
-                    "held_out_task and held_out_split cannot stand beside a mixture; its parts may have their own"
+                    "a mixture takes neither held_out_task nor held_out_split; the parts of the mixture may have them"
                 )
             return
         if not self.task:
@@ -170,6 +170,4 @@ class EnvironmentConfig:
         if other.is_file and not Path(other.task).is_file():
             raise ValueError(f"held_out_task={self.held_out_task!r} is not a file")
         if (other.task, other.split) == (self.task, self.split):
-            raise ValueError(
-                f"{given}; these are the problems of task={self.task!r}, of which none would be left to train on"
-            )
+            raise ValueError(f"{given}; task={self.task!r} has the same problems, so none would be left to train on")

@@ -1,4 +1,4 @@
-"""Problems of a file or of a Hugging Face data set, all of which are read at the start."""
+"""Problems of a file or of a Hugging Face data set. All of them are read at the start."""
 
 import functools
 import json
@@ -13,19 +13,20 @@ from controllers.environments.entries import Entry, fits, text_score, to_problem
 from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
-"""A text for errors that says where the row stands, and the columns of the row."""
+"""A text that says in errors where the row stands, and the values of the row by column."""
 
 
 class DataEnvironment:
-    """All problems of the data except the held-out ones, in another order in every epoch."""
+    """The problems of a file or a data set, except the held-out ones. Every epoch has another order."""
 
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
-        """rows: those of config.task, if it is not to be read. trains=False: all problems may be held out.
+        """rows: used instead of the rows of config.task, which is then not read. trains=False: all problems may be held out.
 
-        Raises ValueError, naming what is wrong, for a bad row and for too few problems.
+        Raises ValueError, with the place or the numbers, for a bad row and for too few problems.
         """
         self.config, self.reward = config, text_score(config)
-        # The held-out problems may have a file of their own. All of that may be held out, and with trains=False all of any file.
+        # The held-out problems may have a file of their own, and then all problems of that file may be held out. With trains=False all
+        # problems of any file may be.
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -79,7 +80,7 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
-    # split, not splitlines: a JSON string may hold U+2028, at which splitlines splits, too.
+    # splitlines would also split at U+2028, which a JSON string may hold.
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").rstrip().split("\n"), 1):
         try:
             values = json.loads(line)
@@ -112,21 +113,21 @@ def _read_table(path: str) -> Iterator[Row]:
     try:
         table = parquet.read_table(path) if path.endswith(".parquet") else csv.read_csv(path)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"{path} cannot be read, it may be cut off: {error}") from None
+        raise ValueError(f"{path} cannot be read; it may be cut off: {error}") from None
     for number, values in enumerate(table.to_pylist()):
         yield f"{path}, row {number}", values
 
 
 def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
-    """The rows of a Hugging Face data set: a directory, or an id that is in the cache or can be fetched.
+    """The rows of a Hugging Face data set. The data set is a directory, or an id that is in the cache or can be fetched.
 
-    Raises ValueError naming the id and the command that fetches it.
+    Raises ValueError, naming the id and the command that fetches it.
     """
     from datasets import load_dataset
 
     try:
         rows = load_dataset(config.task, split=config.split, **config.options)
-    except Exception as error:  # what the package raises depends on where the data lies
+    except Exception as error:  # the package raises other classes of errors for other places of the data
         remedy = "" if os.path.isdir(config.task) else f"; to fetch it: hf download --repo-type dataset {config.task}"
         reason = str(error).split("\n")[0]
         raise ValueError(f"task={config.task!r}, split={config.split!r}: {reason}{remedy}") from None
@@ -135,8 +136,8 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
-    """The rows as entries. Raises ValueError naming the row for a missing column, or for a value of another type than in the first row."""
-    kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the row where it was first seen
+    """The rows as entries. Raises ValueError, naming the row, for a missing column and for a value of another type than in the first row."""
+    kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the first row that had the column
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:
         messages: list[Message] = []
@@ -155,7 +156,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    _column(config.prompt_column, where, row)  # a pair needs a prompt; a conversation does not serve as one
+    _column(config.prompt_column, where, row)  # raises without a prompt: a pair cannot have a conversation in its place
     chosen, rejected = config.answer_column, config.rejected_column
     value = _column(rejected, where, row)
     _require_kind(rejected, value, where, kinds)

@@ -1,4 +1,4 @@
-"""Entries of a task's data as problems, and their rewards."""
+"""Functions that make problems of the entries of a task's data, and rewards that compare texts."""
 
 import importlib
 import inspect
@@ -27,7 +27,7 @@ class Entry:
 
 
 def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
-    """The problem of an entry. Raises ValueError when the template of the prompt has a field that the entry has not."""
+    """The problem of an entry. Raises ValueError if the template of the prompt uses a field that the entry does not have."""
     fields = {**entry.metadata, "question": entry.question}
     try:
         prompt = config.prompt.format(**fields)
@@ -45,7 +45,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def operands_or_text(entry: Entry) -> str:
-    """Key of an entry: the sorted operands of plain arithmetic ("12 + 34" and "34 + 12" give "12 34"), else the question."""
+    """Key of an entry: the sorted operands if the entry is plain arithmetic, or else the question. "12 + 34" and "34 + 12" give "12 34"."""
     expression = str(entry.metadata.get("expression", ""))
     if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
         return entry.question
@@ -53,7 +53,7 @@ def operands_or_text(entry: Entry) -> str:
 
 
 def imported(field_name: str, name: str) -> Callable:
-    """The function of a name module:function. Raises ValueError, naming the field, when it cannot be imported."""
+    """The function that a name module:function stands for. Raises ValueError, naming the field, if it cannot be imported."""
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, drawn at random."""
+"""Problems that are drawn at random from a task of reasoning-gym."""
 
 import difflib
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Share of the keys that training does not use. If a task has few keys, `num_held_out` can need a larger share."""
+"""Share of the keys that training does not use. In a task with few keys `num_held_out` can need a larger share."""
 
 DRAWS_PER_PROBLEM = 1000
-"""Entries tried for one training problem before the task is given up."""
+"""Largest number of draws for one training problem. If none of them fits, the run ends with an error."""
 
 
 class GeneratedEnvironment:
-    """Random draws from a reasoning-gym task."""
+    """Problems that are drawn at random from a reasoning-gym task."""
 
     def __init__(self, config: EnvironmentConfig, dataset: "ProceduralDataset"):
         self.config, self.dataset = config, dataset
@@ -41,7 +41,8 @@ class GeneratedEnvironment:
         return to_problem(entry, self.config)
 
     def problem(self, index: int) -> Problem:
-        # Entries are drawn at random, not taken in order: entry i of reasoning-gym's seed s is entry i + 1 of seed s - 1.
+        # Entries are not taken in order, because entry i of reasoning-gym's seed s is entry i + 1 of seed s - 1. Two neighbouring seeds
+        # would give nearly the same problems.
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))
@@ -58,7 +59,7 @@ class GeneratedEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class TaskScore:
-    """The score of the reasoning-gym task."""
+    """The score that the reasoning-gym task gives to a completion."""
 
     dataset: "ProceduralDataset"
 
@@ -68,7 +69,7 @@ class TaskScore:
 
 
 def reasoning_gym(config: EnvironmentConfig) -> GeneratedEnvironment:
-    """Raises ValueError for an unknown task or option."""
+    """The environment of a reasoning-gym task. Raises ValueError for an unknown task or option."""
     from reasoning_gym.factory import DATASETS, create_dataset
 
     if config.task not in DATASETS:

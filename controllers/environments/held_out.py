@@ -14,11 +14,11 @@ def fraction(key: str, seed: int) -> float:
 def hold_out(
     problems: Iterable[Problem], *, number: int, seed: int, share: float, source: str, may_be_all: bool = False
 ) -> tuple[list[Problem], float]:
-    """Held-out problems, and the highest hash of their keys.
+    """The held-out problems, and the highest hash of their keys.
 
-    The `number` keys with the lowest hashes are held out, each with its first problem. Reading stops when `number` keys with hashes
-    below `share` are found. Raises ValueError, naming the source, when `number` is more than half of all keys. With may_be_all such a
-    number is legal, and at most all keys are held out.
+    The `number` keys with the lowest hashes are held out. If several problems have the same key, the first one is held out. Reading stops
+    when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half of all
+    keys. With may_be_all every number is legal: if there are fewer keys, all of them are held out.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

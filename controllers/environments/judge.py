@@ -1,4 +1,4 @@
-"""A reward from a model. The model is asked through an OpenAI-compatible server."""
+"""A reward that a model gives. An OpenAI-compatible server runs the model."""
 
 import os
 import re
@@ -16,16 +16,16 @@ class JudgeConfig:
     url: str = ""
     """Address of the server up to /v1, e.g. http://localhost:8000/v1. The key is in the environment variable OPENAI_API_KEY."""
     model: str = ""
-    """Name of the model there."""
+    """Name of the model on the server."""
     prompt: str = (
         "Question: {question}\nRight answer: {answer}\nAnswer of a student: {completion}\n\n"
         'How good is the answer of the student? End with a line "score: N", with N from 0 to 10.'
     )
     """Template of the request. It may use question, answer and completion."""
     pattern: str = r"score:\s*(\d+(?:\.\d+)?)"
-    """Regular expression. Its last match in the judge's answer counts, and the first group of that match is the score."""
+    """Regular expression that finds the score in the judge's answer. The first group of its last match is the score."""
     best_score: float = 10.0
-    """Score that is a reward of 1."""
+    """Score that gives a reward of 1."""
 
     def validate(self) -> None:
         if not re.match(r"https?://", self.url) or not self.model:
@@ -49,14 +49,14 @@ class JudgeConfig:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     config: JudgeConfig
-    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # none before the first call, then one
+    clients: "list[AsyncOpenAI]" = field(default_factory=list)  # empty before the first call, then the one client
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """Raises openai's errors, and ValueError for an answer without a score."""
+        """The reward of a completion. Raises openai's errors, and ValueError for an answer without a score."""
         from openai import AsyncOpenAI
 
         if not self.clients:
-            key = os.environ.get("OPENAI_API_KEY", "none")  # a server of one's own asks for none
+            key = os.environ.get("OPENAI_API_KEY", "none")  # a local server such as vLLM's needs no key
             self.clients.append(AsyncOpenAI(base_url=self.config.url, api_key=key, max_retries=0))
         question = str(problem.metadata.get("question", problem.prompt))
         request = self.config.prompt.format(question=question, answer=problem.answer, completion=completion)

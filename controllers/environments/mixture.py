@@ -1,4 +1,4 @@
-"""Several environments as one, mixed by weight."""
+"""An environment that mixes the problems of several environments by weight."""
 
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -10,7 +10,7 @@ from controllers.environments.base import Environment, Problem
 from controllers.environments.config import EnvironmentConfig
 
 BLOCK = 100
-"""Consecutive problems in which every environment has its exact share."""
+"""Number of consecutive problems in which every environment has its exact share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +21,9 @@ class Part:
 
 
 def read_parts(config: EnvironmentConfig) -> list[Part]:
-    """The parts of a mixture, each with its share of the held-out problems. Raises ValueError naming the part and what is wrong.
+    """The parts of a mixture, each with its share of the held-out problems. Raises ValueError, naming the part, for a wrong part.
 
-    A part takes the fields that it does not set from the config around it.
+    A part takes the fields that it does not set from the config that has the mixture.
     """
     around = asdict(config) | {"mixture": []}
     total = sum(_weight(number, values) for number, values in enumerate(config.mixture))
@@ -81,7 +81,7 @@ class MixedEnvironment:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """How many of BLOCK problems each environment gets: its share, rounded so that the sum is BLOCK, and at least one."""
+    """The number of each environment's problems in a block: its share of BLOCK, rounded, and at least 1. The numbers add up to BLOCK."""
     counts = [max(1, int(weight * BLOCK)) for weight in weights]
     remainders = [weight * BLOCK - count for weight, count in zip(weights, counts, strict=True)]
     while sum(counts) != BLOCK:

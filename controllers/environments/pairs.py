@@ -1,4 +1,4 @@
-"""Preference pairs that need no file: a right and a wrong answer to an addition."""
+"""Preference pairs that need no file. A pair is a right and a wrong answer to an addition."""
 
 from collections.abc import Iterator
 from random import Random
@@ -6,7 +6,7 @@ from random import Random
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.data import DataEnvironment, Row
 
-FIRST, LAST = 10, 99  # the terms
+FIRST, LAST = 10, 99  # the smallest and the largest term
 
 
 def additions(*, seed: int, num_held_out: int) -> DataEnvironment:

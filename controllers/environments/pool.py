@@ -1,7 +1,7 @@
-"""A pool of processes that call rewards which take long. The event loop goes on meanwhile, and several rewards are computed at once.
+"""A pool of processes for slow rewards. The event loop goes on while they work, and several rewards are computed at once.
 
-The standard library's pools cannot end one process whose call hangs, and their processes import the program's main module, which
-here takes seconds.
+The standard library's pools have two faults here. They cannot end one process whose call hangs. Their processes import the program's
+main module, which takes seconds.
 """
 
 import asyncio
@@ -40,13 +40,13 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call the rewards of some environments, and one thread for each, which waits for its answer.
+    """Processes that call the rewards of some environments. For each process one thread waits for its answers.
 
-    A process that does not answer in time, or that ends, is replaced. `close` ends all processes; they also end with this process.
+    A process that does not answer in time, or that ends, is replaced. `close` ends all processes. They also end with this process.
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: by a name for errors. Raises ValueError for a reward that cannot be pickled."""
+        """environments: each with the name that it has in errors. Raises ValueError for a reward that cannot be pickled."""
         self._numbers: dict[int, int] = {}  # id of an environment -> number of its function
         self._environments = list(environments.values())  # kept, so that no other object gets their ids
         functions: list[Callable] = []
@@ -74,9 +74,9 @@ class RewardPool:
         self.close()
 
     def start(self) -> None:
-        """Start the processes. Raises ValueError, naming the functions, if one cannot be imported there."""
+        """Start the processes. Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # In the pool's threads, because a process ends with the thread that started it.
+            # The pool's own threads start the processes, because a process ends with the thread that started it.
             for _ in self._threads.map(self._start, self._workers):
                 pass
         except BaseException:
@@ -86,7 +86,7 @@ class RewardPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End all processes, with what rewards have started there. A second call does nothing."""
+        """End all processes, and the programs that rewards have started in them. A second call does nothing."""
         with self._lock:
             self._is_closed = True
             for worker in self._workers:
@@ -96,11 +96,11 @@ class RewardPool:
             worker.disconnect()
 
     def calls(self, environment: Environment) -> bool:
-        """True if the rewards of this environment are computed here. Those of an `async` function are not."""
+        """True if the pool computes the rewards of this environment. It does not call `async` functions."""
         return id(environment) in self._numbers
 
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
-        """What the reward function of an environment answers. timeout: seconds from the moment when a process is free.
+        """The answer of an environment's reward function. timeout: seconds from the moment when a process is free.
 
         Raises TimeoutError, or RewardFailed if the function raised an exception or ended its process.
         """
@@ -165,7 +165,7 @@ class _Worker:
                 [sys.executable, "-c", START, str(theirs.fileno()), *path],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C is for the controller, which ends this process
+                start_new_session=True,  # a terminal's Ctrl-C then reaches only the controller, which ends this process
             )
 
     def ask(self, request: bytes, timeout: float):
@@ -209,14 +209,14 @@ def reward_function(environment: Environment) -> Callable:
 
 
 def is_async(function: Callable) -> bool:
-    """True for an `async` function, and for an object whose call is one."""
+    """True for an `async` function, and for an object whose `__call__` is one."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
     try:
         cloudpickle.dumps(function)
-    except Exception as error:  # what it raises depends on the object
+    except Exception as error:  # cloudpickle raises other classes of errors for other objects
         raise ValueError(
             f"{name}: reward_workers={num_workers}, but the reward {_name(function)} cannot be sent to a process: {error}"
         ) from None

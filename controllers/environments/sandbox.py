@@ -1,7 +1,7 @@
-"""A reward for Python code: 1 if the program of a completion passes the tests of its problem, in a process with limits.
+"""A reward for Python code. It is 1 if the program of a completion passes the tests of its problem, and 0 if not.
 
-The limits keep mistakes from harming the run: time, memory, file size and, where the system allows it, no network. They are no defence
-against code that wants to do harm.
+The program runs in a process with limits on time, memory and file size, and without a network where the system allows that. The limits
+keep mistakes from harming the run. They are no defence against code that is meant to do harm.
 """
 
 import asyncio
@@ -19,7 +19,8 @@ from controllers.environments.base import Problem
 CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 MAX_FILE_BYTES = 1 << 20
 
-# Runs in the new process before the program. A network namespace of its own has no network; without the right to make one, it goes on.
+# This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
+# Where a process may not make a namespace, the program runs with the network.
 LIMITED = """
 import ctypes, resource, runpy, sys
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
@@ -36,14 +37,14 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 @dataclass(kw_only=True)
 class SandboxConfig:
     cpu_seconds: int = 5
-    """Seconds of a core that program and tests may use. They may take four times as long by the clock."""
+    """Seconds of CPU time that the program and its tests may use together. By the clock they may take four times as long."""
     memory_mib: int = 1024
-    """Largest address space."""
+    """Largest address space of the process, in MiB."""
 
     def validate(self) -> None:
         if self.cpu_seconds < 1 or self.memory_mib < 64:
             given = f"sandbox.cpu_seconds={self.cpu_seconds}, sandbox.memory_mib={self.memory_mib}"
-            raise ValueError(f"{given}; they must be at least 1 and 64")
+            raise ValueError(f"{given}; the first must be at least 1, the second at least 64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,7 @@ class Sandbox:
     config: SandboxConfig
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """1.0 if the program, followed by the problem's answer, which holds tests such as assertions, ends without an error."""
+        """1.0 if the program and then the tests end without an error, else 0.0. The problem's answer holds the tests, such as assertions."""
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / "program.py"
             program.write_text(f"{program_of(completion)}\n\n{problem.answer}\n")
@@ -74,11 +75,11 @@ class Sandbox:
             return False
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with what it started
+                os.killpg(process.pid, signal.SIGKILL)  # the group has the program and the processes that it started
             await process.wait()
 
 
 def program_of(completion: str) -> str:
-    """The last block of code that is fenced by three backticks, or else the whole completion."""
+    """The last block of code between lines of three backticks. Without such a block it is the whole completion."""
     blocks = CODE_BLOCK.findall(completion)
     return blocks[-1] if blocks else completion

@@ -18,7 +18,7 @@ from controllers.environments.mixture import MixedEnvironment
 from controllers.environments.pool import RewardPool, reward_function
 
 TOTAL = "reward"
-"""Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all."""
+"""Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
 
 Answer = float | Mapping[str, float]
 
@@ -34,7 +34,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Asks environments for rewards. An answer that comes later has a time limit, and is asked for again when it fails."""
+    """Asks environments for rewards. An awaited answer has a time limit, and is asked for again if it fails."""
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
@@ -45,7 +45,7 @@ class Scorer:
     def of(config: EnvironmentConfig, environments: Mapping[str, Environment] | None = None) -> "Scorer":
         """A scorer with the limits of a config. With reward_workers it has a pool for the rewards of these environments.
 
-        environments: by a name for errors. Raises ValueError for a reward that cannot be sent to a process.
+        environments: each with the name that it has in errors. Raises ValueError for a reward that cannot be sent to a process.
         """
         single = _without_mixtures(environments or {})
         return Scorer(
@@ -56,7 +56,7 @@ class Scorer:
         )
 
     def start(self) -> None:
-        """Start the processes of the pool. Raises ValueError, naming the functions, if they cannot be imported there."""
+        """Start the processes of the pool. Raises ValueError, naming the functions, if a process cannot import them."""
         if self.pool is not None:
             self.pool.start()
 
@@ -67,7 +67,7 @@ class Scorer:
 
     @property
     def num_replaced(self) -> int:
-        """Processes of the pool that were replaced, because they ended or did not answer in time."""
+        """Number of the pool's processes that were replaced because they ended or did not answer in time."""
         return 0 if self.pool is None else self.pool.num_replaced
 
     async def score(self, environment: Environment, problem: Problem, texts: Sequence[str]) -> Rewards:
@@ -120,7 +120,7 @@ class Scorer:
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments with the parts of a mixture in its place, each by a name for errors."""
+    """The environments, with the parts of a mixture in the place of the mixture. The keys are the names in errors."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}
@@ -129,7 +129,7 @@ def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Envi
 
 
 def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
-    """The components of a reward with their total. Raises RewardError unless all are finite numbers: one would spoil its whole group."""
+    """The components of a reward with their total. Raises RewardError for a number that is not finite, because it would spoil its group."""
     found = dict(answer) if isinstance(answer, Mapping) else {TOTAL: answer}
     try:
         parts = {str(name): float(value) for name, value in found.items()}

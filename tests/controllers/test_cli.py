@@ -204,7 +204,7 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         (["--config", "nowhere.json"], "nowhere.json does not exist"),
         (["--config", "nowhere.toml"], "nowhere.toml does not exist"),
         (["--save-config", "here.ini"], "--save-config here.ini does not end in .json, .yaml, .yml, .toml"),
-        (["--resume", "a", "--config", "tiny"], "--resume takes the config of its run"),
+        (["--resume", "a", "--config", "tiny"], "--resume uses the config of its run"),
     ],
 )
 def test_a_command_line_that_cannot_run_is_refused_with_status_2(capsys, argv, message):
@@ -311,12 +311,12 @@ def test_a_config_is_saved_and_read_again_in_every_format(ending):
 def test_toml_has_no_null_so_a_field_that_would_be_read_as_its_default_is_refused():
     config = tiny()
     config.environment.options = {"deep": [None]}
-    with pytest.raises(ValueError, match="environment.options=.* holds a null, which TOML has not"):
+    with pytest.raises(ValueError, match="environment.options=.* holds a null, which TOML does not have"):
         config_file.write(config, Path("a.toml"))
     config = tiny()
     config.trainer.optimizer = replace(config.trainer.optimizer) if config.trainer.optimizer else None
     config.steps = None  # type: ignore[assignment]
-    with pytest.raises(ValueError, match="steps is None, which TOML cannot say"):
+    with pytest.raises(ValueError, match="steps is None, which TOML cannot hold"):
         config_file.write(config, Path("a.toml"))
 
 

@@ -251,11 +251,14 @@ def test_a_split_of_its_own_is_held_out_as_a_whole(tmp_path, monkeypatch):
         ({"held_out_task": "no.jsonl"}, "held_out_task='no.jsonl' is not a file"),
         ({"held_out_task": "spell_backward"}, "held_out_task='spell_backward'.*must be a file or a data set"),
         ({"held_out_split": "test"}, "held_out_split='test'; the file .*rows.jsonl has no splits"),
-        ({"held_out_task": "rows.jsonl"}, "of which none would be left to train on"),
+        ({"held_out_task": "rows.jsonl"}, "so none would be left to train on"),
         ({"held_out_task": "copy.jsonl"}, "no problem of task=.* is left to train on beside the 40 held-out ones"),
         ({"held_out_task": "empty.csv"}, "no problem was found in task='empty.csv'"),
         ({"task": "spell_backward", "held_out_task": "rows.jsonl"}, "task='spell_backward'; only a file or a data set"),
-        ({"mixture": [{"task": "rows.jsonl"}], "held_out_task": "copy.jsonl"}, "cannot stand beside a mixture"),
+        (
+            {"mixture": [{"task": "rows.jsonl"}], "held_out_task": "copy.jsonl"},
+            "a mixture takes neither held_out_task nor held_out_split",
+        ),
     ],
 )
 def test_a_wrong_choice_of_held_out_problems_is_refused(tmp_path, monkeypatch, fields, message):
@@ -371,7 +374,7 @@ def test_wrong_data_is_refused_with_its_file_and_row(tmp_path, name, text, field
 
 
 def test_a_parquet_file_that_is_cut_off_is_named(tmp_path):
-    with pytest.raises(ValueError, match="cut.parquet cannot be read, it may be cut off"):
+    with pytest.raises(ValueError, match="cut.parquet cannot be read; it may be cut off"):
         build_environment(data(cut_off(tmp_path)))
 
 

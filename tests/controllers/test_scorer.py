@@ -229,7 +229,6 @@ def test_code_that_goes_past_a_limit_gets_nothing_and_leaves_no_process(tmp_path
 
 
 def test_wrong_limits_of_the_sandbox_are_refused():
-    with pytest.raises(
-        ValueError, match="sandbox.cpu_seconds=0, sandbox.memory_mib=1024; they must be at least 1 and 64"
-    ):
+    limits = "the first must be at least 1, the second at least 64"
+    with pytest.raises(ValueError, match=f"sandbox.cpu_seconds=0, sandbox.memory_mib=1024; {limits}"):
         build_environment(EnvironmentConfig(reward="python", sandbox=SandboxConfig(cpu_seconds=0)))
