@@ -684,10 +684,7 @@ def _() -> None:
     assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)  # looked up at the fault
 
 
-@row(
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY, HYPERACTOR_MESH_GET_PROC_STATE_MAX_IDLE, "
-    "HYPERACTOR_MESH_GET_ACTOR_STATE_MAX_IDLE"
-)
+@row("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY")
 def _() -> None:
     import mmap
 
