@@ -352,12 +352,17 @@ async def open_run(
     try:
         with setup("starting transport"):
             await asyncio.wait_for(actors.transport.open(), config.trainer.setup_timeout)
-        trainer = actors.spawn_trainer()
-        if config.has_generator and shares_gpu(config):
+        if not config.has_generator:
+            # The controller of a config without a generator never uses the generator of its run.
+            trainer, generator = actors.spawn_trainer(), cast(GeneratorClient, None)
+        elif shares_gpu(config):
+            trainer = actors.spawn_trainer()
             with setup("starting trainer"):
                 await trainer.ready()
-        # The controller of a config without a generator never uses the generator of its run.
-        generator = actors.spawn_generator() if config.has_generator else cast(GeneratorClient, None)
+            generator = actors.spawn_generator()
+        else:
+            generator = actors.spawn_generator()  # first, because it takes longer than the trainer
+            trainer = actors.spawn_trainer()
         with setup("starting trainer and generator" if config.has_generator else "starting trainer"):
             await asyncio.gather(*(client.ready() for client in actors.clients))
         yield Run(

@@ -4,11 +4,8 @@ Every rank must get the same calls in the same order, so only one TrainerClient 
 """
 
 import asyncio
-import atexit
 import contextvars
-import gc
 import inspect
-import os
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -19,6 +16,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss
+from rl_actors.processes import collector
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
@@ -88,8 +86,9 @@ class PolicyTrainer(Actor):
     def build(self) -> None:
         route_library_logs("trainer")
         # Imported here, so that only the process of a rank imports torchtitan. If the import fails, the caller gets the ImportError.
-        from rl_actors.engine.collectives import by_rank
-        from rl_actors.engine.train_engine import TrainEngine
+        with collector.importing():
+            from rl_actors.engine.collectives import by_rank
+            from rl_actors.engine.train_engine import TrainEngine
 
         self.engine = TrainEngine(self.config)
         # torch keeps the settings of its compiler in context variables, and Monarch runs each message in a context of its own. So every
@@ -98,12 +97,8 @@ class PolicyTrainer(Actor):
         self.rank = dist.get_rank()
         if self.transport is not None:
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # Only in a process that this package spawned, because another program's garbage collector is not ours to change.
-        if "RL_ACTORS_PROCESS" in os.environ:
-            # Freeze all objects that setup made. Otherwise garbage collections, which run when samples arrive, would scan them each time.
-            gc.collect()
-            gc.freeze()
-            atexit.register(gc.unfreeze)  # otherwise some C extensions report leaks when the process ends
+        # Garbage collections, which run when samples arrive, would otherwise look through all objects of the setup each time.
+        collector.keep(collect=True)
 
     @endpoint
     @sends_errors

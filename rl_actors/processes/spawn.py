@@ -31,7 +31,7 @@ from monarch.actor import (
 )
 from torch.distributed import TCPStore
 
-from rl_actors.processes import threads
+from rl_actors.processes import collector, threads
 from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
 
 T = TypeVar("T")
@@ -141,7 +141,7 @@ async def spawn_processes(
     The caller's process serves the rendezvous store, on a port that the system chose. So no rank can find the port taken.
     Raises TimeoutError if the processes have not started within START_TIMEOUT.
     """
-    _prepare_this_process()
+    prepare_this_process()
     rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "WORLD_SIZE": str(num_processes),
@@ -165,7 +165,9 @@ async def spawn_processes(
         }
         if logs is not None:
             of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
-        return default_bootstrap_cmd().with_env({**common, **of_rank})
+        monarchs = default_bootstrap_cmd()
+        monarchs.args = ["-c", collector.BOOTSTRAP, *monarchs.args]
+        return monarchs.with_env({**common, **of_rank})
 
     bootstrap = functools.partial(_prepare_rank, name, logs)
     mesh = this_host().spawn_procs(
@@ -189,6 +191,7 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
+    collector.keep()
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both, because the spawning
     # process may still need them for a checkpoint. They end when it stops them, or when it ends.
     libc = ctypes.CDLL(None)
@@ -201,7 +204,8 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
         route_logs(path, label=label)
 
 
-def _prepare_this_process() -> None:
+def prepare_this_process() -> None:
+    """Set up Monarch in this process, before its first use. A second call does nothing."""
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
     # Monarch's hook ends this process when any actor dies. Nobody needs that, because a call to a dead actor raises an exception.

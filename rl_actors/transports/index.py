@@ -1,9 +1,11 @@
 """The index of versions in a small actor, for programs without torchstore. No tensor passes through it."""
 
-from monarch.actor import Actor, endpoint
+import uuid
+
+from monarch.actor import Actor, endpoint, this_proc
 
 from rl_actors.config import WeightsConfig
-from rl_actors.processes.spawn import ProcessMesh, spawn_processes
+from rl_actors.processes.spawn import prepare_this_process
 from rl_actors.transports.indexed import IndexedTransport
 
 
@@ -27,27 +29,28 @@ class Index(Actor):
 
 
 class IndexTransport(IndexedTransport):
-    """Versions in an Index, which `open` starts in a process of its own."""
+    """Versions in an Index, which `open` starts in this process."""
 
     index: Index  # from `open` on: a mesh of one actor; Monarch gives a mesh the type of its actor
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)
-        self._processes: ProcessMesh | None = None
+        self._is_open_here = False  # True if this process holds the index
 
     def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_processes": None}
+        return {**super().__getstate__(), "_is_open_here": False}
 
     async def open(self) -> None:
-        if self._processes is None:
-            self._processes = await spawn_processes("index", 1)
-            self.index = self._processes.mesh.spawn("index", Index)
+        if not self._is_open_here:
+            prepare_this_process()
+            self.index = this_proc().spawn(f"index_{uuid.uuid4().hex[:12]}", Index)
             await self.index.initialized
+            self._is_open_here = True
 
     async def close(self) -> None:
-        if self._processes is not None:
-            await self._processes.stop()
-            self._processes = None
+        if self._is_open_here:
+            self._is_open_here = False
+            await self.index.stop()
 
     async def put_object(self, key: str, value: object) -> None:
         await self.index.put.call_one(key, value)

@@ -1,4 +1,4 @@
-"""The index of versions in a torchstore, the default. The store is in a process of its own, or where the caller initialized it.
+"""The index of versions in a torchstore, the default. The store is in the process that opens it, or where the caller initialized it.
 
 No tensor passes through it. torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 
@@ -16,10 +16,10 @@ import torchstore
 import torchstore.api
 import torchstore.controller
 from monarch._src.actor.endpoint import EndpointProperty
-from monarch.actor import endpoint
+from monarch.actor import endpoint, this_proc
 
 from rl_actors.config import WeightsConfig
-from rl_actors.processes.spawn import ProcessMesh, spawn_processes
+from rl_actors.processes.spawn import prepare_this_process
 from rl_actors.transports.indexed import IndexedTransport
 
 SHUTDOWN_TIMEOUT = 5.0
@@ -59,25 +59,25 @@ class TorchStoreTransport(IndexedTransport):
         super().__init__(weights)
         self.owns_store = store_name is None
         self.store_name = store_name or f"rl_actors_{uuid.uuid4().hex[:12]}"
-        self._processes: ProcessMesh | None = None
+        self._is_open_here = False  # True if this process holds the store
 
     def __getstate__(self) -> dict:
-        return {**super().__getstate__(), "_processes": None}
+        return {**super().__getstate__(), "_is_open_here": False}
 
     async def open(self) -> None:
-        if self.owns_store and self._processes is None:
-            self._processes = await spawn_processes("store", 1)
-            await torchstore.initialize(store_name=self.store_name, mesh=self._processes.mesh)
+        if self.owns_store and not self._is_open_here:
+            prepare_this_process()
+            # The index is small, so it needs no process of its own, which would take two seconds of a core to start.
+            await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
+            self._is_open_here = True
 
     async def close(self) -> None:
-        if self._processes is not None:
-            processes, self._processes = self._processes, None
+        if self._is_open_here:
+            self._is_open_here = False
             try:
                 await asyncio.wait_for(torchstore.shutdown(self.store_name), SHUTDOWN_TIMEOUT)
-            except Exception as error:  # a dead store does not answer, but its processes must be stopped
+            except Exception as error:  # after a failure of Monarch the store may not answer
                 logger.info("shutting down torchstore: %r", error)
-            finally:
-                await processes.stop()
 
     async def put_object(self, key: str, value: object) -> None:
         await torchstore.put(key, value, self.store_name)

@@ -13,6 +13,7 @@ from torch import nn
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.model_config import ModelConfig
+from rl_actors.processes import collector
 from rl_actors.vllm import cpu, gpu
 from rl_actors.vllm.core import Core, core_of
 
@@ -70,6 +71,8 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
     if config.batch_invariant:
         os.environ.update(BATCH_INVARIANT_ENV)
     with model_directory(config) as directory, core.starting():
+        with collector.importing():
+            import vllm.v1.engine.llm_engine  # noqa: F401  (all modules of an engine)
         options = machine.options(config) | core.options(config)
         return _llm_engine(replace(config, max_model_len=config.max_model_len + 1), directory, options)
 

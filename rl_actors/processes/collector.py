@@ -1,0 +1,48 @@
+"""The garbage collector of a process that this package spawned. The collector of another program's process is not changed."""
+
+import atexit
+import contextlib
+import gc
+import os
+from collections.abc import Iterator
+
+BOOTSTRAP = (
+    "import gc, runpy, sys; gc.disable(); del sys.argv[:2]; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+"""Code for `python -c CODE -m MODULE`: run the module as `python -m MODULE` does, and collect no garbage until `keep` is called."""
+
+
+@contextlib.contextmanager
+def importing() -> Iterator[None]:
+    """Import modules without collections. Later collections leave out everything that is there at the end.
+
+    Modules make hundreds of thousands of objects that live as long as the process. Collections while vLLM is imported, and those that vLLM
+    itself makes when its engine starts, look through all of them. They took three of ten seconds.
+    """
+    if not _is_ours():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        keep()
+
+
+def keep(*, collect: bool = False) -> None:
+    """Leave every object that exists now out of all later collections, and collect from now on. Only in a process that we spawned.
+
+    collect: collect the garbage before, which would otherwise stay until the process ends.
+    """
+    if _is_ours():
+        if collect:
+            gc.collect()
+        gc.freeze()
+        gc.enable()
+        atexit.unregister(gc.unfreeze)
+        atexit.register(gc.unfreeze)  # otherwise some C extensions report leaks when the process ends
+
+
+def _is_ours() -> bool:
+    return "RL_ACTORS_PROCESS" in os.environ

@@ -1,0 +1,67 @@
+"""The garbage collector of our processes and of others, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from monarch.actor import default_bootstrap_cmd
+from waiting import GUARD
+
+from rl_actors.processes import collector
+
+MODULE = """
+import gc, sys
+print("module", gc.isenabled(), __name__, sys.argv[1:])
+from rl_actors.processes import collector
+collector.keep()
+print("kept", gc.isenabled(), gc.get_freeze_count() > 0)
+with collector.importing():
+    print("importing", gc.isenabled())
+    before = gc.get_freeze_count()
+    objects = [[] for _ in range(10_000)]
+print("imported", gc.isenabled(), gc.get_freeze_count() >= before + 10_000)
+"""
+
+
+@pytest.fixture
+def output(tmp_path):
+    (tmp_path / "started_module.py").write_text(MODULE)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+
+    def run(arguments: list[str], environment: dict[str, str]) -> list[str]:
+        inherited = {name: value for name, value in os.environ.items() if name != "RL_ACTORS_PROCESS"}
+        run = subprocess.run(
+            [sys.executable, *arguments],
+            env={**inherited, "PYTHONPATH": path, **environment},
+            capture_output=True,
+            text=True,
+            timeout=GUARD,
+        )
+        assert run.returncode == 0, run.stderr
+        return run.stdout.splitlines()
+
+    return run
+
+
+def test_our_process_starts_and_imports_without_collections_and_leaves_the_modules_out_of_later_ones(output):
+    command = ["-c", collector.BOOTSTRAP, "-m", "started_module"]
+    assert output(command, {"RL_ACTORS_PROCESS": "trainer-0"}) == [
+        "module False __main__ []",
+        "kept True True",
+        "importing False",
+        "imported True True",
+    ]
+
+
+def test_the_collector_of_another_programs_process_is_not_changed(output):
+    assert output(["-m", "started_module"], {}) == [
+        "module True __main__ []",
+        "kept True False",
+        "importing True",
+        "imported True False",
+    ]
+
+
+def test_monarch_starts_a_process_with_python_m():
+    assert default_bootstrap_cmd().args[0] == "-m" and len(default_bootstrap_cmd().args) == 2
