@@ -1,9 +1,13 @@
 """The files of examples/ are what docs/tasks.md says of them."""
 
+import ast
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from waiting import GUARD
 
 from controllers.environments import EnvironmentConfig, build_environment
@@ -66,3 +70,28 @@ def test_the_chat_model_has_a_template_and_is_a_model_of_the_trainer(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "model")
     prompt = tokenizer.hf.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert prompt == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+@pytest.mark.slow
+def test_the_judge_of_a_monarch_program_raises_the_reward(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "judge_actor.py"), "10"]
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent)}
+    options = {"capture_output": True, "text": True, "timeout": GUARD, "check": True}
+    printed = subprocess.run(command, cwd=tmp_path, env=environment, **options).stdout
+    rewards = [float(value) for value in re.findall(r"step \d+: reward (\S+), policy_version \d+", printed)]
+    assert len(rewards) == 10 and 0.4 < rewards[0] < 0.6 and rewards[-1] > rewards[0] + 0.1, printed
+
+
+@pytest.mark.slow
+def test_the_notebook_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    import nbformat
+    from nbclient import NotebookClient
+
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES.parent))
+    notebook = nbformat.read(EXAMPLES / "trainer.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    options = {"timeout": GUARD, "kernel_name": "python3", "resources": {"metadata": {"path": str(tmp_path)}}}
+    NotebookClient(notebook, **options).execute()  # raises the error of a cell
+    printed = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
+    [rewards] = [ast.literal_eval(text) for text in printed if re.match(r"\[0\.\d+, ", text)]
+    assert len(rewards) == 20 and rewards[-1] > rewards[0] + 0.1

@@ -151,11 +151,11 @@ def test_a_run_with_a_reward_that_cannot_be_sent_ends_before_it_begins(tmp_path,
 def test_a_run_takes_its_rewards_from_processes_and_ctrl_c_ends_them_with_it(tmp_path):
     folder, marker = RunFolder(tmp_path / "run"), str(tmp_path)
     flags = ["--config", "tiny", "--steps", 3, "--sft-steps", 0, "--validate-every", 100, "--checkpoint-every", 0]
-    flags += ["--rollouts.groups-per-step", 2, *PARITY, "--environment.reward-workers", 2]
+    flags += ["--rollouts.groups-per-step", 2, *PARITY, "--environment.reward-workers", 2, "--no-validate-first"]
     finished = start("--output-dir", folder.path, *flags, marker=marker)
     assert finished.wait(GUARD) == 0, finished.stdout.read()
     records = read_jsonl(folder.metrics)
-    assert [record["step"] for record in records] == [0, 1, 2, 3] and "reward/retries" not in records[-1]
+    assert [record["step"] for record in records] == [1, 2, 3] and "reward/retries" not in records[-1]
     assert 0 < records[-1]["reward/mean"] < 1
     assert processes_of(marker) == []
     flags[flags.index("tests.fakes:parity_reward")] = f"tests.controllers.{REWARDS}:hanging"

@@ -1,0 +1,109 @@
+"""Every command of docs/tasks.md is taken by the command line, and every flag, reward and metric that the page names exists."""
+
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from waiting import GUARD
+
+from configs import CONFIGS
+from controllers import cli, launch
+from controllers.environments.config import REWARDS, EnvironmentConfig
+from controllers.run_folder import RunFolder, read_jsonl
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "tasks.md").read_text()
+FENCED = [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL) if not kind]
+TABLE = re.findall(r"^\| `(--.*?)` \| [\d.]+ \|", PAGE, re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """The arguments of controllers.grpo in every command of the page."""
+    found = []
+    for line in "\n".join(FENCED).replace("\\\n", " ").splitlines():
+        words = shlex.split(line)
+        if "controllers.grpo" in words:
+            found.append(words[words.index("controllers.grpo") + 1 :])
+    found += [["--config", "blank", *shlex.split(row)] for row in TABLE]
+    [graded] = re.findall(r"PYTHONPATH=examples .venv/bin/python -m controllers.grpo ([^`]+)`", PAGE)
+    return [*found, graded.split()]
+
+
+def named(arguments: list[str]) -> str:
+    return " ".join(arguments)[15:60]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the files that the commands name."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    runpy.run_path(str(ROOT / "examples" / "make_rows.py"))["main"](folder)
+    runpy.run_path(str(ROOT / "examples" / "tiny_chat_model.py"))["main"](str(folder / "chat_model"))
+    (folder / "DIR").symlink_to("chat_model")
+    [program] = re.findall(r"<!-- test: letters -->\n```python\n(.*?)```", PAGE, re.DOTALL)
+    (folder / "next_letter.py").write_text(program)
+    for name, first in (("train", 0), ("test", 1000), ("hard", 2000)):
+        rows = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(first, first + 300)]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """This folder, with the import path of a command that begins in it."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder / "examples"))
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_the_page_has_commands_of_every_kind():
+    assert len(FENCED) >= 5 and len(TABLE) == 5 and len(commands()) >= 11
+
+
+@pytest.mark.parametrize("arguments", commands(), ids=named)
+def test_a_command_of_the_page_is_taken(arguments, here, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["controllers.grpo", *arguments, "--dry-run"])
+    launch.main("controllers.grpo")  # exits where it refuses
+    assert json.loads(capsys.readouterr().out)["environment"]["num_held_out"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", commands(), ids=named)
+def test_a_command_of_the_page_runs(arguments, folder, tmp_path):
+    short = ["--sft-steps", "1", "--steps", "1", "--groups", "2", "--environment.num-held-out", "8"]
+    command = [sys.executable, "-m", "controllers.grpo", *arguments, *short, "--output-dir", str(tmp_path / "run")]
+    path = {"PYTHONPATH": f"{ROOT}:examples"}
+    finished = subprocess.run(command, cwd=folder, env={**os.environ, **path}, capture_output=True, timeout=GUARD)
+    assert finished.returncode == 0, finished.stdout.decode() + finished.stderr.decode()
+    assert [record["phase"] for record in read_jsonl(RunFolder(tmp_path / "run").metrics)] == ["start", "sft", "grpo"]
+
+
+def test_the_sets_of_the_page_are_taken(here):
+    [sets] = re.findall(r"`--validation '(\{.*?\})'`", PAGE)
+    config = cli.parse("prog", CONFIGS["controllers.grpo"], ["--config", "tiny", "--validation", sets]).config
+    config.validate()
+    assert list(config.validation) == ["hard"]
+
+
+def test_the_page_has_every_reward_and_every_flag_that_it_names_exists():
+    table = PAGE.split("## Rewards")[1].split("\n## ")[0]
+    names = re.findall(r"^\| `([\w:]+)` \|", table, re.MULTILINE)
+    assert set(names) == {*REWARDS, "my_rewards:closeness"}
+    flags = set(re.findall(r"--environment\.([\w-]+)", PAGE))
+    known = {field.name.replace("_", "-") for field in fields(EnvironmentConfig)}
+    assert flags - known == set() and {"held-out-task", "reward-workers", "mixture"} <= flags
+
+
+def test_the_metrics_of_the_page_are_explained():
+    explained = (ROOT / "docs" / "metrics.md").read_text()
+    metrics = set(re.findall(r"`((?:reward|validation)/[\w/<>]+)`", PAGE))
+    assert len(metrics) >= 4
+    assert [name for name in sorted(metrics) if f"`{name}`" not in explained] == []
