@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -62,10 +63,11 @@ def test_the_rows_of_the_two_files_are_right(tmp_path):
         assert problem.answer == str(number + 1) and problem.messages[-1]["content"] == problem.answer
 
 
-def test_the_chat_model_has_a_template_and_is_a_model_of_the_trainer(tmp_path):
-    command = [sys.executable, str(EXAMPLES / "tiny_chat_model.py"), str(tmp_path / "model")]
-    made = subprocess.run(command, capture_output=True, text=True, timeout=GUARD, check=True)
-    assert "a tokenizer of 259 tokens" in made.stdout
+def test_the_chat_model_has_a_template_and_is_a_model_of_the_trainer(tmp_path, monkeypatch, capsys):
+    script = EXAMPLES / "tiny_chat_model.py"
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "model")])
+    runpy.run_path(str(script), run_name="__main__")
+    assert "a tokenizer of 259 tokens" in capsys.readouterr().out
     assert ModelConfig.from_hf(tmp_path / "model").vocab_size == 259
     tokenizer = load_tokenizer(tmp_path / "model")
     prompt = tokenizer.hf.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
