@@ -17,6 +17,7 @@ from controllers.run_folder import Record, RunFolder, to_json, to_plain
 from controllers.trackers import Trackers
 from rl_actors import TrainerInfo
 from rl_actors.model_flops import peak_flops
+from rl_actors.types import Transfer
 
 KEYS = (
     *("policy_version", "reward/mean", "reward/std", "loss", "grad_norm", "learning_rate"),
@@ -64,6 +65,17 @@ def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: 
     peak = peak_flops(infos[0].device_name, float8=float8)
     if peak is not None and values.get("tflops/trained") and values.get("time/train"):
         found["mfu"] = values["tflops/trained"] * 1e12 / (values["time/train"] * peak * len(infos))
+    return found
+
+
+def transfers(push: Transfer | None, pull: Transfer | None) -> dict[str, float]:
+    """Bytes, seconds and speed of a push and a pull of the weights."""
+    found: dict[str, float] = {}
+    for name, transfer in (("push", push), ("pull", pull)):
+        if transfer is not None:
+            found["weights/gigabytes"] = transfer.num_bytes / 1e9
+            found[f"time/{name}"] = transfer.seconds
+            found[f"weights/{name}_gb_per_second"] = transfer.gb_per_second
     return found
 
 

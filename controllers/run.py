@@ -15,7 +15,7 @@ from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import Environment, EnvironmentConfig, Problem, Scorer
 from controllers.interruption import Interruption
-from controllers.metrics import MetricsLogger, Timer, usage
+from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
@@ -36,6 +36,7 @@ from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.transports.default import default_transport
+from rl_actors.types import Transfer
 from rl_actors.validation import validate_optim_params
 
 CLOSE_TIMEOUT = 5.0
@@ -221,6 +222,7 @@ class Run(Generic[Config]):
     last_state: State = field(default_factory=dict)
     """Controller's state after the last step. Empty before the first step."""
     saved_step: int = 0  # step of the last checkpoint
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the last push and pull that a record has
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
@@ -246,7 +248,16 @@ class Run(Generic[Config]):
         values |= usage(values, infos, float8=self.config.trainer.float8)
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
+        values |= self._new_transfers(infos[0].last_push)
         self.log.step(step, values, phase=phase, skipped=skipped)
+
+    def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
+        """Metrics of the last push and pull, each once: in the first record after it."""
+        pull = self.generator.last_pull if self.config.has_generator else None
+        if pull is not None and not pull.num_bytes:  # the generator had the version already
+            pull = None
+        former, self.transfers = self.transfers, (push or self.transfers[0], pull or self.transfers[1])
+        return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
         """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it. Training goes on meanwhile.

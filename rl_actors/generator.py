@@ -2,9 +2,9 @@
 
 import asyncio
 import itertools
+import logging
 import os
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +17,17 @@ from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
-from rl_actors.types import MAX_NAMES_REPORTED, Completion, GeneratorInfo, SamplingParams
+from rl_actors.types import MAX_NAMES_REPORTED, Completion, GeneratorInfo, SamplingParams, Transfer
 from rl_actors.validation import validate_prompts, validate_pull, validate_sampling_params, validate_sequences
-from rl_actors.vllm.engine import EngineThread, OneAdapter, WholeWeights
+from rl_actors.vllm.engine import EngineThread
+from rl_actors.vllm.pull import OneAdapter, WholeWeights
 from rl_actors.vllm.requests import EngineCall, read_completion, read_prompt_logprobs, vllm_params
 from rl_actors.vllm.start import model_directory
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VLLMParams
+
+logger = logging.getLogger(__name__)
 
 
 class Generator(Actor):
@@ -37,6 +40,7 @@ class Generator(Actor):
         self.config = config
         self.transport = transport
         self.loaded_version_key = ""  # Manifest.key of the weights in the engine; empty if no pull brought them
+        self.last_pull: Transfer | None = None
         self._engine: EngineThread | None = None
         self.setting_up = asyncio.Lock()
         self.calls: dict[int, EngineCall[Completion]] = {}  # generate calls whose completions have not all been fetched
@@ -65,6 +69,7 @@ class Generator(Actor):
             max_model_len=self.config.max_model_len,
             vocab_size=self.vocab_size,
             logs=os.environ[LOG_VARIABLE],
+            last_pull=self.last_pull,
         )
 
     @concurrent_endpoint
@@ -156,9 +161,11 @@ class Generator(Actor):
 
     @concurrent_endpoint
     @sends_errors
-    async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> int:
+    async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> Transfer:
         """Replace the weights, or the adapter, by a published version. Does nothing if the engine has this version already.
 
+        If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, it refuses to generate until
+        a pull has succeeded.
         in_flight: running requests go on with the new weights. Otherwise they end first, and new requests wait for the new weights.
         Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or of a wrong shape.
         """
@@ -166,15 +173,27 @@ class Generator(Actor):
         if self.transport is None:
             raise RuntimeError("pull_model_state_dict: this generator was made without a transport")
         manifest = await find(self.transport, version, timeout)
-        if self.loaded_version_key == manifest.key:
-            return version
+        if self.last_pull is not None and self.loaded_version_key == manifest.key:
+            return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        self.loaded_version_key = ""  # if the load fails it stays empty, so that the next pull loads again
-        load = partial(self.engine.weights.load, source=source)
-        await asyncio.wrap_future(self.engine.update(load, version, in_flight=in_flight))
+        # If the load fails it stays empty, so that the next pull loads again.
+        former, self.loaded_version_key = self.loaded_version_key, ""
+        try:
+            loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
+        except Exception:
+            if not self.engine.broken:
+                self.loaded_version_key = former
+            raise
         self.loaded_version_key = manifest.key
-        return version
+        self._note(loaded)
+        return loaded
+
+    def _note(self, loaded: Transfer) -> None:
+        """Keep the last pull for `info`, and log the path of the bytes when it is another one."""
+        former, self.last_pull = self.last_pull, loaded
+        if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
+            logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:

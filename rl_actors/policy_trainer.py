@@ -8,7 +8,7 @@ import contextvars
 import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Transport
 from rl_actors.transports.publisher import Publisher
-from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
+from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo, Transfer
 
 if TYPE_CHECKING:
     from rl_actors.engine.train_engine import TrainEngine
@@ -69,6 +69,7 @@ class PolicyTrainer(Actor):
         self.last_number = 0
         self.last_reply: Reply[object] | None = None
         self.publisher: Publisher | None = None  # None before setup, and without a transport
+        self.last_push: Transfer | None = None
         self.written: Future[None] | None = None  # done when the checkpoint of the last save_checkpoint is on disk
 
     def __repr__(self) -> str:
@@ -103,7 +104,7 @@ class PolicyTrainer(Actor):
     @endpoint
     @sends_errors
     async def info(self) -> TrainerInfo:
-        return self.engine.info()
+        return replace(self.engine.info(), last_push=self.last_push)
 
     @endpoint
     async def probe(self) -> Probe:
@@ -192,7 +193,8 @@ class PolicyTrainer(Actor):
         self.engine.step.require("push_model_state_dict")
         if self.publisher is None:
             raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
-        await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
+        pushed = await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
+        self.last_push = pushed or self.last_push
         return self.engine.policy_version
 
     @sends_errors

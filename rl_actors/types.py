@@ -243,6 +243,23 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Transfer:
+    """One push of a trainer, or one pull of a generator."""
+
+    policy_version: int
+    path: str  # a push: where the bytes are, "slots", "files" or "memory"; a pull: how they came, "shared_memory", "tcp", …
+    reason: str = ""  # why a pull took this path
+    num_bytes: int  # of the version, over all ranks
+    seconds: float  # without the wait for the version
+    # Seconds of the parts. push: collect, write. pull: read, load. A pull reads shared memory in place, so there load has the reading.
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.num_bytes / 1e9 / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerInfo:
     """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and memory."""
 
@@ -267,6 +284,7 @@ class TrainerInfo:
     memory_bytes: int  # allocated memory of the GPU; on a CPU, resident memory of the process
     peak_memory_bytes: int  # largest memory_bytes since the process started
     logs: str  # file with the output and the logs of the rank's process
+    last_push: Transfer | None = None  # None: this rank has pushed nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +295,7 @@ class GeneratorInfo:
     max_model_len: int
     vocab_size: int
     logs: str  # file with the output and the logs of the process
+    last_pull: Transfer | None = None  # None: no pull has brought weights
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

@@ -123,6 +123,7 @@ class ReplayingGenerator(AnswersEach):
     """A generator that repeats the answers of another one, call by call, whatever the weights. `recording` holds the answers that are left."""
 
     recording: list[Any]
+    last_pull = None  # it moves no bytes
 
     @classmethod
     def spawn(cls, config, **_):
@@ -205,6 +206,8 @@ class Generation:
 
 class RandomGenerator(AnswersEach, ActorOfNothing):
     """A generator without a model. It draws tokens 2 to 11; they depend on the seed of the call, the prompt and the completion."""
+
+    last_pull = None  # it moves no bytes
 
     def __init__(self) -> None:
         self.version = -1

@@ -813,6 +813,34 @@ def _() -> None:
     assert parameters(Worker.get_model) == ["self"]
 
 
+@row("vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_reload")
+def _() -> None:
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    assert parameters(layerwise.finalize_layerwise_processing) == ["model", "model_config"]
+    assert "finalize_layerwise_processing(*args, **kwargs)" in source(layerwise.finalize_layerwise_reload)
+
+
+@row(
+    "vllm LoRAModel.from_lora_tensors, PEFTHelper, lora_manager._adapter_manager: "
+    "add_adapter, remove_adapter, activate_adapter"
+)
+def _() -> None:
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.model_manager import LRUCacheLoRAModelManager
+    from vllm.lora.peft_helper import PEFTHelper
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    wanted = {"lora_model_id", "tensors", "peft_helper", "device", "dtype", "model_vocab_size", "weights_mapper"}
+    assert wanted <= set(parameters(LoRAModel.from_lora_tensors))
+    assert PEFTHelper(r=4, lora_alpha=8, target_modules=["q_proj"]).vllm_lora_scaling_factor == 2
+    assert "self._adapter_manager = lora_manager" in source(WorkerLoRAManager.create_lora_manager)
+    assert "self.lora_manager = " in source(LoRAModelRunnerMixin.load_lora_model)
+    for name in ("add_adapter", "remove_adapter", "activate_adapter"):
+        assert len(parameters(getattr(LRUCacheLoRAModelManager, name))) == 2
+
+
 @row("vllm.model_executor.model_loader.reload.layerwise.logger")
 def _() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

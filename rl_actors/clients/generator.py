@@ -16,7 +16,7 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
-from rl_actors.types import Completion, GeneratorInfo, SamplingParams
+from rl_actors.types import Completion, GeneratorInfo, SamplingParams, Transfer
 from rl_actors.validation import require_config, require_gpu, validate_pull, validate_sampling_params
 from rl_actors.vllm.start import require_machine
 
@@ -59,6 +59,7 @@ class GeneratorClient(Client):
         self._limits = GeneratorLimits.of_config(config) if config is not None else None
         self._transport = transport
         self._first_version = first_version
+        self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
         self._start()
 
     @classmethod
@@ -184,7 +185,8 @@ class GeneratorClient(Client):
         return self._call("pull_model_state_dict", self._pull, version, timeout, in_flight)
 
     async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
-        self._version = await self._one("pull_model_state_dict", version, timeout, in_flight)
+        self.last_pull = await self._one("pull_model_state_dict", version, timeout, in_flight)
+        self._version = version
         return version
 
     def _call(

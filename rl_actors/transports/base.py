@@ -25,6 +25,8 @@ INDEX_TIMEOUT = 60.0
 """Seconds in which a place of manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
+LOAD_TIMEOUT = 600.0
+"""Seconds in which a version must be read and loaded, if the transport has no timeout of its own."""
 
 Value = TypeVar("Value")
 
@@ -60,6 +62,16 @@ class Manifest:
 class OpenVersion(ABC):
     """A version that a reader has opened. Its tensors are whole and on the CPU. They may be views that end with the reading."""
 
+    path: str
+    """Path by which the bytes come."""
+    reason: str
+    """Why this path was taken."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) one at a time, in the order of the manifest."""
@@ -67,6 +79,14 @@ class OpenVersion(ABC):
 
 class Source(ABC):
     """The place of one version. It is picklable, and is opened in the process that reads the tensors."""
+
+    timeout: float
+    """Seconds in which it must be opened, and in which it must then be loaded."""
+
+    @property
+    @abstractmethod
+    def key(self) -> str:
+        """Manifest.key of the version."""
 
     @abstractmethod
     def open(self) -> AbstractContextManager[OpenVersion]:
@@ -78,6 +98,14 @@ class LoadedTensors(Source, OpenVersion):
     """The tensors themselves, as a source and as an open version."""
 
     loaded: Mapping[str, Tensor]
+    key: str = "tensors"
+    timeout: float = LOAD_TIMEOUT
+    path: str = "memory"
+    reason: str = "the reader was given the tensors"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.loaded.values())
 
     def open(self) -> AbstractContextManager[OpenVersion]:
         return nullcontext(self)
@@ -88,6 +116,9 @@ class LoadedTensors(Source, OpenVersion):
 
 class Transport(ABC):
     """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
+
+    kind: str = "other"
+    """Where the tensors of a version are, in the metrics of a push."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
         """Start the processes or create the directories of the transport. Call it once, in the process that made the transport."""

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from rl_actors.transports.base import Manifest, OpenVersion, Source, Transport, assemble, local_shard
+from rl_actors.transports.base import LOAD_TIMEOUT, Manifest, OpenVersion, Source, Transport, assemble, local_shard
 
 
 class FilesTransport(Transport):
@@ -24,6 +24,8 @@ class FilesTransport(Transport):
 
     `close` removes the directory if `open` created it.
     """
+
+    kind = "files"
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory).absolute()
@@ -77,6 +79,17 @@ class FilesOfVersion(Source, OpenVersion):
 
     directory: Path
     manifest: Manifest
+    timeout: float = LOAD_TIMEOUT
+    path: str = "files"
+    reason: str = "the config says so"
+
+    @property
+    def key(self) -> str:
+        return self.manifest.key
+
+    @property
+    def num_bytes(self) -> int:
+        return self.manifest.num_bytes
 
     def open(self) -> AbstractContextManager[OpenVersion]:
         return nullcontext(self)

@@ -21,6 +21,8 @@ LOOPBACK = "127.0.0.1"
 class IndexedTransport(Transport):
     """Versions in an index, which a subclass keeps, and their tensors in the slots of the processes that put them."""
 
+    kind = "slots"
+
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
         self.secret = secrets.token_bytes(32)  # proves to the ranks' servers that a reader has this transport

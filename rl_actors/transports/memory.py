@@ -47,6 +47,8 @@ class MemoryTransport(Transport):
 
     store: MemoryStore  # from `open` on: a mesh of one actor; Monarch gives a mesh the type of its actor
 
+    kind = "memory"
+
     def __init__(self) -> None:
         self._processes: ProcessMesh | None = None
 
@@ -75,7 +77,7 @@ class MemoryTransport(Transport):
         tensors: dict[str, Tensor] = {}
         for name, (shape, dtype) in manifest.tensors.items():
             tensors[name] = assemble(name, shape, dtype, shards[f"{manifest.key}/{name}"])
-        return LoadedTensors(tensors)
+        return LoadedTensors(tensors, key=manifest.key, reason="the config says so")
 
     async def put_object(self, key: str, value: object) -> None:
         await self.store.put_object.call_one(key, value)

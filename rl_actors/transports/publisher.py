@@ -3,6 +3,7 @@
 Moves no bytes. base.py puts a version into a transport.
 """
 
+import time
 import uuid
 from collections.abc import Callable, Mapping
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_actors.transports.base import Gather, Manifest, Transport, publish, transfer_dtype
+from rl_actors.types import Transfer
 
 VERSIONS_KEPT = 2
 
@@ -30,20 +32,25 @@ class Publisher:
         """Begin a new stream, which has the same name on all ranks. The numbers of published versions can then be used again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
-    async def publish(self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]) -> None:
+    async def publish(
+        self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]
+    ) -> Transfer | None:
         """Publish the weights of make_weights(dtype) in dtype, the widest that a generator of the transport computes in.
 
-        Does nothing if the version is already published in that dtype.
+        Returns None, and does nothing, if the version is already published in that dtype.
         """
         dtype = self.gather(await transfer_dtype(self.transport) if self.rank == 0 else None)[0]
         if dtype != self.dtype:
             self.dtype = dtype
             self.start_stream()
         if any(manifest.stream == self.stream and manifest.version == version for manifest in self.published):
-            return
+            return None
+        begin = time.perf_counter()
+        weights = make_weights(dtype)
+        collected = time.perf_counter()
         manifest = await publish(
             self.transport,
-            make_weights(dtype),
+            weights,
             stream=self.stream,
             version=version,
             rank=self.rank,
@@ -55,3 +62,11 @@ class Publisher:
             expired = self.published.pop(0)
             if self.rank == 0:
                 await self.transport.delete(expired)
+        end = time.perf_counter()
+        return Transfer(
+            policy_version=version,
+            path=self.transport.kind,
+            num_bytes=manifest.num_bytes,
+            seconds=end - begin,
+            phases={"collect": collected - begin, "write": end - collected},
+        )

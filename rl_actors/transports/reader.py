@@ -39,12 +39,15 @@ class SlotSource(Source):
     timeout: float
     secret: bytes = field(default=b"", repr=False)
 
+    @property
+    def key(self) -> str:
+        return self.manifest.key
+
     def open(self) -> AbstractContextManager[OpenVersion]:
         return self._open()
 
     @contextmanager
     def _open(self) -> Iterator[OpenVersion]:
-        begin = time.perf_counter()
         with ExitStack() as stack:
             slots: Sequence[ReadableSlot]
             mapped, reason = self._map()
@@ -58,7 +61,7 @@ class SlotSource(Source):
                 self._require_servers(reason)
                 reading = received(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
                 slots = stack.enter_context(reading)
-            yield OpenSlots(self, slots, path, reason, time.perf_counter() - begin)
+            yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:
         """(the slots in shared memory, or none; the reason). Raises ValueError if the config forces a path that is not possible."""
@@ -90,16 +93,18 @@ class SlotSource(Source):
 class OpenSlots(OpenVersion):
     """A version whose slots do not change while it is open."""
 
-    def __init__(
-        self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str, open_seconds: float
-    ) -> None:
+    def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout
-        self.path, self.reason, self.open_seconds = path, reason, open_seconds
+        self.path, self.reason = path, reason
         # Of several replicas one is enough.
         self.pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():
                 self.pieces[name].setdefault(shard.start, Piece(shard, slot.views[name]))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.manifest.num_bytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor that one rank holds whole is a view of the slot. Another one is put together when it is its turn."""

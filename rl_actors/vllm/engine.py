@@ -1,80 +1,30 @@
 """vLLM's engine. One thread of this process owns it, and callers wait on futures. Knows no actors and no transports."""
 
 import logging
-import pickle
 import queue
-import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
+from rl_actors.types import Transfer
 from rl_actors.vllm.core import core_of
+from rl_actors.vllm.pull import OneAdapter, WholeWeights, opened
 from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
 from rl_actors.vllm.start import start_vllm
 
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
     from vllm import SamplingParams as VLLMParams
-    from vllm.lora.request import LoRARequest
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
-
-
-class WholeWeights:
-    """A pull replaces every parameter of the model."""
-
-    request: "LoRARequest | None" = None
-
-    def begin(self, engine: "LLMEngine") -> None:
-        """Does nothing: the engine keeps the weights that it was started with."""
-
-    def load(self, engine: "LLMEngine", source: Source) -> None:
-        # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know.
-        engine.collective_rpc("pull_weights", args=(pickle.dumps(source),))
-
-
-class OneAdapter:
-    """A pull replaces the adapter that every request uses. The model's own weights stay."""
-
-    request: "LoRARequest | None" = None
-
-    def __init__(self, config: GeneratorConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """shapes: name and shape of every tensor of the adapter."""
-        self.config = config
-        self.shapes = shapes
-
-    def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros. A request that is added before the first pull refers to it, and so continues with the pulled weights."""
-        self._write_and_load(engine, {name: torch.zeros(shape) for name, shape in self.shapes.items()})
-        # vLLM finds a loaded adapter by its id. It reads the path only if the adapter is not loaded.
-        self.request = _adapter_request("loaded")
-
-    def load(self, engine: "LLMEngine", source: Source) -> None:
-        with source.open() as version:
-            self._write_and_load(engine, dict(version.tensors()))
-
-    def _write_and_load(self, engine: "LLMEngine", tensors: Mapping[str, Tensor]) -> None:
-        with tempfile.TemporaryDirectory(prefix="rl_actors_adapter_") as directory:
-            adapters.write(Path(directory), tensors, self.config.lora, base=self.config.hf_path)
-            engine.add_lora(_adapter_request(directory, load_inplace=True))
-
-
-def _adapter_request(path: str, **options: bool) -> "LoRARequest":
-    from vllm.lora.request import LoRARequest
-
-    return LoRARequest("adapter", 1, path, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +37,11 @@ class Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """New weights that wait for the end of the running requests."""
+    """New weights. They may have to wait for the end of the running requests."""
 
-    load: Callable[["LLMEngine"], None]
+    source: Source
     version: int
-    done: "Future[None]"
+    done: "Future[Transfer]"
 
 
 class EngineThread:
@@ -108,6 +58,7 @@ class EngineThread:
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
+        self.broken = ""  # why the model may hold weights of two versions; empty if it does not
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
         self.waiting: list[Update] = []  # they begin when no request runs
@@ -140,12 +91,12 @@ class EngineThread:
         aborted = RuntimeError("the call was aborted")
         self.commands.put(Command(partial(self._abort_call, call, aborted), call.fail))
 
-    def update(self, load: Callable[["LLMEngine"], None], version: int, *, in_flight: bool = True) -> "Future[None]":
-        """Replace the weights by what `load` loads, between two steps.
+    def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
+        """Replace the weights by those that the source opens, between two steps.
 
         in_flight: running requests go on with the new weights. Otherwise they end first, and new ones wait for the update.
         """
-        update = Update(load=load, version=version, done=_running_future())
+        update = Update(source=source, version=version, done=_running_future())
         begin = self._load if in_flight else self.waiting.append
         self.commands.put(Command(partial(begin, update), update.done.set_exception))
         return update.done
@@ -153,14 +104,40 @@ class EngineThread:
     def _load(self, update: Update) -> None:
         _run_into(update.done, partial(self._load_weights, update))
 
-    def _load_weights(self, update: Update) -> None:
-        with self.core.updating(self.engine):
+    def _load_weights(self, update: Update) -> Transfer:
+        begin = time.perf_counter()
+        # If the version cannot be opened, the weights stay as they are.
+        with opened(self.engine, update.source) as version, self.core.updating(self.engine):
             self._set_version(NO_VERSION)  # it stays NO_VERSION if the load fails
-            update.load(self.engine)
+            try:
+                load_seconds = self.weights.load(self.engine, update.source)
+            except Exception as error:
+                self._break(f"the pull of version {update.version} failed while the weights were replaced: {error!r}")
+                raise
+            self.broken = ""
             if self.config.recompute_running:
                 # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
                 self.engine.reset_prefix_cache(reset_running_requests=True)
             self._set_version(update.version)
+        return Transfer(
+            policy_version=update.version,
+            path=version.path,
+            reason=version.reason,
+            num_bytes=version.num_bytes,
+            seconds=time.perf_counter() - begin,
+            phases={"read": version.seconds, "load": load_seconds},
+        )
+
+    def _break(self, why: str) -> None:
+        """Refuse all requests, those of now and those of later, until a pull has replaced all weights."""
+        self.broken = why
+        for call in {id(request.call): request.call for request in self.requests.values()}.values():
+            self._abort_call(call, self._no_weights())
+
+    def _no_weights(self) -> RuntimeError:
+        return RuntimeError(
+            f"the generator has no weights: {self.broken}; it generates again after a pull that succeeds"
+        )
 
     def _set_version(self, version: int) -> None:
         """Tokens of later steps have this version."""
@@ -170,6 +147,9 @@ class EngineThread:
     def _add_requests(self, call: EngineCall[T]) -> None:
         if self.waiting:
             self.held.append(call)
+            return
+        if self.broken:
+            call.fail(self._no_weights())
             return
         try:
             params_of_prompts = [call.make_params(index) for index in range(len(call.prompts))]

@@ -1,11 +1,13 @@
 """What a vLLM worker does at a pull: it opens the version that a source names, and loads the tensors one at a time.
 
 vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the actor's own or another one.
+A pull opens the version first, which changes nothing, and then loads it.
 """
 
 import contextlib
 import logging
 import pickle
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,8 @@ from rl_actors.transports.base import OpenVersion, Source
 from rl_actors.vllm.start import this_machine
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
@@ -30,25 +33,102 @@ NO_WEIGHTS_TO_LOAD = {
 class WeightsExtension:
     """Methods that vLLM's worker gets. `collective_rpc` calls them by name."""
 
+    opened: contextlib.ExitStack | None = None
+    version: OpenVersion | None = None
+
     if TYPE_CHECKING:  # the worker's own
         vllm_config: VllmConfig
+        model_runner: GPUModelRunner
 
         def get_model(self) -> nn.Module: ...
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
 
-    def pull_weights(self, payload: bytes) -> None:
-        """Replace all weights by those of a pickled Source. If it fails, the model may hold weights of two versions."""
+    def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
+        """Open the version of a pickled Source, and keep it open. The model does not change.
+
+        Returns (path of the bytes, the reason for the path, bytes of the version, seconds).
+        """
+        begin = time.perf_counter()
         source: Source = pickle.loads(payload)
-        dtype = self.vllm_config.model_config.dtype
-        reloading = this_machine().reloading(self.get_model())
-        with source.open() as version, reloading, quiet_about_layers_without_weights():
-            self.reload_weights(weights_iterator=cast_tensors(version, dtype))
+        self.close_version()
+        with contextlib.ExitStack() as stack:
+            self.version = version = stack.enter_context(source.open())
+            self.opened = stack.pop_all()
+        return version.path, version.reason, version.num_bytes, time.perf_counter() - begin
+
+    def close_version(self) -> None:
+        """Close the open version, if there is one."""
+        if self.opened is not None:
+            self.opened.close()
+        self.opened = self.version = None
+
+    def _open_version(self) -> OpenVersion:
+        if self.version is None:
+            raise RuntimeError("no version is open")
+        return self.version
+
+    def load_version(self) -> float:
+        """Replace all weights by those of the open version. Returns seconds. If it fails, the model may hold weights of two versions."""
+        begin = time.perf_counter()
+        model: nn.Module = self.get_model()
+        config = self.vllm_config.model_config
+        with this_machine().reloading(model), quiet_about_layers_without_weights():
+            try:
+                self.reload_weights(weights_iterator=cast_tensors(self._open_version(), config.dtype))
+            except BaseException:
+                _end_reload(model, config)
+                raise
+        return time.perf_counter() - begin
+
+    def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
+        """Replace the adapter by the tensors of the open version. Returns seconds.
+
+        vLLM's own call reads an adapter from a directory. This one makes vLLM's object of an adapter from tensors.
+        """
+        from vllm.lora.lora_model import LoRAModel
+        from vllm.lora.peft_helper import PEFTHelper
+
+        begin = time.perf_counter()
+        lora = self.model_runner.lora_manager
+        dtype = lora.lora_config.lora_dtype
+        mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
+        adapter = LoRAModel.from_lora_tensors(
+            adapter_id,
+            # Copies, because the adapter stays, and the tensors of a version may be views that end.
+            {name: tensor.to(dtype, copy=True) for name, tensor in self._open_version().tensors()},
+            PEFTHelper(r=rank, lora_alpha=alpha, target_modules=modules),
+            device="cpu",
+            dtype=dtype,
+            model_vocab_size=lora.vocab_size,
+            weights_mapper=None if mapper is None else mapper.get_rename_mapper(),
+        )
+        manager = lora._adapter_manager
+        manager.remove_adapter(adapter_id)
+        manager.add_adapter(adapter)
+        manager.activate_adapter(adapter_id)
+        return time.perf_counter() - begin
 
 
 def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a version in this dtype, one at a time."""
     for name, tensor in version.tensors():
         yield name, tensor.to(dtype)
+
+
+def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
+    """Bring the layers of a reload that failed back into a state from which another reload begins. Their weights are a mix."""
+    from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
+
+    logger = logging.getLogger(RELOAD_LOGGER)
+    logger.addFilter(_drop)  # vLLM would warn of every layer that has not got its weights
+    try:
+        finalize_layerwise_reload(model, config)
+    finally:
+        logger.removeFilter(_drop)
+
+
+def _drop(record: logging.LogRecord) -> bool:
+    return False
 
 
 @contextlib.contextmanager

@@ -124,6 +124,7 @@ class RecordedGenerator(AnswersEach):
     """A generator whose completions depend only on the seed, as if they were read from a file."""
 
     version = -1
+    last_pull = None  # it moves no bytes
 
     def __init__(self, before: BeforeCall, interruption: Interruption) -> None:
         self.before, self.interruption = before, interruption

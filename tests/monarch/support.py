@@ -6,6 +6,8 @@ T tokens of one sequence, C tokens of a completion, V vocabulary.
 import asyncio
 import contextlib
 import gc
+import hashlib
+import itertools
 import logging
 import os
 import threading
@@ -28,6 +30,8 @@ from rl_actors.generator import Generator
 from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.transports.base import Manifest, Transport, find, publish
 from rl_actors.transports.publisher import Publisher
+from rl_actors.vllm import weights
+from rl_actors.vllm.start import this_machine
 
 VOCAB_SIZE = 48
 MAX_MODEL_LEN = 512
@@ -334,10 +338,11 @@ class TestGenerator(Generator):
 
     @concurrent_endpoint
     async def held_weights(self) -> dict[str, Tensor]:
-        """The weights that every layer of the engine computes with, under vLLM's names, where q, k, v and gate, up are fused.
+        """The weights that every layer of the engine computes with, under vLLM's names, where q, k, v and gate, up are fused."""
+        return await self._held_weights()
 
-        On a CPU vLLM holds a weight W only in packed form. The layer's output for the unit vectors is W^T, which shows W exactly.
-        """
+    async def _held_weights(self) -> dict[str, Tensor]:
+        """On a CPU vLLM holds a weight W only in packed form. The layer's output for the unit vectors is W^T, which shows W exactly."""
 
         def read(model) -> dict[str, Tensor]:
             weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.numel()}
@@ -349,6 +354,40 @@ class TestGenerator(Generator):
             return weights
 
         return await asyncio.wrap_future(self.engine.submit(lambda: self.engine.engine.apply_model(read)[0]))
+
+    @concurrent_endpoint
+    async def digests(self) -> dict[str, str]:
+        """vLLM's own digest of every parameter, and one of every weight that the engine computes with."""
+        engine = self.engine.engine
+        own = self.engine.submit(lambda: engine.collective_rpc("compute_weight_checksums"))
+        [found] = await asyncio.wrap_future(own)
+        for name, weight in (await self._held_weights()).items():
+            found[f"held {name}"] = hashlib.sha256(weight.contiguous().view(torch.uint8).numpy()).hexdigest()
+        return found
+
+    @concurrent_endpoint
+    async def load_weights_of(self, path: str) -> None:
+        """Replace all weights by those of a Hugging Face directory, which vLLM's own loader reads."""
+        engine = self.engine.engine
+
+        def load() -> None:
+            [reloading] = engine.apply_model(lambda model: this_machine().reloading(model))
+            with reloading, weights.quiet_about_layers_without_weights():
+                engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
+        await asyncio.wrap_future(self.engine.submit(load))
+
+    @concurrent_endpoint
+    async def fail_load_after(self, num_tensors: int, message: str) -> None:
+        """Make the next load of weights raise after this many tensors."""
+        whole = weights.cast_tensors
+
+        def broken(version, dtype):
+            weights.cast_tensors = whole
+            yield from itertools.islice(whole(version, dtype), num_tensors)
+            raise OSError(message)
+
+        weights.cast_tensors = broken
 
     @concurrent_endpoint
     async def fail_next_forward(self, message: str) -> None:
