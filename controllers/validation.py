@@ -15,6 +15,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers import config_file
 from controllers.environments import Environment, EnvironmentConfig, Problem, Scorer, build_environment
+from controllers.environments.config import LIMITS_OF_RUN
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
@@ -87,9 +88,18 @@ def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"validation has the name {name!r}; letters, digits, '_', '-' and '.' make a name")
         try:
+            _require_no_limits(config)
             config.validate()
         except ValueError as error:
             raise ValueError(f"validation.{name}: {error}") from None
+
+
+def _require_no_limits(config: EnvironmentConfig) -> None:
+    default = EnvironmentConfig()
+    for name in LIMITS_OF_RUN:
+        if getattr(config, name) != getattr(default, name):
+            given = f"{name}={getattr(config, name)}"
+            raise ValueError(f"{given} holds for all rewards of a run: set environment.{name}")
 
 
 def build_sets(environment: Environment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:

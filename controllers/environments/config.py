@@ -13,6 +13,9 @@ from controllers.environments.judge import JudgeConfig
 from controllers.environments.sandbox import SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
+LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
+"""Fields that hold for all rewards of a run. A part of a mixture and a named validation set cannot have their own."""
+
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
 

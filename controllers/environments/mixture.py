@@ -7,7 +7,7 @@ from random import Random
 
 from controllers import config_file
 from controllers.environments.base import Environment, Problem
-from controllers.environments.config import EnvironmentConfig
+from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
 
 BLOCK = 100
 """Number of consecutive problems in which every environment has its exact share."""
@@ -30,6 +30,10 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
     parts = []
     for number, values in enumerate(config.mixture):
         own = {name: value for name, value in values.items() if name not in ("weight", "name")}
+        if limits := [name for name in LIMITS_OF_RUN if name in own]:
+            raise ValueError(
+                f"mixture[{number}] has {limits[0]}, which holds for the whole run: set environment.{limits[0]}"
+            )
         if "task" not in own:
             raise ValueError(f"mixture[{number}]={values} names no task")
         try:

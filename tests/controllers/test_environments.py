@@ -176,6 +176,10 @@ def test_a_users_function_gets_the_seed_and_the_options():
             {"mixture": [{"task": "spell_backward", "promt": "x"}]},
             r"mixture\[0\]: promt is not a field; did you mean prompt",
         ),
+        (
+            {"mixture": [{"task": "spell_backward", "reward_timeout": 1.0}]},
+            r"mixture\[0\] has reward_timeout, which holds for the whole run: set environment.reward_timeout",
+        ),
         ({"mixture": [{"task": "spell_backward"}] * 2}, "mixture has 'spell_backward' twice"),
         ({"mixture": [{"task": "spel_backward"}]}, "mixture, spel_backward: .*did you mean spell_backward"),
     ],
