@@ -1,4 +1,4 @@
-"""Configs by name. Each is a function that returns a config; a variant edits the result of another function."""
+"""Configs by name. Each config is a function that returns it. A variant edits the result of another function."""
 
 from configs import qwen3
 from configs.blank import blank, blank_sft

@@ -1,4 +1,6 @@
-"""A run without a task: the user names one with --task. A Qwen3 of a million parameters learns it from random weights, on two cores."""
+"""Runs without a task of their own. The user names one with --task. A Qwen3 of a million parameters learns it from random weights, on two
+cores.
+"""
 
 from configs.tiny import sft_phase
 from controllers.environments import EnvironmentConfig
@@ -12,7 +14,7 @@ NUM_SFT_STEPS = 300
 
 
 def blank() -> GRPOConfig:
-    """Supervised steps on the answers until every second sampled answer is right, then GRPO."""
+    """Supervised steps on the answers until half of the sampled answers are right, and then GRPO."""
     return GRPOConfig(
         environment=_no_task(),
         trainer=_trainer(),
@@ -47,7 +49,7 @@ def _no_task() -> EnvironmentConfig:
 
 def _model() -> ModelConfig:
     return ModelConfig(
-        vocab_size=128,  # the alphabet of the problems decides
+        vocab_size=128,  # replaced by the size of the problems' alphabet
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -55,7 +57,7 @@ def _model() -> ModelConfig:
         num_key_value_heads=8,
         head_dim=32,
         max_position_embeddings=256,
-        rope_theta=100.0,  # a text has some tens of tokens: with a base of 10,000 most frequencies hardly rotate over it
+        rope_theta=100.0,  # with a base of 10,000 most frequencies would hardly rotate over a text of some tens of tokens
         tie_word_embeddings=False,
     )
 

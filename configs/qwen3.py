@@ -2,7 +2,7 @@
 
 The weights are random and the task is that of the tiny run, so a run needs no download. With `--trainer.hf-path DIR` the weights are read
 from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
-`--trainer.hf-path DIR --alphabet ""` and an environment of your own; `qwen3` takes any size.
+`--trainer.hf-path DIR --alphabet ""` and an environment of your own. The config `qwen3` takes a model of any size.
 """
 
 from dataclasses import replace
@@ -40,9 +40,9 @@ class _Own(TypedDict):
 
 
 def qwen3() -> GRPOConfig:
-    """A model of your own: `--trainer.hf-path` takes a directory or an id, whose config.json gives the size.
+    """A model of your own. `--trainer.hf-path` takes a directory or an id, and the config.json there gives the size.
 
-    One GPU, which trainer and generator share, or else the CPU.
+    Trainer and generator share one GPU. Without a GPU they run on the CPU.
     """
     return GRPOConfig(
         **_own(),
@@ -69,7 +69,7 @@ def _own() -> _Own:
 
 
 def qwen3_0_6b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations (68 GiB by arithmetic)."""
+    """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations, and needs 68 GiB by estimate."""
     config = _apart("0_6b", tokens_per_row=32_768)
     config.trainer.activation_checkpointing = "none"
     return config
@@ -101,9 +101,9 @@ def qwen3_4b_one_gpu() -> GRPOConfig:
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first. The 122 GiB of weights, gradients and moments do not fit on one.
+    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first. Weights, gradients and moments take 122 GiB, too much for one GPU.
 
-    With a third GPU for the generator: `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
+    A third GPU takes the generator with `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
     config.trainer.parallelism.data_parallel_shard_degree = 2

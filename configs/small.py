@@ -11,7 +11,7 @@ from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 
 def small() -> GRPOConfig:
-    """Supervised steps until one sampled answer in three is right, then GRPO."""
+    """Supervised steps until about a third of the sampled answers are right, and then GRPO."""
     trainer = TrainerConfig(
         model=ModelConfig(
             vocab_size=16,
@@ -22,7 +22,7 @@ def small() -> GRPOConfig:
             num_key_value_heads=8,
             head_dim=64,
             max_position_embeddings=128,
-            rope_theta=10.0,  # as in tiny: a text has at most twelve tokens
+            rope_theta=10.0,  # a small base as in tiny, because a text has at most twelve tokens
             tie_word_embeddings=False,
         ),
         compute_dtype="bfloat16",
@@ -42,7 +42,7 @@ def small() -> GRPOConfig:
         generator=generator,
         steps=100,
         updates_per_step=2,
-        # A higher temperature than in tiny: this model gives its wrong answers a higher probability, too.
+        # The temperature is higher than in tiny, because this model also gives its wrong answers a higher probability.
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),

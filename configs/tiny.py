@@ -25,13 +25,13 @@ class _Parts(Task):
 
 
 def tiny() -> GRPOConfig:
-    """Supervised steps until nearly one sampled answer in five is right, then GRPO."""
+    """Supervised steps until about a fifth of the sampled answers are right, and then GRPO."""
     return GRPOConfig(
         **_parts(),
         steps=72,
         updates_per_step=3,
         epochs_per_step=2,
-        # Above 1, so that a problem whose likeliest answer is wrong gets a right answer now and then.
+        # The temperature is above 1, so that a problem whose likeliest answer is wrong gets a right answer now and then.
         rollouts=RolloutConfig(groups_per_step=192, group_size=4, max_refills=1, temperature=1.3),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.2),
@@ -45,7 +45,7 @@ def tiny_sft() -> SFTConfig:
 
 
 def tiny_dpo() -> DPOConfig:
-    """Right against wrong additions, from random weights: the policy learns which sum fits two terms. No answer is sampled."""
+    """DPO from random weights, on pairs of the right and a wrong sum of two terms. No answer is sampled."""
     pairs = EnvironmentConfig(
         task="controllers.environments.pairs:additions",
         answer_column="chosen",
@@ -76,7 +76,7 @@ def _parts() -> _Parts:
         num_key_value_heads=8,
         head_dim=32,
         max_position_embeddings=128,
-        rope_theta=10.0,  # a text has nine tokens: with a base of 10,000 most frequencies hardly rotate over it
+        rope_theta=10.0,  # with a base of 10,000 most frequencies would hardly rotate over a text of nine tokens
         tie_word_embeddings=False,  # with a tied head the outermost digits, 0 and 9, are learned long after the others
     )
     return {

@@ -1,4 +1,4 @@
-"""Algorithms by name: the fields of a GRPO config that a paper sets. `--algorithm dapo` sets them before all other flags.
+"""Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets the fields as the paper does, before all other flags.
 
 A preset sets the objective, the advantages and the choice of completions. It leaves learning rate, batch sizes and model as they are.
 """
@@ -37,7 +37,7 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets, so that nothing of an earlier choice is left."""
+    """The fields that every preset sets, so that no earlier choice is left in them."""
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,

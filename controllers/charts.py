@@ -1,4 +1,4 @@
-"""Charts of the metrics of runs, as SVG for a page: which curves there are, and how they are drawn. Reads no file.
+"""Charts of the metrics of runs, as SVG for a page. PLANS lists the charts and their curves. Reads no file.
 
 Charts are drawn in the light colours. In the page every colour is a CSS variable, which dark mode sets to another value.
 """
@@ -25,7 +25,10 @@ DARK = {"page": "#15171c", "card": "#1e2128", "ink": "#e8e9ec", "muted": "#a3abb
 DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5d6675"}
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
-SIZE = (5.2, 2.9)  # inches; on a page of 420 pixels the text keeps about its size
+SIZE = (
+    5.2,
+    2.9,
+)  # inches. A page shows a chart about 420 pixels wide, which nearly keeps the size of its text.
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the font of the page
     "svg.hashsalt": "report",
@@ -68,7 +71,9 @@ class Plan:
 
     title: str
     unit: str
-    metrics: dict[str, str]  # name in metrics.jsonl -> name in the chart; the first one is compared between runs
+    metrics: dict[
+        str, str
+    ]  # name in metrics.jsonl -> name in the chart. A comparison of runs draws only the first metric.
     phases: tuple[str, ...] = ("grpo",)
     is_log: bool = False
     has_markers: bool = False
@@ -96,7 +101,7 @@ PLANS = (
     Plan(
         title="Pairs with a positive margin",
         unit="share",
-        metrics={"validation/dpo/accuracy": "held out", "dpo/accuracy": "of the step"},
+        metrics={"validation/dpo/accuracy": "held-out pairs", "dpo/accuracy": "pairs of the step"},
         phases=("start", "dpo"),
     ),
     Plan(title="Entropy", unit="nats a token", metrics={"entropy": "entropy"}),
@@ -162,7 +167,7 @@ def validation_metrics(records: Records) -> dict[str, str]:
 
 
 def curves(plan: Plan, records: Records) -> list[Curve]:
-    """The curves of a chart that have a number."""
+    """The curves of a chart. A metric without a number has no curve."""
     chosen = of_phases(records, *plan.phases)
     metrics = validation_metrics(records) if "validation/accuracy" in plan.metrics else plan.metrics
     colors, found = itertools.cycle(COLORS), []
@@ -174,7 +179,7 @@ def curves(plan: Plan, records: Records) -> list[Curve]:
 
 
 def draw_curves(axes: Axes, drawn: Sequence[Curve], plan: Plan) -> None:
-    """Plot the curves. A logarithmic axis needs values that are all positive."""
+    """Plot the curves. If the plan asks for a logarithmic axis, there is one only where all values are positive."""
     shown = [value for curve in drawn for value in curve.values]
     for curve in drawn:
         marker = "o" if plan.has_markers or len(curve.steps) == 1 else None
@@ -229,7 +234,7 @@ def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[
 
 
 def add_legend(axes: Axes, *, at_least: int = 2) -> None:
-    """Name the curves under the chart, if there are so many."""
+    """Name the curves under the chart, if there are at least `at_least` curves."""
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) >= at_least:
         columns = 2 if max(map(len, labels)) > 16 else 4
@@ -248,7 +253,9 @@ def inline_svg(figure: Figure) -> str:
 
 
 def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
-    """One chart as SVG. `records` are those of a single run, for what is drawn beside the curves; without them a curve is a run."""
+    """One chart as SVG. If `records` are given, all curves are of one run, and the chart also shows the reward's spread and the supervised
+    phase from its records. Without records each curve is another run.
+    """
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:
         draw_spread(axes, of_phases(records, *plan.phases))
@@ -262,7 +269,7 @@ def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
 
 
 def times_chart(records: Records) -> str:
-    """Seconds of the steps as SVG; empty if no step has a time."""
+    """The seconds of the steps as a chart in SVG. Empty if no step has a time."""
     timed = [record for record in of_phases(records, "sft", "grpo", "dpo") if record.get("time/step") is not None]
     if not timed:
         return ""
@@ -286,7 +293,7 @@ def run_charts(records: Records) -> list[str]:
 
 @matplotlib.rc_context(STYLE)
 def compared_charts(runs: dict[str, Records]) -> list[str]:
-    """Charts with a curve for each run: of the first metric of every plan, and of every metric of a validation."""
+    """Charts with a curve for each run. There is one for the first metric of every plan, and one for every metric of a validation."""
     reward = Plan(title="Reward", unit="mean reward", metrics={"reward/mean": ""})
     plans = [plan for plan in PLANS[1:] if "validation/accuracy" not in plan.metrics]
     validated = dict.fromkeys(name for records in runs.values() for name in validation_metrics(records))
@@ -325,9 +332,9 @@ def save_reward_png(records: Records, file: Path) -> None:
 
 
 def around_rewards(records: Records) -> Records:
-    """The records of the picture: at most as many supervised steps as others.
+    """The records that the picture shows. If there are GRPO steps, at most half of the records are supervised steps.
 
-    Supervised steps come first and have no reward; many of them would leave no room for the curve.
+    Supervised steps come first and have no reward. If all were shown, many of them would leave no room for the curve of rewards.
     """
     num_others = len(of_phases(records, "grpo"))
     return records[-2 * num_others :] if num_others else records

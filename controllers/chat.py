@@ -1,4 +1,4 @@
-"""Conversations as the tokens of a model's own chat template. Knows nothing of problems, actors or losses."""
+"""Conversion of conversations to tokens by a model's own chat template. Knows nothing of problems, actors or losses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""The mark that transformers' templates may have around what the assistant says."""
+"""Mark that templates for transformers may have around the assistant's text."""
 
 
 @dataclass(kw_only=True)
@@ -19,31 +19,31 @@ class ChatConfig:
     """Use of the model's chat template."""
 
     enabled: bool = False
-    """Give each prompt to the model as a user's message. A problem with messages of its own goes through the template in any case."""
+    """Make a user's message of each prompt. A problem with messages of its own goes through the template in any case."""
     system: str = ""
     """System message before each conversation that has none."""
     thinking: bool | None = None
-    """The template's enable_thinking, as Qwen3 has it. None: the template's default."""
+    """Value of enable_thinking, which some templates read, such as Qwen3's. None: the template's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The tokens of a conversation, up to the last that is trained."""
+    """The tokens of a conversation, up to the last trained one."""
 
     tokens: list[int]
-    is_trained: list[bool]  # True for the assistant's tokens, with the one that ends a turn
+    is_trained: list[bool]  # True for the assistant's tokens, and for the token that ends a turn of the assistant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatTemplate:
-    """The chat template of a tokenizer, with the choices of a run. Every method raises ValueError for a template that fails."""
+    """The chat template of a tokenizer, with a run's ChatConfig. Every method raises ValueError if the template fails."""
 
     hf: "PreTrainedTokenizerBase"
     config: ChatConfig
     stop_token_ids: tuple[int, ...]
 
     def require_usable(self) -> None:
-        """Raises ValueError if there is no template, or if it has no thinking that could be turned on or off."""
+        """Raise ValueError if there is no template, or if `thinking` is set and the template does not read enable_thinking."""
         text = self._text()
         if self.config.thinking is not None and "enable_thinking" not in text:
             raise ValueError(
@@ -51,17 +51,17 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation, and the beginning of the assistant's next turn. The assistant's last turn is left out if nothing follows it."""
+        """The tokens of the conversation and of the beginning of the assistant's next turn. A last turn of the assistant is left out."""
         conversation = self._with_system(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]
         return self._tokens(conversation, starts_turn=True)
 
     def turns(self, messages: Sequence[Message]) -> Turns:
-        """The conversation for training: the tokens of every turn of the assistant are trained.
+        """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
 
         The template's own marks say which tokens these are. In a template without marks a turn begins where the template would let the
-        assistant begin, and ends with a stop token. Raises ValueError if the template writes an earlier turn differently.
+        assistant begin, and ends with a stop token. Raises ValueError if the template writes a turn differently when other turns follow.
         """
         conversation = self._with_system(messages)
         if GENERATION_MARK.search(self._text()):
@@ -86,8 +86,8 @@ class ChatTemplate:
             before = self._tokens(conversation[:index], starts_turn=True)
             if tokens[: len(before)] != before:
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path} writes what comes before turn {index} of {_shown(conversation)} "
-                    "differently when turns follow, so the assistant's tokens cannot be found in it"
+                    f"the chat template of {self.hf.name_or_path} writes the turns before turn {index} of {_shown(conversation)} "
+                    "differently when turns follow, so the assistant's tokens cannot be found"
                 )
             ends = [i for i in range(len(before), len(tokens)) if tokens[i] in self.stop_token_ids]
             if not ends:

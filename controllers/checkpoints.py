@@ -1,7 +1,7 @@
 """Checkpoints of a run: the trainer's weights and the controller's own state.
 
-checkpoints/step-N/trainer has the trainer's part, and checkpoints/step-N/state.json the controller's. state.json is written last, so a
-checkpoint with a state.json is complete.
+checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. state.json is written
+last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
@@ -55,20 +55,22 @@ class Checkpoints:
         with temporary.open("w") as file:
             file.write(text)
             file.flush()
-            # Without this, a crash of the machine could leave a state.json without its content. The trainer syncs its part, too.
+            # Without this, a crash of the machine could leave a state.json without its content. The trainer's part is also synced to disk.
             os.fsync(file.fileno())
         os.replace(temporary, path / STATE)
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
-            (found[step] / STATE).unlink()  # removed first, so that no half removed checkpoint counts as complete
+            (
+                found[step] / STATE
+            ).unlink()  # first, so that a checkpoint that is only partly removed does not count as complete
             shutil.rmtree(found[step])
 
 
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
-    """The steps whose checkpoints are to be removed. steps: those of all checkpoints, in ascending order.
+    """The steps whose checkpoints are to be removed. steps: the steps of all checkpoints, in ascending order.
 
-    The newest `keep` are kept for now. With `keep_every`, a checkpoint is kept for good if it is at least `keep_every` steps after the
-    last one that is kept for good.
+    The newest `keep` checkpoints are kept for now. With `keep_every`, a checkpoint is kept for good if it is at least `keep_every` steps
+    after the last one that is kept for good.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0
@@ -105,9 +107,9 @@ def read(path: Path) -> State:
 
 
 def find(path: Path, step: int | None = None) -> Path:
-    """The complete checkpoint of `step`, or the newest, in a run's folder. A checkpoint's own folder is itself.
+    """The complete checkpoint of `step` in a run's folder, or the newest one. If `path` is a complete checkpoint, it is returned.
 
-    Raises ValueError if there is none, or none of this step.
+    Raises ValueError if there is no such checkpoint.
     """
     if step is None and (path / STATE).is_file():
         return path

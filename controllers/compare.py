@@ -1,4 +1,4 @@
-"""Compare runs: their curves over each other in one HTML page, and a table on the terminal. Reads run folders only.
+"""Comparison of runs: one HTML page with their curves over each other, and a table on the terminal. Reads only the folders of runs.
 
 python -m controllers.compare RUN RUN [RUN …] [--output compare.html]
 """
@@ -21,7 +21,7 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. A name is the end of the path, with as many folders as make all names differ.
+    """The runs by name. The name of a run is the end of its path, with as many folders as the names need to differ.
 
     Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
     """

@@ -1,4 +1,4 @@
-"""Describes a run before it starts: the layout, the memory of a rank, the device of each process, and the memory of the machine."""
+"""Plan of a run before it starts: the layout, the memory of a rank, the device of each process, and the memory of the machine."""
 
 import itertools
 import os
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 RANKS_SHOWN = 16
 GIB = 1 << 30
 BYTES = {"float32": 4, "bfloat16": 2}
-LESS_OF_A_GPU = (
+ADVICE_FOR_A_GPU = (
     "to take less, lower --trainer.tokens-per-row or --generator.gpu-memory-utilization, set "
     "--trainer.activation-checkpointing full, or raise --trainer.parallelism.data-parallel-shard-degree to use more GPUs"
 )
-LESS_OF_A_MACHINE = (
+ADVICE_WITHOUT_A_GPU = (
     "to take less, choose a smaller model, lower --trainer.tokens-per-row or --trainer.rows-per-microbatch, or set "
     "--trainer.activation-checkpointing full; on a machine with GPUs the run takes their memory instead"
 )
@@ -29,7 +29,7 @@ LESS_OF_A_MACHINE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Memory of one GPU, or of a machine without GPUs, and how much of it each process takes."""
+    """Memory of one GPU, or of a machine without GPUs, and the bytes that each process takes of it."""
 
     place: str
     capacity: int  # bytes
@@ -72,15 +72,15 @@ def describe(config: "RunConfig") -> str:
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
-    """Raise ValueError if the processes of a run take more memory than there is. The limit is that of each GPU, or of a machine without GPUs.
+    """Raise ValueError if the processes of a run take more memory than a GPU has, or than the machine has if it has no GPU.
 
     trains: False for an evaluation, which has only the generator.
     """
     for demand in demands(config, trains=trains):
         if not demand.fits:
-            less = LESS_OF_A_GPU if torch.cuda.is_available() else LESS_OF_A_MACHINE
+            advice = ADVICE_FOR_A_GPU if torch.cuda.is_available() else ADVICE_WITHOUT_A_GPU
             needed = f"the run takes {size_text(demand.total)} ({demand.parts()}), without the memory of libraries"
-            raise ValueError(f"{needed}, but {demand.place} has {size_text(demand.capacity)}; {less}")
+            raise ValueError(f"{needed}, but {demand.place} has {size_text(demand.capacity)}; {advice}")
 
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
@@ -139,7 +139,7 @@ def _ranks(trainer: TrainerConfig) -> list[str]:
 
 
 def _checkpoints(config: "RunConfig") -> list[str]:
-    """A line with the size of a checkpoint on disk. In every layout it has all trained parameters and their optimizer state."""
+    """A line with the size of a checkpoint on disk. A checkpoint has all trained parameters and their optimizer state in every layout."""
     if not config.checkpoint_every:
         return []
     whole = _whole_model(config.trainer)

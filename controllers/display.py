@@ -42,7 +42,7 @@ class LineDisplay:
 
     def __init__(self, console: Console, total_steps: int | None):
         self.console, self.total_steps = console, total_steps
-        self.record: Record = {"step": 0, "phase": ""}  # of the last step
+        self.record: Record = {"step": 0, "phase": ""}  # the record of the last step
         self.setups = Progress(SpinnerColumn(), TextColumn("{task.description}: {task.elapsed:.0f} s"), console=console)
         self.steps = Progress(
             TextColumn("[bold]{task.description}"),
@@ -80,7 +80,7 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Estimate the time that is left from the steps of this phase, which may take longer than those before."""
+        """Begin a new estimate of the time that is left, because steps of this phase may take longer than earlier steps."""
         began = self._task.start_time
         self.steps.remove_task(self._task.id)
         self.steps.add_task(phase, total=self.total_steps)

@@ -25,7 +25,7 @@ def _no_pairs() -> EnvironmentConfig:
 @dataclass(kw_only=True)
 class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
-    """Pairs: answer_column is the chosen answer, rejected_column the rejected one."""
+    """Pairs. answer_column is the column of the chosen answer, and rejected_column is that of the rejected one."""
     beta: float = 0.1
     """The reward of a completion is beta times log(policy / reference). A larger beta keeps the policy nearer to the reference."""
     pairs_per_step: int = 64
@@ -72,7 +72,7 @@ class DPOConfig(RunConfig):
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(
-                f"{folder.reference} is not there; it holds the reference, which is the weights that the run began with"
+                f"{folder.reference} is not there; it holds the weights that the run began with, which are the reference"
             )
 
 
@@ -99,7 +99,7 @@ async def train(run: Run[DPOConfig]) -> None:
 
 
 async def train_step(run: Run[DPOConfig], loss: DPO, samples: list[Sample], learning_rate: float) -> dict[str, float]:
-    """One optimizer step on the mean loss of the pairs; returns its metrics."""
+    """Take one optimizer step on the mean loss of the pairs. Returns the metrics of the step."""
     outputs = []
     num_pairs = len(samples) // 2
     with run.timer("train"):
@@ -122,7 +122,7 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set, by the prefix of its metrics. The reference's logprobs, which do not change, are computed here once."""
+    """The pairs of every validation set, by the prefix of its metrics. They get the reference's logprobs, which never change, only here."""
     found = {}
     for one in run.validation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
@@ -130,7 +130,7 @@ async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, l
 
 
 async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
-    """The loss and the metrics of held-out pairs at the trainer's weights. This prints them, too."""
+    """Compute and print the loss and the metrics of held-out pairs at the trainer's weights."""
     values: dict[str, float] = {}
     with run.timer("validate"):
         for prefix, samples in held_out.items():

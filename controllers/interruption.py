@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
-"""Seconds after the first signal in which another one counts as the same. `timeout` and others signal a process and then its group, too."""
+"""Seconds after the first signal in which another signal counts as the same one. `timeout` signals a process and then also its group."""
 
 
 class Interrupted(BaseException):
-    """The end of a run between two steps, because of a signal. It is not an Exception, so that nothing handles it as a failure."""
+    """The end of a run between two steps, because of a signal. It is not an Exception, so no `except Exception` takes it for a failure."""
 
 
 class Interruption:
@@ -26,7 +26,7 @@ class Interruption:
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
-        """tell: shows a line to the user."""
+        """tell: function that shows a line to the user."""
         self.tell = tell
         self.received: signal.Signals | None = None  # the first signal
         self._received_at = 0.0
@@ -63,7 +63,7 @@ class Interruption:
             self._is_training = False
 
     def raise_if_asked(self) -> None:
-        """Raise Interrupted if a signal has asked for the end of the run. Call it at a point where the run loses nothing by ending."""
+        """Raise Interrupted if a signal has asked for the end of the run. The caller loses nothing if the run ends here."""
         if self.received is not None:
             raise Interrupted(self.received.name)
 

@@ -1,4 +1,4 @@
-"""Write the metrics of a run to a display, metrics.jsonl, rollouts.jsonl and trackers. Makes no decision about the run.
+"""The logger of a run. It writes metrics to a display, metrics.jsonl, rollouts.jsonl and trackers. Makes no decision about the run.
 
 Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised and GRPO steps
 share one count. Step 0 is the validation before the first step.
@@ -26,7 +26,7 @@ KEYS = (
     *("tokens/trained", "tokens/generated", "tokens/s", "tflops/trained", "memory/trainer_peak"),
     *("time/generate", "time/train", "time/sync", "time/step"),
 )
-"""Every record has these keys. The value is null if the step has none. A record has `validation/accuracy` only if it was measured."""
+"""Keys that every record has. A value is null if the step has no such value. `validation/accuracy` is only in the records of validations."""
 
 
 class Timer:
@@ -54,10 +54,10 @@ class Timer:
 
 
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
-    """Speed of a step and memory of the trainer. `values` has the times of the step and what it trained on; `infos` has all ranks.
+    """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one for each rank.
 
     MFU is the share of the GPUs' peak that the model's own products and attention take while the trainer works. It cannot exceed 1.
-    It is left out where the peak is unknown, as on a CPU, and in a step without training.
+    MFU is left out in a step without training, and where the peak is unknown, as on a CPU.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
     if values.get("tokens/trained") and values["time/step"]:
@@ -92,16 +92,18 @@ class MetricsLogger(AbstractContextManager):
         folder: RunFolder,
         *,
         total_steps: int | None = None,  # None: not known yet; set `log.display.total_steps` later
-        steps_done: int = 0,  # lines of later steps are removed: a resumed run writes them again
+        steps_done: int = 0,  # lines of later steps are removed, because a resumed run writes them again
         trackers: Sequence[str] = ("tensorboard",),
-        project: str = "rl-actors",  # of trackers that have projects
-        config: Mapping[str, object] | None = None,  # shown by trackers
-        groups_per_step: int = 4,  # kept in rollouts.jsonl
-        prints_lines: bool = False,  # True: one line per step also on a terminal, where log lines would break up a live panel
+        project: str = "rl-actors",  # project of the run in trackers that have projects
+        config: Mapping[str, object] | None = None,  # config that trackers show
+        groups_per_step: int = 4,  # number of groups of a step that rollouts.jsonl keeps
+        prints_lines: bool = False,  # True: no live panel, because log lines on the same terminal would break it
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        self._last_step = steps_done or -1  # a run that did no step validates again before the first one, as step 0
+        self._last_step = (
+            steps_done or -1
+        )  # -1, because a run that has done no step writes step 0, the first validation, again
         folder.drop_after(self._last_step)
         self.folder, self._groups_per_step = folder, groups_per_step
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)

@@ -1,4 +1,4 @@
-"""The choice of a policy loss as fields of a config: the loss with its options, the correction, the aggregation. Computes nothing.
+"""Fields of a config that choose the policy loss: the loss with its options, the correction and the aggregation. Computes no loss.
 
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
@@ -35,7 +35,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 }
 CORRECTIONS: dict[str, type[Correction]] = {"tis": TruncatedImportanceSampling, "icepop": IcePop}
 SHARED_OPTIONS = ("kl", "entropy_coefficient", "correction", "sequence_mean")
-"""Fields of every policy loss, which have flags of their own."""
+"""Fields that every policy loss has. They have flags of their own."""
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
@@ -51,17 +51,21 @@ class LossConfig:
     ratio_high: float | None = None
     """Upper bound of the probability ratio, for ppo, cispo and gspo. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
     dual_clip: float | None = None
-    """For ppo and gspo: the objective of a negative advantage A is at least dual_clip * A. None: no such bound."""
+    """For ppo and gspo: lower bound of a token's objective if its advantage A is negative. The bound is dual_clip * A. None: no bound."""
     beta: float | None = None
     """For dro: weight of the squared distance from the generator's logprob. None: 0.05."""
 
-    def build(self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, mean: bool) -> PolicyLoss:
+    def build(
+        self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool
+    ) -> PolicyLoss:
         """The loss. Raises ValueError for an option that the loss does not have, or that is out of its limits."""
         cls = POLICY_LOSSES[self.name]
         options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
         if cls is PPO:
             options = {"ratio_low": 0.8, "ratio_high": 1.28} | options
-        return cls(kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=mean, **options)
+        return cls(
+            kl=kl, entropy_coefficient=entropy_bonus, correction=correction, sequence_mean=sequence_mean, **options
+        )
 
 
 @dataclass(kw_only=True)
@@ -79,7 +83,7 @@ class CorrectionConfig:
     reweights: bool | None = None
     """For icepop: multiply the objective of a kept token by q. None: False."""
     level: Level | None = None
-    """token: q of each token. sequence: the geometric mean of q over the completion. None: token."""
+    """q that the correction uses. token: q of each token. sequence: the geometric mean of q over the completion. None: token."""
 
     def chosen(self, *, is_stale: bool) -> str:
         """The name of the correction. is_stale: True if a step may train on completions of older weights."""
@@ -111,7 +115,7 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
 def _options(
     flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
 ) -> dict:
-    """The options that were given. Raises ValueError for one that `cls` does not have, naming those that it has."""
+    """The options that were given. Raises ValueError for an option that `cls` does not have, and names the options that it has."""
     known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
     given = {name: value for name, value in given.items() if value is not None}

@@ -17,7 +17,7 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """The problem with its chosen answer, and with its rejected one. Raises ValueError, naming the prompt, if it has no rejected answer."""
+    """Two problems: the given one, and the same with the rejected answer. Raises ValueError, naming the prompt, without a rejected answer."""
     if rejected_column not in problem.metadata:
         raise ValueError(f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r}")
     return [problem, replace(problem, answer=str(problem.metadata[rejected_column]))]
@@ -35,13 +35,14 @@ def to_samples(problems: Iterable[Problem], tokenizer: Tokenizer, rejected_colum
 class DPO:
     """Direct preference optimisation, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
 
-    The reward of a completion is beta * (log pi - log ref), each the sum of its logprobs. The margin of a pair is the reward of the chosen
-    completion less that of the rejected one. The gradient at each logprob of the chosen one is -beta * sigmoid(-margin), and the same with
-    a plus sign at those of the rejected one.
-    It is a loss for TrainerClient.forward_backward_custom: a pair may be split over microbatches and ranks. Samples need the columns
-    loss_weights and ref_logprobs.
+    log pi and log ref are the sums of a completion's logprobs under the policy and under the reference. The reward of a completion is
+    beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion less that of the rejected one. The gradient is
+    -beta * sigmoid(-margin) at each logprob of the chosen completion, and beta * sigmoid(-margin) at each logprob of the rejected one.
+    The loss goes to TrainerClient.forward_backward_custom, because a pair may be split over microbatches and ranks. Samples need the
+    columns loss_weights and ref_logprobs.
 
-    One pair of one token each, beta 0.5, log pi - log ref 2 and 0: margin 1, loss log(1 + exp(-1)) = 0.3133, gradients -0.1345 and 0.1345.
+    Example: one pair, one token each, beta 0.5, and log pi - log ref is 2 for the chosen completion and 0 for the rejected one. Then the
+    margin is 1, the loss is log(1 + exp(-1)) = 0.3133, and the gradients are -0.1345 and 0.1345.
     """
 
     beta: float = 0.1

@@ -95,9 +95,9 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> FrozenPolicy:
     """Start a second trainer with the policy that a phase of the run begins with.
 
-    has_begun: True if the phase has begun in an earlier part of this run. False: the second trainer gets the current weights of the first
-    one, which are also saved in run/reference. True: it gets the saved weights.
-    is_saved: False if both trainers read the policy from hf_path. Then nothing is saved.
+    is_saved: True if the policy is kept in run/reference. False if both trainers read it from hf_path.
+    has_begun: False if the phase begins now. Then the current weights of the first trainer are saved in run/reference. True if the phase
+    began before the run was resumed. Then they are already saved. The second trainer loads the saved weights in both cases.
     """
     trainer = run.spawn_reference()
     with run.log.setup("starting reference"):
@@ -129,7 +129,7 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:
-        return  # GRPO has not begun; its start saves the weights
+        return  # GRPO has not begun. The weights are saved when it begins.
     if _is_saved(config, state["sft_steps"]) and not folder.reference.is_dir():
         raise ValueError(
             f"reference_kl={config.reference_kl} needs the weights that GRPO began with, but {folder.reference} is not there: "
@@ -138,4 +138,5 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
 
 
 def _is_saved(config: "GRPOConfig", sft_steps: int) -> bool:
+    """False if GRPO begins with the weights of hf_path, which a second trainer can read again."""
     return bool(sft_steps or not config.trainer.hf_path)

@@ -1,4 +1,4 @@
-"""Report of a run: report.html, which needs no other file, and reward.png. It is made from the files of the run folder only.
+"""Report of a run: report.html and reward.png. Both are made only from the files of the run's folder. report.html needs no other file.
 
 python -m controllers.report RUN_FOLDER
 """
@@ -16,7 +16,7 @@ from controllers.charts import DARK, LIGHT, Records, of_phases, run_charts, save
 from controllers.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
-"""Largest number of completions on a page, so that a browser opens it at once. rollouts.jsonl has all that were kept."""
+"""Largest number of completions on a page, so that a browser opens the page at once. rollouts.jsonl has all completions that were kept."""
 
 UNITS = {
     "step": "steps",
@@ -40,7 +40,7 @@ UNITS = {
     "updates": "optimizer steps",
     "reward": "reward",
 }
-"""Units of metrics, by the whole name or by its first part."""
+"""Units of metrics. A key is the whole name of a metric, or the part before the first slash."""
 
 
 def number(value: float | None) -> str:
@@ -53,7 +53,7 @@ def number(value: float | None) -> str:
 
 
 def page(template: str, **values: object) -> str:
-    """The HTML of a template of this package. Every text is escaped, except the charts."""
+    """The HTML of a template of this package. All texts are escaped, but the charts are not."""
     environment = Environment(
         loader=PackageLoader("controllers"),
         autoescape=True,
@@ -70,15 +70,15 @@ class RunFiles:
     """The contents of a run's files. The run may be finished, running, failed or not begun."""
 
     name: str
-    records: Records  # of metrics.jsonl
+    records: Records  # lines of metrics.jsonl
     config: dict[str, object]
     outcome: dict[str, object]
-    groups: Records  # of rollouts.jsonl
-    samples: Records  # of validation.jsonl
+    groups: Records  # lines of rollouts.jsonl
+    samples: Records  # lines of validation.jsonl
 
     @classmethod
     def read(cls, folder: RunFolder) -> "RunFiles":
-        """Raises ValueError when the folder holds no run."""
+        """The contents of the files in a folder. Raises ValueError if the folder holds no run."""
         if not folder.holds_run:
             missing = f"it has neither {folder.config.name} nor {folder.metrics.name}"
             raise ValueError(f"{folder.path} holds no run: {missing}")
@@ -97,12 +97,12 @@ class RunFiles:
 
 
 def _read_json(file: Path) -> dict[str, object]:
-    """The object in a JSON file; empty when there is no file."""
+    """The object in a JSON file. Empty if there is no file."""
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
-    """The summary: (name, value, remark) of each tile."""
+    """The tiles of the summary, each as (name, value, remark)."""
     records = run.records
     num_supervised, num_steps = len(of_phases(records, "sft")), len(of_phases(records, "sft", "grpo", "dpo"))
     num_skipped = sum(bool(record.get("skipped")) for record in records)
@@ -149,7 +149,9 @@ def minutes_text(seconds: float) -> str:
 
 
 def shown_steps(groups: Records) -> list[int]:
-    """Steps whose groups are on the page: all, or as many as have COMPLETIONS_SHOWN completions, evenly spaced, with the last one."""
+    """Steps whose groups are on the page. If all steps together have more than COMPLETIONS_SHOWN completions, the page has evenly spaced
+    steps, and always the last one.
+    """
     steps = sorted({group["step"] for group in groups})
     num_completions = sum(len(group["completions"]) for group in groups)
     if num_completions <= COMPLETIONS_SHOWN:
@@ -159,7 +161,7 @@ def shown_steps(groups: Records) -> list[int]:
 
 
 def shown_group(group: Record) -> dict[str, object]:
-    """A group for the template."""
+    """The values of a group that the template shows."""
     rewards = group["rewards"]
     cut_off = group.get("truncated") or [False] * len(rewards)
     columns = zip(group["completions"], rewards, group["advantages"], group["lengths"], cut_off, strict=True)
@@ -175,7 +177,7 @@ def shown_group(group: Record) -> dict[str, object]:
 
 
 def shown_samples(samples: Records) -> dict[str, object]:
-    """Held-out problems with their completions at the first and at the last validation; empty if there was none."""
+    """Held-out problems with their completions at the first and at the last validation. Empty if there was no validation."""
     if not samples:
         return {}
     first, last = samples[0]["step"], samples[-1]["step"]
@@ -209,7 +211,7 @@ def metric_rows(records: Records) -> list[dict[str, object]]:
 def write_report(run_folder: str | Path) -> Path:
     """Write report.html and reward.png of a run. Returns the path of report.html.
 
-    Raises ValueError when the folder holds no run.
+    Raises ValueError if the folder holds no run.
     """
     folder = RunFolder(run_folder)
     run = RunFiles.read(folder)

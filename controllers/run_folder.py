@@ -32,9 +32,9 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def drop_after(self, step: int) -> None:
-        """Remove the lines of later steps from metrics, rollouts and validation, and a line that a killed run wrote only in part.
+        """Remove the lines of later steps from metrics, rollouts and validation, and a last line that a killed run wrote only in part.
 
-        Each file is replaced by one rename, so a crash loses no line that stays.
+        A new file replaces the old one by a rename, so a crash meanwhile loses nothing.
         """
         for file in (self.metrics, self.rollouts, self.validation):
             if not file.exists():

@@ -26,7 +26,7 @@ class SFTPhaseConfig:
     stop_at_answer_probability: float = 1.0
     """Stop when the mean probability that a sampled completion is the answer exceeds this value. 1: never stop."""
     stop_window: int = 5
-    """Number of last steps over which the probability of the answer is averaged. It is measured on problems before they are trained on."""
+    """Number of last steps over which the probability of the answer is averaged. A step measures it on its problems before it trains on them."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -52,7 +52,7 @@ class SFTConfig(RunConfig):
 
 
 class SFTPhase:
-    """Takes supervised steps on the training problems in their order. A resumed run needs only what `state()` returns."""
+    """Takes supervised steps on the training problems in their order. `state()` returns everything that a resumed run needs."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run, self.config = run, config
@@ -68,7 +68,7 @@ class SFTPhase:
         return fmean(self.recent) > self.config.stop_at_answer_probability
 
     async def train_step(self, step: int) -> dict[str, float]:
-        """One optimizer step on the next problems; returns its metrics."""
+        """Take one optimizer step on the next problems. Returns the metrics of the step."""
         run = self.run
         samples = self._next_samples()
         learning_rate = self.schedule(step)
@@ -97,7 +97,7 @@ class SFTPhase:
 
 
 def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> float:
-    """The mean over samples of exp(sum of the completion's logprobs): how often sampling at temperature 1 would be right."""
+    """The mean over samples of exp(sum of the completion's logprobs). It is the probability that sampling at temperature 1 gives the answer."""
     pairs = zip(samples, logprobs, strict=True)
     return fmean(float((row * sample.columns["loss_weights"]).sum().exp()) for sample, row in pairs)
 

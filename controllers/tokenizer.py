@@ -1,6 +1,6 @@
-"""A run's tokenizer: that of a Hugging Face directory, or a character-level one that is made for a model with random weights.
+"""The tokenizer of a run. It comes from a Hugging Face directory, or it is character-level and made for a model with random weights.
 
-In the latter <pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order. It has no merges.
+In a character-level tokenizer <pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order. It has no merges.
 """
 
 import json
@@ -24,7 +24,7 @@ NUM_SPECIAL_TOKENS = 2
 def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
     """Write tokenizer.json and tokenizer_config.json, which transformers and vLLM load.
 
-    build_character_tokenizer(path, "01+") -> "0": 2, "1": 3, "+": 4. Raises ValueError when the alphabet is empty or repeats a character.
+    build_character_tokenizer(path, "01+") -> "0": 2, "1": 3, "+": 4. Raises ValueError if the alphabet is empty or repeats a character.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
@@ -50,7 +50,9 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 
 
 def alphabet_of(texts: Iterable[str]) -> str:
-    """The characters of the texts, in order. A digit or a letter brings all digits, or all letters of its case: other texts have them.
+    """The characters of the texts in ascending order, with all digits if there is a digit, and all letters of a case if there is one of them.
+
+    The added characters may occur in texts that were not given.
 
     alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
     """
@@ -67,7 +69,7 @@ class Tokenizer:
 
     hf: "PreTrainedTokenizerBase"
     chat: ChatTemplate
-    # Tokens that end a completion: those of generation_config.json, or else the tokenizer's own.
+    # Tokens that end a completion. They come from generation_config.json, or else from the tokenizer.
     stop_token_ids: tuple[int, ...]
 
     def __len__(self) -> int:
@@ -75,7 +77,7 @@ class Tokenizer:
 
     @property
     def end_token_id(self) -> int:
-        """The token that ends a trained answer: the tokenizer's own, if it is a stop token."""
+        """The token that ends a trained answer: the tokenizer's own end token if it is a stop token, or else the first stop token."""
         own = self.hf.eos_token_id
         return own if own in self.stop_token_ids else self.stop_token_ids[0]
 
@@ -97,7 +99,7 @@ class Tokenizer:
     def to_sample(self, problem: Problem) -> Sample:
         """A sample that trains the answer and the token that ends it. In a conversation all turns of the assistant are trained.
 
-        `answer` becomes the assistant's last turn of a conversation that does not end with one.
+        If a conversation does not end with a turn of the assistant, the problem's answer is added as that turn.
         """
         messages = self._messages(problem)
         if not messages:
@@ -122,8 +124,8 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
     """The tokenizer of a local Hugging Face directory.
 
-    Raises ValueError when the directory holds none, when nothing says which token ends a text, and when its chat template cannot do what
-    `chat` asks for.
+    Raises ValueError if the directory holds no tokenizer, if no file of it names the token that ends a text, and if its chat template does
+    not support the options of `chat`.
     """
     from transformers import AutoTokenizer
 

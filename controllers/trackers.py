@@ -1,4 +1,4 @@
-"""Trackers show the metrics of a run elsewhere: TensorBoard, wandb, mlflow and others, through accelerate.tracking. Measures nothing."""
+"""Trackers of a run. They send its metrics to TensorBoard, wandb, mlflow and others, through accelerate.tracking. Measures nothing."""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -19,13 +19,13 @@ def validate_trackers(names: Sequence[str]) -> None:
     """Raise ValueError, with the command that installs it, for a tracker whose package is absent."""
     for name in names:
         found = importlib.util.find_spec(name)
-        # A folder without code is found, too, as a package without an origin: wandb and mlflow leave folders of their names.
+        # find_spec also finds a folder without code, as a package without an origin. wandb and mlflow leave folders of their names.
         if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 
 
 class Trackers:
-    """The trackers of one run. They have started when this is built.
+    """The trackers of one run. The constructor starts them.
 
     trackers = Trackers(["tensorboard", "wandb"], folder, project="rl-actors", config={"seed": 0}, steps_done=0)
     trackers.log(1, {"loss": 0.7})
@@ -38,32 +38,32 @@ class Trackers:
         *,
         project: str,
         config: Mapping[str, object],
-        steps_done: int,  # TensorBoard drops what an earlier start of this run wrote of later steps
+        steps_done: int,  # TensorBoard drops the values of later steps, which an earlier start of this run wrote
     ) -> None:
         self._trackers: list[GeneralTracker] = []
         if not names:
             return
-        # Imported here, because that takes a second.
+        # These imports stand here because they take a second.
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
         from accelerate.utils import clear_environment
 
         validate_trackers(names)
-        # accelerate logs through its state, which joins a process group when a scheduler's variables say that there is one.
+        # accelerate logs through a PartialState. It would join a process group if a scheduler's variables are set, so they are cleared.
         with clear_environment():
             PartialState(cpu=True)
         for name in dict.fromkeys(names):
             arguments = _arguments(name, folder, project, steps_done)
             tracker = LOGGER_TYPE_TO_CLASS[name](**arguments)
             tracker.start()
-            if name != "tensorboard":  # it would show the config as a second run
+            if name != "tensorboard":  # TensorBoard would show the config as a second run
                 tracker.store_init_configuration(_flat(config))
             self._trackers.append(tracker)
 
     def log(self, step: int, values: Scalars) -> None:
         for tracker in self._trackers:
             shown = values
-            if tracker.name == "mlflow":  # which allows no @ in a name
+            if tracker.name == "mlflow":  # mlflow allows no @ in a name
                 shown = {name.replace("@", "_at_"): value for name, value in values.items()}
             tracker.log(shown, step=step)
 
@@ -87,14 +87,14 @@ class Trackers:
 
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
-    """Arguments of accelerate's tracker: the project, and the run's name and folder where it takes them."""
+    """Arguments of accelerate's tracker: the project, and the name and the folder of the run if the tracker takes them."""
     run_name = folder.path.resolve().name
     match name:
         case "tensorboard":
             purge_step = steps_done + 1 if steps_done else None
             return {"run_name": folder.tensorboard.name, "logging_dir": folder.path, "purge_step": purge_step}
         case "wandb":
-            # Its variables, such as WANDB_MODE=offline, are supported.
+            # wandb reads its own variables, such as WANDB_MODE=offline.
             settings = {"silent": True, "console": "off"}
             return {"run_name": project, "name": run_name, "dir": folder.path, "settings": settings}
         case "mlflow":

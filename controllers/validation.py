@@ -32,19 +32,19 @@ SETS_AS_JSON = PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
 )
-"""How the command line reads named sets: as one JSON object."""
+"""Form of named sets on the command line: one JSON object."""
 
 
 @dataclass(kw_only=True)
 class PassAtKConfig:
     num_samples: int = 0
-    """Completions of every held-out problem from which pass@k is estimated. 0: pass@k is not measured."""
+    """Number of completions of each held-out problem. pass@k is estimated from them. 0: pass@k is not measured."""
     k: tuple[int, ...] = (1, 4)
-    """Numbers of attempts; each gives a metric validation/pass@k."""
+    """Numbers of attempts. Each number k gives a metric validation/pass@k."""
     temperature: float = 1.0
     """Sampling temperature of these completions."""
     threshold: float = 1.0
-    """Reward from which on a completion passes."""
+    """Smallest reward with which a completion passes."""
 
     def validate(self) -> None:
         if self.num_samples < 0:
@@ -83,10 +83,10 @@ class Scores:
 
 
 def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
-    """Raise ValueError, naming the set, for a name that makes no metric and for a wrong environment."""
+    """Raise ValueError, naming the set, for a name that cannot stand in a metric's name and for a wrong environment."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
-            raise ValueError(f"validation has the name {name!r}; letters, digits, '_', '-' and '.' make a name")
+            raise ValueError(f"validation has the name {name!r}; a name may have letters, digits, '_', '-' and '.'")
         try:
             _require_no_limits(config)
             config.validate()
@@ -118,10 +118,10 @@ def build_sets(environment: Environment, sets: Mapping[str, EnvironmentConfig], 
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Probability that at least one of k completions passes, estimated from num_samples of which num_passed passed.
+    """Probability that at least one of k completions passes, estimated from num_samples completions of which num_passed passed.
 
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) of Chen et al., "Evaluating large language models trained on code",
-    arXiv 2107.03374, eq. 1. pass_at_k(4, 1, 2) -> 0.5
+    It is the unbiased estimate 1 - C(n - c, k) / C(n, k) with n = num_samples and c = num_passed (Chen et al., "Evaluating large language
+    models trained on code", arXiv 2107.03374, eq. 1). pass_at_k(4, 1, 2) -> 0.5
     """
     if not 1 <= k <= num_samples:
         raise ValueError(f"k={k}; it must be in [1, {num_samples}], the number of samples")
@@ -141,7 +141,7 @@ class Validator:
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
-        """Raises RewardError for a reward that is not a finite number."""
+        """The scores on all sets. Raises RewardError for a reward that is not a finite number."""
         metrics: dict[str, float] = {}
         samples: list[Record] = []
         for one in self.sets:
@@ -165,7 +165,7 @@ class Validator:
         return texts, [found.totals for found in await asyncio.gather(*asked)]
 
     async def _passed(self, one: ValidationSet) -> list[int]:
-        """How many of num_samples completions of each problem pass."""
+        """For each problem, the number of its num_samples completions that pass."""
         params = SamplingParams(
             n=self.pass_at_k.num_samples,
             max_tokens=self.max_tokens,
@@ -179,7 +179,7 @@ class Validator:
     def _shown(
         self, one: ValidationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
     ) -> list[Record]:
-        """Some problems of the set with their greedy completions, evenly spaced."""
+        """Evenly spaced problems of the set with their greedy completions."""
         stride = max(1, len(one.problems) // SAMPLES_KEPT)
         shown: list[Record] = []
         for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:
