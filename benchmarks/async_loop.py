@@ -1,0 +1,137 @@
+"""Rollouts that run ahead of the trainer beside rollouts that wait for it, in an environment whose rewards take seconds.
+
+python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
+
+The runs are whole runs of controllers.grpo, one after another on the same machine, with the task, model and seed of the config `tiny` and one
+optimizer step in a GRPO step. They differ only in rollouts.max_staleness. The reward of a group comes after a random time, which is
+exponentially distributed with the mean `--seconds`, at most four times that, and costs no computation: it stands for a judge or a sandbox
+elsewhere. All groups are scored at the same time. The program prints rollouts a second, the final held-out accuracy and the largest age of
+each run, checks every step's ages against the bound, and prints the ratio of each run to the first one.
+"""
+
+import argparse
+import asyncio
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Any
+
+from benchmarks.harness import results
+from benchmarks.learns import run
+from configs.tiny import tiny
+from controllers import config_file
+from controllers.environments import EnvironmentConfig, Problem, build_environment
+from controllers.grpo import GRPOConfig
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.schedules import ScheduleConfig
+
+SCORED_AT_ONCE = 4096
+LONGEST = 4.0
+"""Largest time of a reward, in means."""
+
+
+class SlowAddition:
+    """The additions of the config `tiny`. The rewards of a group come together, after a random time."""
+
+    def __init__(self, environment: Any, seconds: float) -> None:
+        self.environment, self.seconds = environment, seconds
+
+    def problem(self, index: int) -> Problem:
+        return self.environment.problem(index)
+
+    def held_out(self) -> list[Problem]:
+        return self.environment.held_out()
+
+    def reward(self, problem: Problem, completion: str) -> float:
+        return self.environment.reward(problem, completion)
+
+    async def rewards(self, problem: Problem, completions: Sequence[str]) -> list[float]:
+        draw = Random(problem.prompt).expovariate(1.0)
+        await asyncio.sleep(self.seconds * min(draw, LONGEST))
+        return [self.environment.reward(problem, completion) for completion in completions]
+
+
+def slow_addition(*, seed: int, num_held_out: int, seconds: float) -> SlowAddition:
+    """The environment. Scores of held-out problems come at the same speed, so validation takes a few seconds."""
+    config = replace(tiny().environment, seed=seed, num_held_out=num_held_out)
+    return SlowAddition(build_environment(config), seconds)
+
+
+def make_config(staleness: int, steps: int, seconds: float) -> GRPOConfig:
+    config = tiny()
+    environment = EnvironmentConfig(
+        task="benchmarks.async_loop:slow_addition",
+        options={"seconds": seconds},
+        num_held_out=config.environment.num_held_out,
+        reward_concurrency=SCORED_AT_ONCE,
+    )
+    return replace(
+        config,
+        environment=environment,
+        steps=steps,
+        updates_per_step=1,
+        epochs_per_step=1,
+        validate_every=steps,
+        checkpoint_every=0,
+        rollouts=replace(config.rollouts, max_staleness=staleness, groups_per_step=96),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=5e-4, warmup_steps=2, min_ratio=0.1),
+    )
+
+
+def figures(folder: RunFolder, config: GRPOConfig) -> dict[str, Any]:
+    """What a finished run measured. Raises RuntimeError if a step trained on a group that is too old."""
+    steps = [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
+    ages = [record["age/max"] for record in steps if "age/max" in record]
+    bound = config.rollouts.max_staleness
+    if max(ages) > bound:
+        raise RuntimeError(f"a group was {max(ages)} versions old, but max_staleness={bound}")
+    # The first steps fill the queue, and the last one validates.
+    counted = steps[bound + 1 : -1]
+    seconds = [record["time/step"] for record in counted]
+    groups = config.rollouts.groups_per_step * config.rollouts.group_size
+    return {
+        "rollouts_per_second": groups * len(seconds) / sum(seconds),
+        "step_seconds_median": median(seconds),
+        "generate_seconds_median": median(record["time/generate"] for record in counted),
+        "train_seconds_median": median(record["time/train"] for record in counted),
+        "accuracy": steps[-1]["validation/accuracy"],
+        "age_max": max(ages),
+        "age_mean": sum(record.get("age/mean", 0.0) for record in steps) / len(steps),
+        "steps": len(steps),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--staleness", type=int, nargs="+", default=[0, 2], help="values of max_staleness, one run each"
+    )
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--seconds", type=float, default=1.0, help="mean time of a reward")
+    parser.add_argument("--limit", type=float, default=900.0, help="largest number of seconds of a run")
+    options = parser.parse_args()
+    if options.steps < max(options.staleness) + 4:
+        parser.error(
+            f"--steps {options.steps}: the first {max(options.staleness) + 1} steps and the last one are not counted, so give more"
+        )
+    first: float | None = None
+    for staleness in options.staleness:
+        config = make_config(staleness, options.steps, options.seconds)
+        with tempfile.TemporaryDirectory() as directory:
+            file, folder = Path(directory) / "config.json", RunFolder(Path(directory) / "run")
+            file.write_text(config_file.to_json(config))
+            run(["--config", str(file), "--output-dir", str(folder.path)], options.limit)
+            if not folder.metrics.exists():
+                sys.exit(f"the run with max_staleness={staleness} wrote no metrics")
+            found = figures(folder, config)
+        first = first or found["rollouts_per_second"]
+        found["ratio_to_first"] = found["rollouts_per_second"] / first
+        results.add("async_loop", f"staleness {staleness}, rewards of {options.seconds:g} s", found)
+
+
+if __name__ == "__main__":
+    main()
