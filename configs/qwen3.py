@@ -127,7 +127,9 @@ def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
 
 
 def _apart(model: str, *, tokens_per_row: int) -> GRPOConfig:
-    return _run(model, tokens_per_row, _generator(gpu=1, share=0.85))
+    config = _run(model, tokens_per_row, _generator(gpu=1, share=0.85))
+    config.rollouts.max_staleness = 1  # the generator completes the next step's problems while the trainer works
+    return config
 
 
 def _shared(model: str, *, tokens_per_row: int, share: float) -> GRPOConfig:
