@@ -13,6 +13,7 @@ from fakes import AnswersEach, ReplayingGenerator
 import rl_actors
 from configs.tiny import tiny
 from controllers import checkpoints, cli, launch
+from controllers.environments import Scorer
 from controllers.grpo import GRPOConfig, train
 from controllers.interruption import Interruption
 from controllers.run_folder import RunFolder, read_jsonl
@@ -67,7 +68,7 @@ def run(folder: RunFolder, made: GRPOConfig, *, resume: str | None = None) -> li
         save_config=None,
         **flags,
     )
-    work = launch._train(train, invocation, folder, *task, io.StringIO(), Interruption())
+    work = launch._train(train, invocation, folder, *task, Scorer(), io.StringIO(), Interruption())
     asyncio.run(work)
     return [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
 
