@@ -317,6 +317,8 @@ class GeneratorConfig:
     own_process: bool | None = None
     """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: on a GPU, and with tensor_parallel above
     1. On a CPU that is not faster, and the start takes 10 s longer."""
+    replicas: int = 1
+    """Number of engines with the same weights. Each has a process of its own, and on a machine with GPUs its own GPUs, from `gpu` on."""
     tensor_parallel: int = 1
     """Number of vLLM's ranks that share every layer. On GPUs each has one, from `gpu` on."""
     recompute_running: bool = True
@@ -347,6 +349,7 @@ class GeneratorConfig:
             "max_model_len",
             "max_num_seqs",
             "kv_cache_bytes",
+            "replicas",
             "tensor_parallel",
             "num_threads",
             "setup_timeout",

@@ -94,9 +94,12 @@ class Generator(Actor):
 
     @concurrent_endpoint
     @sends_errors
-    async def start_generate(self, prompts: list[list[int]], params: SamplingParams) -> int:
+    async def start_generate(
+        self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+    ) -> int:
         """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
 
+        indices: for each prompt its index p in the seeds of SamplingParams; None: its place in the list.
         Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
@@ -105,7 +108,8 @@ class Generator(Actor):
         def params_of(index: int) -> "list[VLLMParams]":
             # The engine takes one token more than max_model_len (see start_vllm), so the limit is kept here.
             room = self.config.max_model_len - len(prompts[index])
-            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), index)
+            place = index if indices is None else indices[index]
+            return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place)
 
         call = next(self.numbers)
         self.calls[call] = self.engine.start(prompts, params_of, read_completion)

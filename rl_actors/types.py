@@ -289,13 +289,14 @@ class TrainerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
-    """State and limits of a generator."""
+    """State and limits of a generator. Of several replicas, `info` gives the one with the oldest weights, and all of them in `replicas`."""
 
     policy_version: int  # -1 before the first pull
     max_model_len: int
     vocab_size: int
     logs: str  # file with the output and the logs of the process
     last_pull: Transfer | None = None  # None: no pull has brought weights
+    replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

@@ -222,12 +222,20 @@ def require_gpus(config: "TrainerConfig") -> None:
 
 
 def require_gpu(config: "GeneratorConfig") -> None:
-    """Raises ValueError if this program does not see the generator's GPU. Does nothing on a machine without GPUs."""
+    """Raises ValueError if this program does not see the generator's GPUs. Does nothing on a machine without GPUs."""
     count = torch.cuda.device_count()
-    if torch.cuda.is_available() and config.gpu is not None and config.gpu >= count:
+    if not torch.cuda.is_available():
+        return
+    if config.gpu is not None and config.gpu >= count:
         raise ValueError(
             f"generator.gpu={config.gpu}, but this program sees {count} GPUs, numbered from 0. On a GPU that the trainer uses "
             "too, set a smaller generator.gpu_memory_utilization"
+        )
+    first, taken = config.gpu or 0, config.replicas * config.tensor_parallel
+    if first + taken > count:
+        raise ValueError(
+            f"generator.replicas={config.replicas} with generator.tensor_parallel={config.tensor_parallel} takes {taken} GPUs from "
+            f"generator.gpu={first} on, but this program sees {count}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from controllers.launch import main
 from controllers.run import shares_gpu
 from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, TrainerClient, TrainerConfig, validation
 from rl_actors.clients.generator import process_environment
+from rl_actors.clients.replicas import config_of_replica
 from rl_actors.processes import threads
 from rl_actors.vllm import cpu, gpu
 from rl_actors.vllm.start import require_machine
@@ -56,6 +58,29 @@ def test_a_gpu_that_is_not_there_is_refused_with_their_number(monkeypatch):
     on_gpus(monkeypatch, 1, "")
     with pytest.raises(ValueError, match="generator.gpu=1, but this program sees 1 GPUs"):
         process_environment(GeneratorConfig(gpu=1))
+
+
+def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
+    on_gpus(monkeypatch, 6, "2,3,4,5,6,7")
+    config = GeneratorConfig(gpu=1, replicas=2, tensor_parallel=2, seed=5)
+    validation.require_gpu(config)
+    replicas = [config_of_replica(config, index) for index in range(2)]
+    visible = [process_environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas]
+    assert visible == ["3,4", "5,6"]
+    assert [(replica.replicas, replica.seed) for replica in replicas] == [(1, 5), (1, 6)]
+    for too_many in (replace(config, replicas=3), replace(config, tensor_parallel=3)):
+        with pytest.raises(ValueError, match=r"takes 6 GPUs from generator.gpu=1 on, but this program sees 6"):
+            GeneratorClient.spawn(too_many)
+
+
+def test_replicas_on_a_cpu_share_the_cores():
+    assert config_of_replica(GeneratorConfig(replicas=2), 1).gpu is None
+
+
+@pytest.mark.parametrize("field", ["replicas", "tensor_parallel"])
+def test_numbers_of_replicas_and_ranks_are_positive(field):
+    with pytest.raises(ValueError, match=f"generator.{field}=0; it must be positive"):
+        GeneratorClient.spawn(GeneratorConfig(**{field: 0}))
 
 
 def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypatch):

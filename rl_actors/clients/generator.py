@@ -72,13 +72,18 @@ class GeneratorClient(Client):
         logs: LogRoute | None = None,
         first_version: Call[int] | None = None,
     ) -> "GeneratorClient":
-        """Spawn a process on this host and start vLLM in it. Returns at once; the answer to the first call waits for the start.
+        """Spawn a process on this host and start vLLM in it, and one more for each further replica. Returns at once; the answer to the
+        first call waits for the start.
 
         transport: an open transport, or the call that opens it. first_version: the push of a version, which the generator pulls first.
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
         check_config(config)
         timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
+        if config.replicas > 1:
+            from rl_actors.clients.replicas import ReplicatedGenerator
+
+            cls = ReplicatedGenerator
         return cls(
             None, name=name, config=config, transport=transport, logs=logs, first_version=first_version, **timeouts
         )
@@ -146,9 +151,11 @@ class GeneratorClient(Client):
             started, len(copies), fetch=self._finished_groups, abort=self._abort_generate, what=f"{self.name}: generate"
         )
 
-    async def _start_generate(self, prompts: list[list[int]], params: SamplingParams) -> int:
-        """The number of the call."""
-        return await self._one("start_generate", prompts, params, phase="generate")
+    async def _start_generate(
+        self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+    ) -> int:
+        """The number of the call. indices: of the prompts in the caller's list, if these are only some of them; seeds depend on it."""
+        return await self._one("start_generate", prompts, params, indices, phase="generate")
 
     async def _finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         try:
@@ -168,12 +175,11 @@ class GeneratorClient(Client):
         """
         copies = _as_lists(sequences)
         return self._call(
-            "compute_logprobs",
-            self._one,
-            "compute_logprobs",
-            copies,
-            check=lambda limits: limits.check_sequences(copies),
+            "compute_logprobs", self._compute_logprobs, copies, check=lambda limits: limits.check_sequences(copies)
         )
+
+    async def _compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
+        return await self._one("compute_logprobs", sequences)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.
@@ -244,5 +250,5 @@ def process_environment(config: GeneratorConfig) -> dict[str, str]:
         return environment
     require_gpu(config)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    chosen = visible.split(",")[config.gpu] if visible else str(config.gpu)
-    return environment | {"CUDA_VISIBLE_DEVICES": chosen}
+    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[config.gpu : config.gpu + config.tensor_parallel])}

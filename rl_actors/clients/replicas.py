@@ -1,0 +1,197 @@
+"""`ReplicatedGenerator`, the client of several generators with the same weights. A caller uses it as the client of one."""
+
+import asyncio
+import itertools
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from rl_actors.clients.generator import GeneratorClient
+from rl_actors.clients.routing import Router
+from rl_actors.config import GeneratorConfig
+from rl_actors.types import Completion, GeneratorInfo, SamplingParams
+
+Groups = list[tuple[int, list[Completion]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Part:
+    """The prompts of a call that one replica has."""
+
+    replica: int
+    call: int  # the number of the replica's call
+    indices: list[int]  # of the prompts, in the whole call
+    num_left: int  # prompts that have not finished
+    fetching: "asyncio.Task[Groups] | None" = None
+
+
+@dataclass(slots=True, kw_only=True)
+class RoutedCall:
+    n: int  # completions of each prompt
+    parts: list[Part]
+    finished: Groups = field(default_factory=list)  # that nobody has fetched
+
+    def num_left(self) -> int:
+        return sum(part.num_left for part in self.parts)
+
+
+class ReplicatedGenerator(GeneratorClient):
+    """Spawns a process for each replica. All completions of a prompt come from one of them, and a seed gives the same ones from each.
+
+    A pull goes to all replicas at the same time.
+    """
+
+    def _start(self) -> None:
+        self.replicas = self._spawn_replicas()
+        self._router = Router(len(self.replicas))
+        self._routed: dict[int, RoutedCall] = {}
+        self._numbers = itertools.count()
+        super()._start()
+
+    def _spawn_replicas(self) -> list[GeneratorClient]:
+        assert self.config is not None
+        replicas = []
+        for index in range(self.config.replicas):
+            replica = GeneratorClient(
+                None,
+                name=f"{self.name}-{index}",
+                call_timeout=self.call_timeout,
+                setup_timeout=self.setup_timeout,
+                config=config_of_replica(self.config, index),
+                transport=self._transport,
+                first_version=self._first_version,
+                logs=self._logs,
+            )
+            replicas.append(replica)
+        return replicas
+
+    async def _set_up(self) -> None:
+        await asyncio.gather(*(replica.ready() for replica in self.replicas))
+        self._take_version()
+
+    def _take_version(self) -> None:
+        """The version of all replicas, if they have the same."""
+        versions = {replica._version for replica in self.replicas}
+        self._version = versions.pop() if len(versions) == 1 else None
+
+    async def _is_alive(self, timeout: float) -> bool:
+        return not self._closed and all(await asyncio.gather(*(one.is_alive(timeout) for one in self.replicas)))
+
+    async def _close(self) -> None:
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    async def _info(self) -> GeneratorInfo:
+        """That of the replica with the oldest weights, with the infos of all in `replicas`."""
+        infos = await asyncio.gather(*(replica._info() for replica in self.replicas))
+        oldest = min(infos, key=lambda info: info.policy_version)
+        return replace(oldest, replicas=tuple(infos))
+
+    async def _start_generate(
+        self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+    ) -> int:
+        by_replica: dict[int, list[int]] = {}
+        for index, prompt in enumerate(prompts):
+            by_replica.setdefault(self._router.assign(prompt, params.n), []).append(index)
+        starts = [self._start_part(replica, prompts, params, part) for replica, part in by_replica.items()]
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        routed = RoutedCall(n=params.n, parts=[part for part in results if isinstance(part, Part)])
+        number = next(self._numbers)
+        self._routed[number] = routed
+        for error in results:
+            if isinstance(error, BaseException):
+                await self._abort_generate(number)
+                raise error
+        return number
+
+    async def _start_part(
+        self, replica: int, prompts: list[list[int]], params: SamplingParams, indices: list[int]
+    ) -> Part:
+        try:
+            part = [prompts[index] for index in indices]
+            call = await self.replicas[replica]._start_generate(part, params, indices)
+        except BaseException:
+            self._router.finish(replica, params.n * len(indices))
+            raise
+        return Part(replica=replica, call=call, indices=indices, num_left=len(indices))
+
+    async def _finished_groups(self, call: int, at_least: int = 1) -> Groups:
+        routed = self._routed[call]
+        at_least = min(at_least, routed.num_left() + len(routed.finished))
+        try:
+            while len(routed.finished) < at_least:
+                await self._fetch(routed, wants_all=at_least == routed.num_left() + len(routed.finished))
+        except BaseException:
+            await self._abort_generate(call)
+            raise
+        finished, routed.finished = routed.finished, []
+        if routed.num_left() == 0:
+            self._routed.pop(call, None)
+        return finished
+
+    async def _fetch(self, routed: RoutedCall, *, wants_all: bool) -> None:
+        """Wait until one of the replicas has finished prompts. With wants_all each replica answers when it has finished all of its own."""
+        for part in routed.parts:
+            if part.fetching is None and part.num_left:
+                fetch = self.replicas[part.replica]._finished_groups(part.call, part.num_left if wants_all else 1)
+                part.fetching = asyncio.ensure_future(fetch)
+        fetching = [part.fetching for part in routed.parts if part.fetching is not None]
+        await asyncio.wait(fetching, return_when=asyncio.FIRST_COMPLETED)
+        for part in routed.parts:
+            if part.fetching is not None and part.fetching.done():
+                groups, part.fetching = part.fetching.result(), None
+                part.num_left -= len(groups)
+                self._router.finish(part.replica, routed.n * len(groups))
+                routed.finished += [(part.indices[index], completions) for index, completions in groups]
+
+    async def _abort_generate(self, call: int) -> None:
+        routed = self._routed.pop(call, None)
+        if routed is None:
+            return
+        for part in routed.parts:
+            self._router.finish(part.replica, routed.n * part.num_left)
+            if part.fetching is not None:
+                part.fetching.cancel()
+        await asyncio.gather(*(self.replicas[part.replica]._abort_generate(part.call) for part in routed.parts))
+
+    async def _compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
+        by_replica: dict[int, list[int]] = {}
+        for index, sequence in enumerate(sequences):
+            by_replica.setdefault(self._router.assign(sequence, 1), []).append(index)
+        try:
+            calls = []
+            for replica, indices in by_replica.items():
+                calls.append(self.replicas[replica]._compute_logprobs([sequences[index] for index in indices]))
+            answers = await asyncio.gather(*calls)
+        finally:
+            for replica, indices in by_replica.items():
+                self._router.finish(replica, len(indices))
+        logprobs: dict[int, Tensor] = {}
+        for indices, answer in zip(by_replica.values(), answers, strict=True):
+            logprobs |= dict(zip(indices, answer, strict=True))
+        return [logprobs[index] for index in range(len(sequences))]
+
+    async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
+        """Raises the first error, with a note that says which replicas have the version and which have not."""
+        pulls = [replica._pull(version, timeout, in_flight) for replica in self.replicas]
+        results = await asyncio.gather(*pulls, return_exceptions=True)
+        self._router.forget()
+        self._take_version()
+        failed = {one.name: error for one, error in zip(self.replicas, results, strict=True) if error != version}
+        for error in failed.values():
+            assert isinstance(error, BaseException)
+            done = [one.name for one in self.replicas if one.name not in failed]
+            where = f"version {version} is not in {', '.join(failed)}; it is in {', '.join(done) or 'none'}"
+            if isinstance(error, TimeoutError):
+                raise TimeoutError(f"{error}; {where}")  # asyncio passes timeouts on without their notes
+            error.add_note(where)
+            raise error
+        return version
+
+
+def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
+    """Each replica has GPUs of its own, after those of the one before it, and draws from a seed of its own where a request has none."""
+    gpu = config.gpu
+    if torch.cuda.is_available():
+        gpu = (config.gpu or 0) + index * config.tensor_parallel
+    return replace(config, replicas=1, gpu=gpu, seed=config.seed + index)

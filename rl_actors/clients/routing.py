@@ -1,0 +1,52 @@
+"""Which replica of a generator gets a prompt: the least loaded one, or the one that has the start of the prompt in its cache. Pure."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+MAX_KNOWN = 16_384
+"""Number of prompts whose replica is remembered."""
+
+SLACK = 4
+"""A replica keeps a prompt that it knows while it has at most this many groups more than the least loaded one."""
+
+MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # of a rolling hash
+
+
+class Router:
+    """Load of every replica, and the replica of every prompt that was sent since the last `forget`.
+
+    The load is the number of requests that have not finished: n for each prompt.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self.loads = [0] * num_replicas
+        self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> replica
+
+    def assign(self, prompt: Sequence[int], n: int) -> int:
+        """The replica for all n completions of a prompt. Call `finish` for it later."""
+        hashed, known = self._find(prompt)
+        least = min(self.loads)
+        replica = self.loads.index(least)
+        if known is not None and self.loads[known] - least <= SLACK * n:
+            replica = known
+        self._known[hashed] = replica
+        self._known.move_to_end(hashed)
+        if len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+        self.loads[replica] += n
+        return replica
+
+    def finish(self, replica: int, num_requests: int) -> None:
+        self.loads[replica] -= num_requests
+
+    def forget(self) -> None:
+        """Forget the prompts, because a pull has emptied the caches."""
+        self._known.clear()
+
+    def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
+        """The hash of a prompt, and the replica of the longest known prompt that it begins with: itself, or an earlier turn."""
+        hashed, replica = 0, None
+        for token in prompt:
+            hashed = (hashed * MULTIPLIER + token + 1) & MASK
+            replica = self._known.get(hashed, replica)
+        return hashed, replica
