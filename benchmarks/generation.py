@@ -1,17 +1,21 @@
-"""Speed of generation through GeneratorClient, compared with the bare vLLM engine with the same settings.
+"""Speed of generation through GeneratorClient, compared with vLLM at its best with the same settings.
 
 All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides return
-the logprobs of the sampled tokens. The sides take turns, so that a slow moment of the machine affects both. On a GPU each side may use two
-fifths of the memory.
+the logprobs of the sampled tokens. The other side is each of the ways to run vLLM in WAYS, one after the other, in a process of its own, and
+the fastest one counts. The client and that process take turns, so that a slow moment of the machine affects both. On a GPU each of the two may
+use two fifths of the memory. With --replicas N the other side is the client of one replica, with one of N parts of the requests.
 """
 
 import argparse
+import asyncio
 import multiprocessing
 import statistics
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,122 +24,251 @@ from configs.qwen3 import MODELS
 from configs.tiny import tiny
 from rl_actors import GeneratorClient, GeneratorConfig, SamplingParams
 
+if TYPE_CHECKING:
+    from rl_actors.vllm.core import Core
+
+Prompts = list[list[int]]
+Measure = Callable[[Prompts, SamplingParams], float]
+"""Seconds that these prompts take on one side."""
+Run = Callable[[Prompts, SamplingParams], None]
+
+WAYS = {
+    "stepped": "vLLM's LLMEngine, which computes in the process that calls it",
+    "llm": "vLLM's LLMEngine with its core in a process of its own, as LLM.generate uses it",
+    "async": "vLLM's AsyncLLM, as vllm serve uses it",
+}
+
 
 def config_of(name: str, concurrency: int) -> GeneratorConfig:
     if name == "tiny":
-        return replace(tiny().generator, max_model_len=128)
+        return replace(tiny().generator, max_model_len=128, max_num_seqs=concurrency)
     return GeneratorConfig(
         model=MODELS[name],
         dtype="bfloat16",
         max_model_len=1024,
         max_num_seqs=concurrency,
+        gpu=0 if torch.cuda.is_available() else None,
         gpu_memory_utilization=0.4,
         setup_timeout=600.0,
     )
 
 
-def prompts_of(count: int, length: int, vocab_size: int) -> list[list[int]]:
+def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
     draw = torch.Generator().manual_seed(0)
     return torch.randint(2, vocab_size, (count, length), generator=draw).tolist()
 
 
-def serve_bare(config: GeneratorConfig, pipe: Connection) -> None:
-    """Run vLLM's own loop over its engine, in a process of its own, until the pipe is closed.
+# --- vLLM without this package's client --------------------------------------------------------------------------
+
+
+def start_llm(config: GeneratorConfig, core: "Core") -> Run:
+    """vLLM's own loop over an LLMEngine."""
+    from vllm.inputs.engine import tokens_input
+
+    from rl_actors.vllm.requests import vllm_params
+    from rl_actors.vllm.start import start_vllm
+
+    engine = start_vllm(config, core)
+
+    def run(prompts: Prompts, params: SamplingParams) -> None:
+        for index, prompt in enumerate(prompts):
+            engine.add_request(str(index), tokens_input(prompt), vllm_params(params, index)[0])
+        while engine.has_unfinished_requests():
+            engine.step()
+
+    return run
+
+
+def start_async(config: GeneratorConfig) -> Run:
+    """One coroutine for each request of an AsyncLLM."""
+    from vllm.inputs.engine import tokens_input
+
+    from rl_actors.vllm.requests import vllm_params
+    from rl_actors.vllm.start import start_async_vllm
+
+    engine, loop = start_async_vllm(config), asyncio.new_event_loop()
+
+    async def one(index: int, prompt: list[int], params: SamplingParams) -> None:
+        async for _ in engine.generate(tokens_input(prompt), vllm_params(params, index)[0], str(index)):
+            pass
+
+    async def run_all(prompts: Prompts, params: SamplingParams) -> None:
+        await asyncio.gather(*(one(index, prompt, params) for index, prompt in enumerate(prompts)))
+
+    def run(prompts: Prompts, params: SamplingParams) -> None:
+        loop.run_until_complete(run_all(prompts, params))
+
+    return run
+
+
+def start_way(way: str, config: GeneratorConfig) -> Run:
+    from rl_actors.vllm.core import InProcess, OwnProcess
+
+    if way == "async":
+        return start_async(config)
+    return start_llm(config, InProcess() if way == "stepped" else OwnProcess())
+
+
+def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
+    """Run vLLM in one of WAYS until the pipe is closed.
 
     It first sends the seconds that the engine took to start. For every (prompts, params) that it receives it then sends the seconds that
     they took.
     """
-    from rl_actors.vllm.requests import vllm_params
-    from rl_actors.vllm.start import start_vllm
-
     start = time.perf_counter()
-    engine = start_vllm(config)
+    run = start_way(way, config)
     pipe.send(time.perf_counter() - start)
     with suppress(EOFError):
         while True:
             prompts, params = pipe.recv()
             start = time.perf_counter()
-            for index, prompt in enumerate(prompts):
-                engine.add_request(str(index), {"prompt_token_ids": prompt}, vllm_params(params, index)[0])
-            while engine.has_unfinished_requests():
-                engine.step()
+            run(prompts, params)
             pipe.send(time.perf_counter() - start)
 
 
-def through_client(client: GeneratorClient, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Seconds that all prompts take through the client. A call has 16 prompts."""
-    start = time.perf_counter()
-    calls = [client.generate(prompts[i : i + 16], params) for i in range(0, len(prompts), 16)]
-    for call in calls:
-        call.result()
-    return time.perf_counter() - start
+@contextmanager
+def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
+    """A process that runs vLLM in one of WAYS, and the function that measures it."""
+    context = multiprocessing.get_context("spawn")
+    pipe, other_end = context.Pipe()
+    child = context.Process(target=serve_bare, args=(way, config, other_end))
+    child.start()
+    other_end.close()
 
+    def answer() -> float:
+        try:
+            return pipe.recv()
+        except EOFError:
+            raise SystemExit(f"{WAYS[way]} failed") from None
 
-def through_engine(pipe: Connection, prompts: list[list[int]], params: SamplingParams) -> float:
-    """Seconds that all prompts take in serve_bare."""
-    pipe.send((prompts, params))
-    return _answer(pipe)
+    def measure(prompts: Prompts, params: SamplingParams) -> float:
+        pipe.send((prompts, params))
+        return answer()
 
-
-def _answer(pipe: Connection) -> float:
-    """The next number that serve_bare sends. Exits if its process has ended."""
     try:
-        return pipe.recv()
-    except EOFError:
-        raise SystemExit("the bare engine failed") from None
+        print(f"{WAYS[way]}: up after {answer():.0f} s", flush=True)
+        yield measure
+    finally:
+        pipe.close()
+        child.join()
 
 
-def compare(client: GeneratorClient, pipe: Connection, arguments: argparse.Namespace, vocab_size: int) -> None:
-    """Record one result for each number of requests. A rate comes from the median time; the first round is warm-up and does not count."""
-    prompt_tokens, new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
-    prompts = prompts_of(max(arguments.requests), prompt_tokens, vocab_size)
-    params = SamplingParams(max_tokens=new_tokens, ignore_stop=True)
-    first_token = 2
-    for count in arguments.requests:
-        ours, theirs = [], []
-        for _ in range(arguments.repeats + 1):
-            # A new first token in every round makes all prompts new. vLLM would find repeated ones in its prefix cache and skip their prefill.
-            fresh = [[first_token, *prompt[1:]] for prompt in prompts[:count]]
-            first_token += 1
-            theirs.append(through_engine(pipe, fresh, params))
-            ours.append(through_client(client, fresh, params))
-        our_rate, their_rate = (count * new_tokens / statistics.median(seconds[1:]) for seconds in (ours, theirs))
-        figures = {
+# --- the client --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def through_client(config: GeneratorConfig) -> Iterator[Measure]:
+    """A client, and the function that measures it. A call has 16 prompts."""
+
+    def measure(prompts: Prompts, params: SamplingParams) -> float:
+        start = time.perf_counter()
+        calls = [client.generate(prompts[i : i + 16], params) for i in range(0, len(prompts), 16)]
+        for call in calls:
+            call.result()
+        return time.perf_counter() - start
+
+    start = time.perf_counter()
+    with GeneratorClient.spawn(config, name=f"generator_of_{config.replicas}") as client:
+        client.ready().result()
+        print(f"client of {config.replicas}: up after {time.perf_counter() - start:.0f} s", flush=True)
+        yield measure
+
+
+class Rounds:
+    """The rounds of both sides. Every round has new prompts: vLLM would find repeated ones in its prefix cache and skip their prefill."""
+
+    def __init__(self, arguments: argparse.Namespace, vocab_size: int) -> None:
+        self.arguments = arguments
+        self.share = arguments.replicas  # the client of several replicas gets as many times the requests
+        prompt_tokens, self.new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
+        self.prompts = prompts_of(max(arguments.requests) * self.share, prompt_tokens, vocab_size)
+        self.first_token = 2
+
+    def compare(self, ours: Measure, theirs: Measure) -> dict[int, tuple[list[float], list[float]]]:
+        """Number of requests -> the seconds of every round, ours and theirs. The first round is warm-up and is left out."""
+        params = SamplingParams(max_tokens=self.new_tokens, ignore_stop=True)
+        answers = {}
+        for count in self.arguments.requests:
+            sides: tuple[list[float], list[float]] = ([], [])
+            for _ in range(self.arguments.repeats + 1):
+                fresh = [[self.first_token, *prompt[1:]] for prompt in self.prompts[: count * self.share]]
+                self.first_token += 1
+                sides[1].append(theirs(fresh[:count], params))
+                sides[0].append(ours(fresh, params))
+            answers[count] = (sides[0][1:], sides[1][1:])
+        return answers
+
+    def figures(self, count: int, ours: list[float], theirs: list[float]) -> dict[str, object]:
+        """A rate comes from the median time."""
+        our_rate = count * self.share * self.new_tokens / statistics.median(ours)
+        their_rate = count * self.new_tokens / statistics.median(theirs)
+        return {
             "tokens_per_second": our_rate,
             "engine_tokens_per_second": their_rate,
             "ratio": our_rate / their_rate,
-            "prompt_tokens": prompt_tokens,
-            "new_tokens": new_tokens,
-            "seconds": [round(x, 3) for x in ours[1:]],
-            "engine_seconds": [round(x, 3) for x in theirs[1:]],
+            "prompt_tokens": len(self.prompts[0]),
+            "new_tokens": self.new_tokens,
+            "seconds": [round(x, 3) for x in ours],
+            "engine_seconds": [round(x, 3) for x in theirs],
         }
-        results.add("generation", f"{arguments.model} {count} requests", figures)
+
+
+def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
+    """Record one result for each number of requests, beside the way that was the fastest with it."""
+    rounds = Rounds(arguments, config.model.vocab_size)
+    by_way = {}
+    with through_client(config) as client:
+        # The engines start one after the other, because vLLM measures at its start how much memory is free.
+        for way in arguments.ways:
+            with bare(way, config) as measure:
+                by_way[way] = rounds.compare(client, measure)
+    for count in arguments.requests:
+        rates = {way: count * rounds.new_tokens / statistics.median(by_way[way][count][1]) for way in arguments.ways}
+        fastest = max(rates, key=rates.__getitem__)
+        figures = rounds.figures(count, *by_way[fastest][count])
+        figures |= {
+            "beside": "vLLM at its best",
+            "way": fastest,
+            "ways": {way: round(rate) for way, rate in rates.items()},
+        }
+        results.add("generation", line_of(arguments, count), figures | {"tensor_parallel": config.tensor_parallel})
+
+
+def beside_one_replica(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
+    """Record one result for each number of requests. Both clients have a generator on the first GPU, and take turns."""
+    rounds = Rounds(arguments, config.model.vocab_size)
+    with through_client(replace(config, replicas=1)) as one, through_client(config) as several:
+        answers = rounds.compare(several, one)
+    for count in arguments.requests:
+        figures = rounds.figures(count, *answers[count])
+        results.add("generation", line_of(arguments, count), figures | {"beside": "one replica"})
+
+
+def line_of(arguments: argparse.Namespace, count: int) -> str:
+    """The name of a result."""
+    parallel = f", TP{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else ""
+    replicas = f", {arguments.replicas} replicas" if arguments.replicas > 1 else ""
+    return f"{arguments.model} {count} requests{parallel}{replicas}"
 
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="0_6b" if on_gpu else "tiny", choices=["tiny", *MODELS])
-    parser.add_argument("--requests", nargs="*", type=int, default=[64, 256, 1024] if on_gpu else [16, 64])
+    parser.add_argument("--requests", nargs="*", type=int, default=[64, 256, 1024] if on_gpu else [16, 64, 256])
+    parser.add_argument(
+        "--ways", nargs="*", choices=list(WAYS), default=["llm", "async"] if on_gpu else ["stepped", "llm"]
+    )
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--replicas", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     config = config_of(arguments.model, max(arguments.requests))
-    context = multiprocessing.get_context("spawn")
-    pipe, other_end = context.Pipe()
-    child = context.Process(target=serve_bare, args=(config, other_end))
-    child.start()
-    other_end.close()
-    try:
-        # The engines start one after the other, because vLLM measures at its start how much memory is free.
-        print(f"bare engine: up after {_answer(pipe):.0f} s", flush=True)
-        start = time.perf_counter()
-        with GeneratorClient.spawn(config) as client:
-            client.ready().result()
-            print(f"client's engine: up after {time.perf_counter() - start:.0f} s", flush=True)
-            compare(client, pipe, arguments, config.model.vocab_size)
-    finally:
-        pipe.close()
-        child.join()
+    config = replace(config, tensor_parallel=arguments.tensor_parallel, replicas=arguments.replicas)
+    if arguments.replicas > 1:
+        beside_one_replica(arguments, config)
+    else:
+        beside_vllm(arguments, config)
 
 
 if __name__ == "__main__":

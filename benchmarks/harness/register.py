@@ -213,15 +213,33 @@ def _kernel_row(name: str) -> TableRow:
     )
 
 
-def _generation_row(model: str, requests: int, num_gpus: int) -> TableRow:
+BEST = "vLLM at its best"
+
+
+def _generation_row(model: str, requests: int, num_gpus: int, tensor_parallel: int = 1) -> TableRow:
+    parallel = "" if tensor_parallel == 1 else f", TP{tensor_parallel}"
+    options = ("--tensor-parallel", str(tensor_parallel)) if tensor_parallel > 1 else ()
     return TableRow(
-        what=f"generation beside the bare vLLM engine: {_model(model)}, {requests:,} requests at once",
+        what=f"generation beside {BEST}: {_model(model)}{parallel}, {requests:,} requests at once",
         num_gpus=num_gpus,
-        command=("generation", "--model", model, "--requests"),
+        command=("generation", "--model", model, *options, "--requests"),
         argument=str(requests),
-        line=f"{model} {requests} requests",
+        line=f"{model} {requests} requests{parallel}",
+        fields={"beside": BEST},
         measured=_beside,
         at_least={"ratio": 0.95} if num_gpus else {},
+    )
+
+
+def _replicas_row(model: str, requests: int, num_gpus: int) -> TableRow:
+    return TableRow(
+        what=f"generation with two replicas beside one: {_model(model)}, {requests:,} requests at once for each replica",
+        num_gpus=num_gpus,
+        command=("generation", "--model", model, "--replicas", "2", "--requests"),
+        argument=str(requests),
+        line=f"{model} {requests} requests, 2 replicas",
+        measured=_beside,
+        at_least={"ratio": 1.9} if num_gpus else {},
     )
 
 
@@ -312,7 +330,9 @@ TABLE = {
         quotient_of=("4b-packed-2gpu", "4b-packed"),
     ),
     **{f"generation-{count}": _generation_row("0_6b", count, 1) for count in (64, 256, 1024)},
-    **{f"generation-{count}-cpu": _generation_row("tiny", count, 0) for count in (16, 64)},
+    **{f"generation-{count}-tp2": _generation_row("0_6b", count, 2, tensor_parallel=2) for count in (64, 256, 1024)},
+    "generation-256-two-replicas": _replicas_row("0_6b", 256, 2),
+    **{f"generation-{count}-cpu": _generation_row("tiny", count, 0) for count in (16, 64, 256)},
     "packed-against-padded": _packing_row(1),
     "packed-against-padded-cpu": _packing_row(0, "--samples", "16", "--ways", "packed"),
     "grpo-step-0_6b": _grpo_row("0_6b", 2, "--steps", "2"),

@@ -4,11 +4,13 @@ In a process of its own the core schedules and computes while the actor's proces
 On a CPU the two processes share the cores: it is not faster, and it takes 10 s longer to start.
 """
 
+import atexit
 import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import threading
@@ -132,11 +134,26 @@ class OwnProcess:
                 del os.environ["VLLM_RPC_BASE_PATH"]
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
-        [process] = engine.engine_core.resources.engine_manager.processes
+        [core] = engine.engine_core.resources.engine_manager.processes
+        # Handles of the ranks' processes. The system may give a pid to another process later, but not a handle.
+        ranks: dict[int, str] = {}
+        for rank, pid in enumerate(engine.collective_rpc("end_with_core")):
+            if pid != core.pid:
+                ranks[os.pidfd_open(pid)] = f"vLLM's worker of rank {rank} (pid {pid})"
+        # vLLM would wait at the end of this process for the core to end by itself.
+        atexit.register(core.kill)
 
         def wait() -> None:
-            multiprocessing.connection.wait([process.sentinel])
-            self._death = RuntimeError(describe(process))
+            ended = multiprocessing.connection.wait([core.sentinel, *ranks])
+            names = [ranks[handle] for handle in ended if handle in ranks]
+            core.kill()
+            for handle in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(
+                        handle, signal.SIGKILL
+                    )  # it may wait in a collective for a rank that has ended
+            how = f"{names[0]} ended" if names and core.sentinel not in ended else describe(core)
+            self._death = RuntimeError(how)
             self._has_died.set()
             wake_callers(engine, self._death)
             on_death(self._death)

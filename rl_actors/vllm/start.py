@@ -5,7 +5,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 from torch import nn
@@ -15,10 +15,11 @@ from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.model_config import ModelConfig
 from rl_actors.processes import collector
 from rl_actors.vllm import cpu, gpu
-from rl_actors.vllm.core import Core, core_of
+from rl_actors.vllm.core import Core, OwnProcess, core_of
 
 if TYPE_CHECKING:
     from vllm import LLMEngine
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
@@ -65,7 +66,26 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
     token after every prompt, so without this room it would refuse to compute logprobs of a sequence of max_model_len tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
-    machine, core = this_machine(), core or core_of(config)
+    core = core or core_of(config)
+    with _arguments(config, core) as arguments:
+        from vllm import EngineArgs, LLMEngine
+
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
+    """Start an AsyncLLM with the arguments of `start_vllm`. Its core is always a process of its own. Benchmarks compare with it."""
+    with _arguments(config, OwnProcess()) as arguments:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+
+
+@contextlib.contextmanager
+def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
+    """vLLM's arguments, for a start inside the context. Sets up the process."""
+    machine = this_machine()
     machine.require_possible(config)
     os.environ.update(ENGINE_ENV | machine.ENV)
     if config.batch_invariant:
@@ -74,7 +94,7 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
         with collector.importing():
             import vllm.v1.engine.llm_engine  # noqa: F401  (all modules of an engine)
         options = machine.options(config) | core.options(config)
-        return _llm_engine(replace(config, max_model_len=config.max_model_len + 1), directory, options)
+        yield _engine_arguments(replace(config, max_model_len=config.max_model_len + 1), directory, options)
 
 
 @contextlib.contextmanager
@@ -88,17 +108,15 @@ def model_directory(config: GeneratorConfig) -> Iterator[str]:
         yield directory
 
 
-def _llm_engine(config: GeneratorConfig, directory: str, options: dict[str, object]) -> "LLMEngine":
+def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str, Any]) -> dict[str, Any]:
     """options: vLLM's arguments for the machine and for the core."""
-    from vllm import EngineArgs, LLMEngine
-
     if config.lora.syncs_adapter:
         options |= adapter_options(config.lora)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
         # vLLM would refuse the extra token, because the model has no position for it. The model never needs this position, because the
         # last sampled token is not an input.
         options["hf_overrides"] = {"max_position_embeddings": config.max_model_len}
-    args = EngineArgs(
+    return dict(
         model=directory,
         skip_tokenizer_init=True,
         load_format="auto" if config.hf_path else "dummy",
@@ -112,7 +130,6 @@ def _llm_engine(config: GeneratorConfig, directory: str, options: dict[str, obje
         worker_extension_cls=WORKER_EXTENSION,
         **options,
     )
-    return LLMEngine.from_engine_args(args)
 
 
 def adapter_options(config: LoRAConfig) -> dict[str, object]:

@@ -5,8 +5,11 @@ A pull opens the version first, which changes nothing, and then loads it.
 """
 
 import contextlib
+import ctypes
 import logging
+import os
 import pickle
+import signal
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+PR_SET_PDEATHSIG = 1  # a constant of prctl.h
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
     "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
@@ -42,6 +46,11 @@ class WeightsExtension:
 
         def get_model(self) -> nn.Module: ...
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
+
+    def end_with_core(self) -> int:
+        """Let this process end with the core that started it, also in the middle of a collective. Returns its pid."""
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        return os.getpid()
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version of a pickled Source, and keep it open. The model does not change.

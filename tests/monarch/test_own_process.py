@@ -155,6 +155,50 @@ def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_pr
                 later()
 
 
+@pytest.mark.slow
+def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
+    """Two ranks on two cores, through vLLM's own executor: shared memory and gloo on a CPU."""
+    transport, models = published
+    config = replace(support.generator_config(), tensor_parallel=2)
+    with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
+        for version in (1, 2):
+            republish(transport, version)
+            generator.pull_model_state_dict(version).result()
+            for prompt, group in zip(PROMPTS, generator.generate(PROMPTS, SAMPLED).result(), strict=True):
+                for completion in group:
+                    assert set(completion.policy_versions) == {version}
+                    expected = reference_logprobs(models[version], prompt, completion.tokens)
+                    torch.testing.assert_close(torch.tensor(completion.logprobs), expected, atol=1e-4, rtol=0)
+        core = core_below(name="parallel")
+        workers = core.children()
+        assert len(workers) == 2
+        call = generator.generate(PROMPTS, ENDLESS)
+        workers[1].kill()
+        # The worker's end is named, or the core's, if that has seen it first.
+        with pytest.raises(
+            RuntimeError, match=r"vLLM's (worker of rank 1|engine core) \(pid \d+\) .*; spawn the generator again"
+        ):
+            call.result()
+        for process in (core, *workers):
+            process.wait(GUARD)
+
+
+@pytest.mark.slow
+def test_tensor_parallel_ranks_end_with_a_killed_actor_in_the_middle_of_a_step():
+    config = replace(support.generator_config(), tensor_parallel=2)
+    with GeneratorClient.spawn(config, name="parallel") as generator:
+        generator.generate(PROMPTS, SAMPLED).result()
+        core = core_below(name="parallel")
+        processes = [core, *core.children()]
+        assert len(processes) == 3
+        call = generator.generate(PROMPTS, ENDLESS)
+        core.parent().kill()
+        with pytest.raises(RuntimeError, match="parallel: the process of rank 0"):
+            call.result()
+        for process in processes:
+            process.wait(GUARD)
+
+
 PROGRAM = """
 import dataclasses
 import support
