@@ -88,18 +88,20 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     held: dict[str, int] = {}
     if trains:
         held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
-    ranks, generator = config.trainer.num_processes(), config.generator.gpu or 0
+    ranks, generators = config.trainer.num_processes(), _gpus_of_generators(config)
     if not torch.cuda.is_available():
         taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}
-        if config.has_generator:
-            taken["generator-0"] = _held_by_generator(config)
+        for name in generators:
+            taken[name] = _held_by_generator(config)
         return [Demand(place="this machine", capacity=_machine_memory(), taken=taken)]
     found = []
-    for gpu in range(min(max(ranks, generator + 1), torch.cuda.device_count())):
+    last = max((gpus[-1] for gpus in generators.values()), default=0)
+    for gpu in range(min(max(ranks, last + 1), torch.cuda.device_count())):
         capacity = torch.cuda.get_device_properties(gpu).total_memory
         taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
-        if config.has_generator and gpu == generator:
-            taken["generator-0"] = round(config.generator.gpu_memory_utilization * capacity)
+        for name, gpus in generators.items():
+            if gpu in gpus:
+                taken[name] = round(config.generator.gpu_memory_utilization * capacity)
         found.append(Demand(place=f"GPU {gpu}", capacity=capacity, taken=taken))
     return found
 
@@ -148,10 +150,22 @@ def _checkpoints(config: "RunConfig") -> list[str]:
     return [f"checkpoints: {size} each on disk, every {every} steps; the newest {kept} are kept"]
 
 
-def _generator(config: "RunConfig") -> list[str]:
+def _gpus_of_generators(config: "RunConfig") -> dict[str, list[int]]:
+    """The replicas of the generator and their GPUs: {"generator-0": [2, 3], "generator-1": [4, 5]}."""
     if not config.has_generator:
-        return []
-    return [f"  {'generator-0':<12} {_device(config.generator.gpu or 0)}, vLLM in {config.generator.dtype}"]
+        return {}
+    first, each = config.generator.gpu or 0, config.generator.tensor_parallel
+    starts = [first + replica * each for replica in range(config.generator.replicas)]
+    return {f"generator-{replica}": list(range(start, start + each)) for replica, start in enumerate(starts)}
+
+
+def _generator(config: "RunConfig") -> list[str]:
+    lines = []
+    for name, gpus in _gpus_of_generators(config).items():
+        devices = " and ".join(dict.fromkeys(_device(gpu) for gpu in gpus))
+        ranks = f", {len(gpus)} ranks" if len(gpus) > 1 else ""
+        lines.append(f"  {name:<12} {devices}, vLLM in {config.generator.dtype}{ranks}")
+    return lines
 
 
 def _reference(config: "RunConfig") -> list[str]:
@@ -170,9 +184,10 @@ def _held_by_reference(config: "RunConfig") -> int:
 
 
 def _held_by_generator(config: "RunConfig") -> int:
-    """Bytes that the generator takes on a CPU, for its weights and its key-value cache."""
+    """Bytes that a generator takes on a CPU, for its weights and the key-value cache of each of its ranks."""
     num_parameters = _whole_model(config.trainer).parameters // memory_estimate.FLOAT32
-    return num_parameters * BYTES[config.generator.dtype] + (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
+    caches = config.generator.tensor_parallel * (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
+    return num_parameters * BYTES[config.generator.dtype] + caches
 
 
 def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:

@@ -58,15 +58,15 @@ class FakeReplica:
 
     async def close(self) -> None: ...
 
-    async def _info(self) -> GeneratorInfo:
+    async def info(self) -> GeneratorInfo:
         return GeneratorInfo(policy_version=self._version or -1, max_model_len=8, vocab_size=9, logs=self.name)
 
-    async def _start_generate(self, prompts, params, indices) -> int:
+    async def start_generate(self, prompts, params, indices) -> int:
         self.calls.append(indices)
         self.left = self.bundles(len(prompts))
         return len(self.calls) - 1
 
-    async def _finished_groups(self, call: int, at_least: int):
+    async def finished_groups(self, call: int, at_least: int):
         await asyncio.sleep(0)
         finished: list[int] = []
         while len(finished) < at_least:
@@ -74,13 +74,13 @@ class FakeReplica:
         completion = Completion(tokens=[0], logprobs=[0.0], policy_versions=[0], finish_reason=self.name)
         return [(index, [completion]) for index in finished]
 
-    async def _abort_generate(self, call: int) -> None:
+    async def abort_generate(self, call: int) -> None:
         self.aborted.append(call)
 
-    async def _compute_logprobs(self, sequences):
+    async def compute_logprobs(self, sequences):
         return [f"{self.name} {sequence}" for sequence in sequences]
 
-    async def _pull(self, version: int, timeout: float, in_flight: bool) -> int:
+    async def pull_model_state_dict(self, version: int, timeout: float, *, in_flight: bool) -> int:
         if self.pull_error is not None:
             raise self.pull_error
         self._version = version

@@ -127,8 +127,8 @@ class GeneratorClient(Client):
         )
 
     async def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-        call = await self._start_generate(prompts, params)
-        groups = dict(await self._finished_groups(call, at_least=len(prompts)))
+        call = await self.start_generate(prompts, params)
+        groups = dict(await self.finished_groups(call, at_least=len(prompts)))
         return [groups[index] for index in range(len(prompts))]
 
     def generate_each(
@@ -145,26 +145,26 @@ class GeneratorClient(Client):
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)
         started = self._call(
-            "generate", self._start_generate, copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
+            "generate", self.start_generate, copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
         )
         return FinishedGroups(
-            started, len(copies), fetch=self._finished_groups, abort=self._abort_generate, what=f"{self.name}: generate"
+            started, len(copies), fetch=self.finished_groups, abort=self.abort_generate, what=f"{self.name}: generate"
         )
 
-    async def _start_generate(
+    async def start_generate(
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
     ) -> int:
         """The number of the call. indices: of the prompts in the caller's list, if these are only some of them; seeds depend on it."""
         return await self._one("start_generate", prompts, params, indices, phase="generate")
 
-    async def _finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
+    async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         try:
             return await self._one("finished_groups", call, at_least, phase="generate")
         except BaseException:
-            await self._abort_generate(call)
+            await self.abort_generate(call)
             raise
 
-    async def _abort_generate(self, call: int) -> None:
+    async def abort_generate(self, call: int) -> None:
         with contextlib.suppress(Exception):  # the generator may have ended
             await self._one("abort_generate", call)
 

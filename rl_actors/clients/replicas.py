@@ -67,12 +67,8 @@ class ReplicatedGenerator(GeneratorClient):
         return replicas
 
     async def _set_up(self) -> None:
-        await asyncio.gather(*(replica.ready() for replica in self.replicas))
-        self._take_version()
-
-    def _take_version(self) -> None:
-        """The version of all replicas, if they have the same."""
-        versions = {replica._version for replica in self.replicas}
+        infos = await asyncio.gather(*(replica.info() for replica in self.replicas))
+        versions = {info.policy_version for info in infos if info.policy_version >= 0}
         self._version = versions.pop() if len(versions) == 1 else None
 
     async def _is_alive(self, timeout: float) -> bool:
@@ -83,11 +79,11 @@ class ReplicatedGenerator(GeneratorClient):
 
     async def _info(self) -> GeneratorInfo:
         """That of the replica with the oldest weights, with the infos of all in `replicas`."""
-        infos = await asyncio.gather(*(replica._info() for replica in self.replicas))
+        infos = await asyncio.gather(*(replica.info() for replica in self.replicas))
         oldest = min(infos, key=lambda info: info.policy_version)
         return replace(oldest, replicas=tuple(infos))
 
-    async def _start_generate(
+    async def start_generate(
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
     ) -> int:
         by_replica: dict[int, list[int]] = {}
@@ -100,7 +96,7 @@ class ReplicatedGenerator(GeneratorClient):
         self._routed[number] = routed
         for error in results:
             if isinstance(error, BaseException):
-                await self._abort_generate(number)
+                await self.abort_generate(number)
                 raise error
         return number
 
@@ -109,20 +105,20 @@ class ReplicatedGenerator(GeneratorClient):
     ) -> Part:
         try:
             part = [prompts[index] for index in indices]
-            call = await self.replicas[replica]._start_generate(part, params, indices)
+            call = await self.replicas[replica].start_generate(part, params, indices)
         except BaseException:
             self._router.finish(replica, params.n * len(indices))
             raise
         return Part(replica=replica, call=call, indices=indices, num_left=len(indices))
 
-    async def _finished_groups(self, call: int, at_least: int = 1) -> Groups:
+    async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
         routed = self._routed[call]
         at_least = min(at_least, routed.num_left() + len(routed.finished))
         try:
             while len(routed.finished) < at_least:
                 await self._fetch(routed, wants_all=at_least == routed.num_left() + len(routed.finished))
         except BaseException:
-            await self._abort_generate(call)
+            await self.abort_generate(call)
             raise
         finished, routed.finished = routed.finished, []
         if routed.num_left() == 0:
@@ -133,7 +129,7 @@ class ReplicatedGenerator(GeneratorClient):
         """Wait until one of the replicas has finished prompts. With wants_all each replica answers when it has finished all of its own."""
         for part in routed.parts:
             if part.fetching is None and part.num_left:
-                fetch = self.replicas[part.replica]._finished_groups(part.call, part.num_left if wants_all else 1)
+                fetch = self.replicas[part.replica].finished_groups(part.call, part.num_left if wants_all else 1)
                 part.fetching = asyncio.ensure_future(fetch)
         fetching = [part.fetching for part in routed.parts if part.fetching is not None]
         await asyncio.wait(fetching, return_when=asyncio.FIRST_COMPLETED)
@@ -144,7 +140,7 @@ class ReplicatedGenerator(GeneratorClient):
                 self._router.finish(part.replica, routed.n * len(groups))
                 routed.finished += [(part.indices[index], completions) for index, completions in groups]
 
-    async def _abort_generate(self, call: int) -> None:
+    async def abort_generate(self, call: int) -> None:
         routed = self._routed.pop(call, None)
         if routed is None:
             return
@@ -152,7 +148,7 @@ class ReplicatedGenerator(GeneratorClient):
             self._router.finish(part.replica, routed.n * part.num_left)
             if part.fetching is not None:
                 part.fetching.cancel()
-        await asyncio.gather(*(self.replicas[part.replica]._abort_generate(part.call) for part in routed.parts))
+        await asyncio.gather(*(self.replicas[part.replica].abort_generate(part.call) for part in routed.parts))
 
     async def _compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
         by_replica: dict[int, list[int]] = {}
@@ -161,7 +157,7 @@ class ReplicatedGenerator(GeneratorClient):
         try:
             calls = []
             for replica, indices in by_replica.items():
-                calls.append(self.replicas[replica]._compute_logprobs([sequences[index] for index in indices]))
+                calls.append(self.replicas[replica].compute_logprobs([sequences[index] for index in indices]))
             answers = await asyncio.gather(*calls)
         finally:
             for replica, indices in by_replica.items():
@@ -173,10 +169,10 @@ class ReplicatedGenerator(GeneratorClient):
 
     async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
         """Raises the first error, with a note that says which replicas have the version and which have not."""
-        pulls = [replica._pull(version, timeout, in_flight) for replica in self.replicas]
+        pulls = [replica.pull_model_state_dict(version, timeout, in_flight=in_flight) for replica in self.replicas]
         results = await asyncio.gather(*pulls, return_exceptions=True)
         self._router.forget()
-        self._take_version()
+        self._version = version if all(result == version for result in results) else None
         failed = {one.name: error for one, error in zip(self.replicas, results, strict=True) if error != version}
         for error in failed.values():
             assert isinstance(error, BaseException)

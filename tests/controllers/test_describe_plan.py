@@ -121,6 +121,21 @@ def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus
     )
 
 
+def test_the_plan_has_every_replica_of_the_generator_with_its_gpus(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
+    config = qwen3_8b()
+    config.generator.gpu, config.generator.replicas, config.generator.tensor_parallel = 1, 2, 2
+    text = describe_plan.describe(config)
+    assert "  generator-0  GPU 1 and GPU 2, vLLM in bfloat16, 2 ranks\n" in text
+    assert "  generator-1  GPU 3 and GPU 4, vLLM in bfloat16, 2 ranks\n" in text
+    taken = [demand.taken for demand in describe_plan.demands(config)]
+    assert [[name for name in one if name.startswith("generator")] for one in taken] == [
+        [],
+        *[["generator-0"]] * 2,
+        *[["generator-1"]] * 2,
+    ]
+
+
 @pytest.mark.parametrize("make", CONFIGS["controllers.grpo"].values(), ids=CONFIGS["controllers.grpo"])
 def test_every_config_fits_the_gpus_that_it_is_for(two_gpus, make):
     describe_plan.require_memory(make())

@@ -1,0 +1,97 @@
+"""A generator on a GPU: its core in a process of its own, pulls under CUDA graphs, two replicas and two ranks where two GPUs are free."""
+
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+
+from rl_actors import GeneratorConfig, ModelConfig, OptimParams, Sample, SamplingParams, TrainerClient, TrainerConfig
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig(vocab_size=4096, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, head_dim=64)
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], list(range(40))]
+SAMPLED = SamplingParams(max_tokens=64, n=4, seed=7)
+BFLOAT16 = 0.15
+"""Largest difference of a logprob between the trainer and vLLM, which both compute in bfloat16, but in another order."""
+
+
+def trainer_config() -> TrainerConfig:
+    return TrainerConfig(model=MODEL, compute_dtype="bfloat16", max_sequence_length=511, tokens_per_row=512)
+
+
+def generator_config(**fields) -> GeneratorConfig:
+    limits = {"max_model_len": 512, "max_num_seqs": 32, "kv_cache_bytes": 1 << 28, "dtype": "bfloat16"}
+    return GeneratorConfig(model=MODEL, **(limits | fields))
+
+
+def core_below(pid: int | None = None) -> psutil.Process:
+    [core] = [process for process in psutil.Process(pid).children(recursive=True) if "EngineCore" in process.name()]
+    return core
+
+
+def step(trainer: TrainerClient) -> int:
+    """Move the weights far enough to change the samples."""
+    draw = torch.Generator().manual_seed(1)
+    rows = torch.randint(MODEL.vocab_size, (8, 32), generator=draw).tolist()
+    trainer.forward_backward([Sample.from_tokens(row[:1], row[1:]) for row in rows], loss="cross_entropy").result()
+    return trainer.optim_step(OptimParams(learning_rate=0.01, grad_divisor=8 * 31)).result().policy_version
+
+
+def assert_logprobs_are_the_trainers(trainer: TrainerClient, groups) -> None:
+    samples, sampled = [], []
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            samples.append(Sample.from_tokens(prompt, completion.tokens))
+            sampled.append(torch.tensor(completion.logprobs))
+    for ours, theirs in zip(sampled, trainer.forward(samples).result().logprobs, strict=True):
+        torch.testing.assert_close(ours, theirs[-len(ours) :], atol=BFLOAT16, rtol=0)
+
+
+def assert_pulls_replace_the_weights(config: GeneratorConfig) -> None:
+    """Two steps, with a pull after each. The second pull comes while requests run."""
+    with TrainerClient.spawn(trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
+        first = step(trainer)
+        generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+        groups = generator.generate(PROMPTS, SAMPLED).result()
+        assert {version for group in groups for one in group for version in one.policy_versions} == {first}
+        assert_logprobs_are_the_trainers(trainer, groups)
+        running = generator.generate_each(PROMPTS, SamplingParams(max_tokens=400, n=8, ignore_stop=True))
+        second = step(trainer)
+        generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+        for _, completions in running:
+            for completion in completions:
+                num_old = completion.policy_versions.count(first)
+                num_new = len(completion.tokens) - num_old
+                assert completion.policy_versions == [first] * num_old + [second] * num_new
+        after = generator.generate(PROMPTS, SAMPLED).result()
+        assert [group[0].tokens for group in after] != [group[0].tokens for group in groups]
+        assert_logprobs_are_the_trainers(trainer, after)
+
+
+def test_a_core_of_its_own_serves_what_was_pulled():
+    assert_pulls_replace_the_weights(generator_config())
+
+
+def test_kill_9_of_the_core_is_a_named_error():
+    from rl_actors import GeneratorClient
+
+    with GeneratorClient.spawn(generator_config()) as generator:
+        generator.generate(PROMPTS, SAMPLED).result()
+        core = core_below()
+        call = generator.generate(PROMPTS, SamplingParams(max_tokens=400, n=8, ignore_stop=True))
+        os.kill(core.pid, signal.SIGKILL)
+        with pytest.raises(RuntimeError, match=rf"vLLM's engine core \(pid {core.pid}\) was killed by signal 9"):
+            call.result()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_serve_what_was_pulled():
+    assert_pulls_replace_the_weights(generator_config(tensor_parallel=2))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_replicas_serve_what_was_pulled():
+    assert_pulls_replace_the_weights(generator_config(replicas=2))
