@@ -122,6 +122,12 @@ PLANS = (
         metrics={"logprob_diff/mean": "mean", "logprob_diff/max": "largest"},
         is_log=True,
     ),
+    Plan(
+        title="Busy",
+        unit="share of the step",
+        metrics={"busy/trainer": "trainer", "busy/generator": "generator"},
+        starts_at_zero=True,
+    ),
     Plan(title="Policy lag", unit="versions", metrics={"policy_lag": "lag"}, starts_at_zero=True),
     Plan(title="Loss, GRPO", unit="a token", metrics={"loss": "loss"}),
     Plan(title="Loss, DPO", unit="a pair", metrics={"loss": "loss"}, phases=("dpo",)),
@@ -224,6 +230,56 @@ def draw_times(axes: Axes, records: Records) -> None:
     axes.set_ylim(bottom=0)
 
 
+def timeline_chart(lines: Records) -> str:
+    """Who worked when in one step, as a chart in SVG: the step of median length in the second half of the run. Empty without spans.
+
+    lines: those of timeline.jsonl.
+    """
+    later = sorted((line for line in lines[len(lines) // 2 :] if line["spans"]), key=lambda line: line["seconds"])
+    if not later:
+        return ""
+    step = later[len(later) // 2]
+    actors = list(dict.fromkeys(actor for actor, *_ in step["spans"]))
+    colors = dict(zip(dict.fromkeys(phase for _, phase, *_ in step["spans"]), itertools.cycle(COLORS), strict=False))
+    figure, axes = new_chart(f"Step {step['step']}: who works when", "")
+    named = set()
+    for actor, phase, start, end in step["spans"]:
+        label = None if phase in named else phase
+        axes.barh(actors.index(actor), end - start, left=start, height=0.55, color=LIGHT[colors[phase]], label=label)
+        named.add(phase)
+    axes.set_yticks(range(len(actors)), actors)
+    axes.set_ylim(len(actors) - 0.5, -0.5)
+    axes.set_xlim(0, step["seconds"])
+    axes.set_xlabel("seconds")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.grid(axis="x")
+    axes.grid(axis="y", visible=False)
+    add_legend(axes, at_least=1)
+    return inline_svg(figure)
+
+
+def ages_chart(records: Records) -> str:
+    """The number of groups of each age in every step, as a chart in SVG. Empty if all groups have the age 0."""
+    steps = [record for record in of_phases(records, "grpo") if record.get("age/max") is not None]
+    oldest = int(max((record["age/max"] for record in steps), default=0))
+    if oldest == 0:
+        return ""
+    figure, axes = new_chart("Age of the groups", "groups")
+    edges = [record["step"] - 0.5 for record in steps] + [steps[-1]["step"] + 0.5]
+    below = [0.0] * len(steps)
+    colors = itertools.cycle(COLORS)
+    for age in range(oldest + 1):
+        counts = [record.get(f"age/{age}") or 0 for record in steps]
+        if any(counts):
+            above = [bottom + count for bottom, count in zip(below, counts, strict=True)]
+            color, label = LIGHT[next(colors)], f"{age} version{'s' * (age != 1)}"
+            axes.stairs(above, edges, baseline=below, fill=True, color=color, linewidth=0, label=label)
+            below = above
+    axes.set_ylim(bottom=0)
+    add_legend(axes, at_least=1)
+    return inline_svg(figure)
+
+
 def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
     """An empty chart over the steps. `size` is its width and height in inches."""
     figure = Figure(figsize=size, layout="constrained")
@@ -280,15 +336,15 @@ def times_chart(records: Records) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def run_charts(records: Records) -> list[str]:
-    """All charts of one run. A chart without a number is left out."""
+def run_charts(records: Records, timeline: Records = ()) -> list[str]:
+    """All charts of one run. A chart without a number is left out. timeline: the lines of timeline.jsonl."""
     charts = []
     for plan in PLANS:
         drawn = curves(plan, records)
         if drawn:
             charts.append(chart(plan, drawn, records))
-    times = times_chart(records)
-    return [*charts, times] if times else charts
+    others = [ages_chart(records), times_chart(records), timeline_chart(timeline)]
+    return [*charts, *(drawn for drawn in others if drawn)]
 
 
 @matplotlib.rc_context(STYLE)

@@ -35,6 +35,13 @@ COLUMNS = (  # title, width, key of the record, format
     # Policy versions between the weights that sampled and the weights that were trained.
     ("lag", 3, "policy_lag", ".2g"),
 )
+PANEL_COLUMNS = (
+    *COLUMNS,
+    # Shares of the step in which the trainer and the generator had a call.
+    ("trainer", 4, "busy/trainer", ".0%"),
+    ("generator", 4, "busy/generator", ".0%"),
+)
+"""The live panel has room for more than a line."""
 
 
 class LineDisplay:
@@ -141,7 +148,7 @@ class LiveDisplay(LineDisplay):
         if self.setups.tasks or not self._known["phase"]:
             return Group(self.setups)
         cells = []
-        for title, width, key, spec in COLUMNS:
+        for title, width, key, spec in PANEL_COLUMNS:
             value = f"{_text(self._known, key, spec):<{width}}"
             cells.append(Text.assemble((f"{title} ", "dim"), (value, "bold")))
         return Group(self.steps, Columns(cells, padding=(0, 2)))

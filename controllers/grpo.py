@@ -190,6 +190,7 @@ def make_queue(run: Run[GRPOConfig], cursor: int, reference: Reference | None) -
         seed=config.seed,
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
         scorer=run.scorer,
+        timeline=run.timer.timeline,
     )
     pending = run.state.get("pending", ())
     return RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)

@@ -1,4 +1,4 @@
-"""The logger of a run. It writes metrics to a display, metrics.jsonl, rollouts.jsonl and trackers. Makes no decision about the run.
+"""The logger of a run. It writes metrics to a display, metrics.jsonl, rollouts.jsonl, timeline.jsonl and trackers. Makes no decision about the run.
 
 Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised and GRPO steps
 share one count. Step 0 is the validation before the first step.
@@ -14,6 +14,7 @@ from rich.console import Console
 
 from controllers.display import LineDisplay, LiveDisplay
 from controllers.run_folder import Record, RunFolder, to_json, to_plain
+from controllers.timeline import StepTimeline, Timeline
 from controllers.trackers import Trackers
 from rl_actors import TrainerInfo
 from rl_actors.model_flops import peak_flops
@@ -30,17 +31,22 @@ KEYS = (
 
 
 class Timer:
-    """Seconds since the last reset, by name: `with timer("generate"): …` adds to `timer.seconds["generate"]`."""
+    """Seconds since the last reset, by name: `with timer("generate"): …` adds to `timer.seconds["generate"]`.
+
+    `timeline` has the spans of the phases in which an actor works.
+    """
 
     def __init__(self):
         self.seconds: dict[str, float] = {}
+        self.timeline = Timeline()
         self._start = time.perf_counter()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            yield
+            with self.timeline.span(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -108,7 +114,7 @@ class MetricsLogger(AbstractContextManager):
         self.folder, self._groups_per_step = folder, groups_per_step
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)
         self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
-        self._validation = folder.validation.open("a")
+        self._validation, self._timeline = folder.validation.open("a"), folder.timeline.open("a")
         console = console or Console()
         live = console.is_terminal and not prints_lines
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
@@ -153,6 +159,10 @@ class MetricsLogger(AbstractContextManager):
         kept = [{"step": step, **sample} for sample in samples]
         self._append(self._validation, kept)
         self._trackers.log_table(step, "validation_samples", kept)
+
+    def timeline(self, step: int, timeline: StepTimeline) -> None:
+        """Write the spans of a step."""
+        self._append(self._timeline, [{"step": step, **timeline.record()}])
 
     def _append(self, file: TextIO, records: Sequence[Record]) -> None:
         file.write("".join(to_json(record) + "\n" for record in records))

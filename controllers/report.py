@@ -22,6 +22,10 @@ UNITS = {
     "step": "steps",
     "policy_version": "optimizer steps",
     "policy_lag": "versions",
+    "age/mean": "versions",
+    "age/max": "versions",
+    "age": "groups",
+    "busy": "share",
     "loss": "a token",
     "logprob_diff": "nats",
     "kl": "nats a token",
@@ -75,6 +79,7 @@ class RunFiles:
     outcome: dict[str, object]
     groups: Records  # lines of rollouts.jsonl
     samples: Records  # lines of validation.jsonl
+    timeline: Records  # lines of timeline.jsonl
 
     @classmethod
     def read(cls, folder: RunFolder) -> "RunFiles":
@@ -89,6 +94,7 @@ class RunFiles:
             outcome=_read_json(folder.outcome),
             groups=[line for line in read_jsonl(folder.rollouts) if "completions" in line],
             samples=read_jsonl(folder.validation),
+            timeline=read_jsonl(folder.timeline),
         )
 
     @property
@@ -221,7 +227,7 @@ def write_report(run_folder: str | Path) -> Path:
         "report.html.j2",
         title=run.name,
         tiles=tiles(run),
-        charts=run_charts(run.records),
+        charts=run_charts(run.records, run.timeline),
         steps=steps,
         groups=[shown_group(group) for group in run.groups if group["step"] in set(steps)],
         groups_remark=_groups_remark(run.groups, steps),

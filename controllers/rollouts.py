@@ -16,6 +16,7 @@ import torch
 from controllers.advantages import ADVANTAGES
 from controllers.environments import Environment, Problem, Scorer
 from controllers.run_folder import Record
+from controllers.timeline import Timeline
 from controllers.tokenizer import Tokenizer
 from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
 
@@ -213,7 +214,8 @@ class GenerationError(Exception):
 class Generating:
     """Counts the calls of the generator that are running, and can hold back others."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeline: Timeline) -> None:
+        self.timeline = timeline
         self._may_begin, self._changed = asyncio.Event(), asyncio.Event()
         self._may_begin.set()
         self._num_running = 0
@@ -224,7 +226,8 @@ class Generating:
         await self._may_begin.wait()
         self._num_running += 1
         try:
-            yield
+            with self.timeline.span("generating"):
+                yield
         finally:
             self._num_running -= 1
             self._changed.set()
@@ -263,11 +266,12 @@ class Rollouts:
         seed: int,
         penalty: Penalty | None = None,
         scorer: Scorer | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.config, self.environment, self.tokenizer, self.generator = config, environment, tokenizer, generator
         self.max_tokens, self.seed, self.penalty = max_tokens, seed, penalty
         self.scorer = scorer or Scorer()
-        self.generating = Generating()
+        self.generating = Generating(timeline or Timeline())
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
         """Give `deliver` the groups of these problems, in order of finishing. With a penalty it gets all at the end.

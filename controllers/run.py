@@ -245,11 +245,14 @@ class Run(Generic[Config]):
         """Write the line of a step: its values, its times, its speed and the memory of the trainer."""
         infos = await self.trainer.info()
         values = values | self.timer.reset()
+        timeline = self.timer.timeline.end_step()
+        values |= {f"busy/{actor}": share for actor, share in timeline.busy().items()}
         values |= usage(values, infos, float8=self.config.trainer.float8)
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
         self.log.step(step, values, phase=phase, skipped=skipped)
+        self.log.timeline(step, timeline)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
         """Metrics of the last push and pull, each once: in the first record after it."""

@@ -18,7 +18,7 @@ class RunFolder:
         self.path = Path(path)
         self.config, self.metrics = self.path / "config.json", self.path / "metrics.jsonl"
         self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
-        self.validation = self.path / "validation.jsonl"
+        self.validation, self.timeline = self.path / "validation.jsonl", self.path / "timeline.jsonl"
         self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.reference = self.path / "reference"
@@ -32,11 +32,11 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def drop_after(self, step: int) -> None:
-        """Remove the lines of later steps from metrics, rollouts and validation, and a last line that a killed run wrote only in part.
+        """Remove the lines of later steps from metrics, rollouts, validation and timeline, and a last line that a killed run wrote only in part.
 
         A new file replaces the old one by a rename, so a crash meanwhile loses nothing.
         """
-        for file in (self.metrics, self.rollouts, self.validation):
+        for file in (self.metrics, self.rollouts, self.validation, self.timeline):
             if not file.exists():
                 continue
             with file.with_suffix(".tmp").open("w") as temporary:

@@ -23,6 +23,7 @@ def grpo_record(step: int) -> dict:
     record |= {"logprob_diff/mean": 1e-6, "logprob_diff/max": 1e-5, "tokens/trained": 1000, "tokens/generated": 2000}
     record |= {"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0, "tokens/s": 500.0}
     record |= {"entropy": 0.4, "kl/policy_generator": 1e-9, "kl/reference": 1e-3, "policy_lag": 2}
+    record |= {"age/max": 2, "age/mean": 1.5, "age/1": 2, "age/2": 2, "busy/trainer": 0.5, "busy/generator": 0.9}
     record |= {"clip_fraction": 0.3, "clip_fraction/low": 0.1, "clip_fraction/high": 0.2}
     record |= {"completion/length_mean": 2.5, "completion/length_max": 3, "completion/truncated": 0.1}
     return record | {"memory/trainer_peak": 1.5, "mfu": 0.25, "validation/accuracy": 0.125 * step}
@@ -63,7 +64,10 @@ def write_run(
     folder = RunFolder(path)
     folder.path.mkdir(exist_ok=True)
     folder.config.write_text(json.dumps({"seed": 7, "note": "</pre><script>"}))
-    for file, lines in ((folder.metrics, records), (folder.rollouts, rollouts), (folder.validation, samples)):
+    spans = [["trainer", "train", 0.0, 0.5], ["generator", "generating", 0.2, 1.5]]
+    timeline = [{"step": record["step"], "seconds": 2.0, "spans": spans} for record in records if "time/step" in record]
+    files = {folder.metrics: records, folder.rollouts: rollouts, folder.validation: samples, folder.timeline: timeline}
+    for file, lines in files.items():
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if outcome:
         folder.outcome.write_text(json.dumps(outcome))
@@ -153,7 +157,8 @@ def test_the_report_summarizes_the_run_and_draws_every_chart(written, html):
         "0 min 9 s",
     ):
         assert text in page.text, text
-    charts = [plan.title for plan in PLANS if "dpo" not in plan.phases or plan.phases == ALL] + ["Time of a step"]
+    charts = [plan.title for plan in PLANS if "dpo" not in plan.phases or plan.phases == ALL]
+    charts += ["Age of the groups", "Time of a step", "who works when"]
     assert page.tags.count("svg") == len(charts)
     for title in charts:
         assert f"{title}\n" in page.text or title in page.text

@@ -248,7 +248,7 @@ def run(make_engine, monkeypatch):
 
 def lines(folder: RunFolder) -> list[dict]:
     """The records of metrics.jsonl, without the values that depend on the clock and the process."""
-    measured = ("time/", "tokens/s", "memory/")
+    measured = ("time/", "tokens/s", "memory/", "busy/")
     records = []
     for record in read_jsonl(folder.metrics):
         records.append({key: value for key, value in record.items() if not key.startswith(measured)})

@@ -1,0 +1,85 @@
+"""Who works and who waits: the spans of time in which the actors of a run have a call of the controller. Measures nothing inside an actor."""
+
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from controllers.run_folder import Record
+
+WORKERS = {
+    "train": ("trainer",),
+    "checkpoint": ("trainer",),
+    "sync": ("trainer", "generator"),
+    "generating": ("generator",),
+    "validate": ("generator",),
+    "reference": ("reference",),
+}
+"""Phase -> the actors that work in it. Other phases are waits of the controller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    actor: str
+    phase: str
+    start: float  # seconds since the step began
+    end: float
+
+
+class Timeline:
+    """Records spans. A span that goes on when a step ends is divided: each step has its part."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()  # of the step
+        self._ended: list[Span] = []
+        self._open: dict[int, tuple[str, float]] = {}  # number of a span -> (its phase, when it or the step began)
+        self._numbers = itertools.count()
+
+    @contextmanager
+    def span(self, phase: str) -> Iterator[None]:
+        """Context manager for the time in which the actors of a phase work. A phase that is not in WORKERS is not recorded."""
+        number = next(self._numbers)
+        self._open[number] = (phase, time.perf_counter())
+        try:
+            yield
+        finally:
+            self._end(*self._open.pop(number), time.perf_counter())
+
+    def end_step(self) -> "StepTimeline":
+        """The spans of the step that ends now. The next step begins."""
+        now = time.perf_counter()
+        for number, (phase, start) in self._open.items():
+            self._end(phase, start, now)
+            self._open[number] = (phase, now)
+        step = StepTimeline(seconds=now - self._began, spans=self._ended)
+        self._began, self._ended = now, []
+        return step
+
+    def _end(self, phase: str, start: float, end: float) -> None:
+        for actor in WORKERS.get(phase, ()):
+            self._ended.append(Span(actor=actor, phase=phase, start=start - self._began, end=end - self._began))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimeline:
+    """The spans of one step."""
+
+    seconds: float
+    spans: Sequence[Span]
+
+    def busy(self) -> dict[str, float]:
+        """Share of the step in which each actor had a call: {"trainer": 0.6, "generator": 0.9}."""
+        shares = {}
+        for actor in dict.fromkeys(span.actor for span in self.spans):
+            working, until = 0.0, 0.0
+            for span in sorted((span for span in self.spans if span.actor == actor), key=lambda span: span.start):
+                working += max(0.0, span.end - max(span.start, until))
+                until = max(until, span.end)
+            shares[actor] = working / self.seconds if self.seconds else 0.0
+        return shares
+
+    def record(self) -> Record:
+        """The line of the step in timeline.jsonl."""
+        rows = [[span.actor, span.phase, round(span.start, 4), round(span.end, 4)] for span in self.spans]
+        return {"seconds": round(self.seconds, 4), "spans": rows}

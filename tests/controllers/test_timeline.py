@@ -1,0 +1,85 @@
+"""Who works and who waits in a step: the spans, the shares, the file and the charts."""
+
+import asyncio
+
+import pytest
+
+from controllers import charts, timeline
+from controllers.metrics import Timer
+from controllers.rollouts import Generating
+from controllers.timeline import Span, StepTimeline, Timeline
+
+
+class Clock:
+    """time.perf_counter of the timeline, set by a test."""
+
+    now = 100.0
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(timeline.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_sync_is_work_of_both_actors_and_a_wait_of_none(clock):
+    spans = Timeline()
+    with spans.span("generate"):
+        clock.now += 1
+    with spans.span("sync"):
+        clock.now += 2
+    step = spans.end_step()
+    assert step.seconds == 3 and step.busy() == pytest.approx({"trainer": 2 / 3, "generator": 2 / 3})
+
+
+def test_a_span_that_goes_on_after_the_step_is_divided(clock):
+    spans = Timeline()
+    with spans.span("generating"):
+        clock.now += 4
+        first = spans.end_step()
+        clock.now += 1
+    clock.now += 1
+    second = spans.end_step()
+    assert first.spans == [Span(actor="generator", phase="generating", start=0.0, end=4.0)]
+    assert second.spans == [Span(actor="generator", phase="generating", start=0.0, end=1.0)]
+    assert first.busy() == {"generator": 1.0} and second.busy() == {"generator": 0.5}
+
+
+def test_calls_at_the_same_time_count_once():
+    rows = [(0.0, 3.0), (1.0, 2.0), (2.5, 4.0), (6.0, 7.0)]
+    spans = [Span(actor="generator", phase="generating", start=start, end=end) for start, end in rows]
+    assert StepTimeline(seconds=10.0, spans=spans).busy() == {"generator": 0.5}
+
+
+def test_a_timer_and_the_calls_of_the_generator_fill_one_timeline(clock):
+    timer = Timer()
+
+    async def generate() -> None:
+        async with Generating(timer.timeline).call():
+            clock.now += 1
+
+    asyncio.run(generate())
+    with timer("train"):
+        clock.now += 3
+    step = timer.timeline.end_step()
+    assert step.record() == {
+        "seconds": 4.0,
+        "spans": [["generator", "generating", 0.0, 1.0], ["trainer", "train", 1.0, 4.0]],
+    }
+
+
+def test_the_chart_shows_the_step_of_median_length_of_the_later_half():
+    lines = []
+    for step, seconds in enumerate((50.0, 60.0, 3.0, 9.0, 5.0), start=1):
+        lines.append({"step": step, "seconds": seconds, "spans": [["trainer", "train", 0.0, seconds]]})
+    assert "Step 5: who works when" in charts.timeline_chart(lines)
+    assert charts.timeline_chart([]) == charts.timeline_chart([{"step": 1, "seconds": 1.0, "spans": []}]) == ""
+
+
+def test_ages_are_drawn_only_if_a_group_is_older_than_0():
+    fresh = {"step": 1, "phase": "grpo", "age/max": 0, "age/0": 4}
+    old = {"step": 2, "phase": "grpo", "age/max": 2, "age/0": 1, "age/2": 3}
+    assert charts.ages_chart([fresh]) == ""
+    drawn = charts.ages_chart([fresh, old])
+    assert "2 versions" in drawn and "1 version<" not in drawn
