@@ -166,7 +166,7 @@ def _scorer(config: RunConfig, environment: Environment, validation_sets: Sequen
     """Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
     environments = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
-    return Scorer.of(config.environment, environments)
+    return Scorer.of(config.environment, environments if config.has_generator else {})  # else it scores nothing
 
 
 def _run(
