@@ -2,11 +2,12 @@
 
 python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
 
-The runs are whole runs of controllers.grpo, one after another on the same machine, with the task, model and seed of the config `tiny` and one
-optimizer step in a GRPO step. They differ only in rollouts.max_staleness. The reward of a group comes after a random time, which is
-exponentially distributed with the mean `--seconds`, at most four times that, and costs no computation: it stands for a judge or a sandbox
-elsewhere. All groups are scored at the same time. The program prints rollouts a second, the final held-out accuracy and the largest age of
-each run, checks every step's ages against the bound, and prints the ratio of each run to the first one.
+The runs are whole runs of controllers.grpo, one after another on the same machine. They have the task, model and seed of the config `tiny`,
+and one optimizer step in a GRPO step. They differ only in rollouts.max_staleness.
+The reward of a group comes after a random time and costs no computation, like the reward of a judge or a sandbox on another machine. The time
+is exponentially distributed with the mean `--seconds`, and at most four times the mean. All groups are scored at the same time.
+The program checks every step's ages against the bound. For each run it prints rollouts a second, the final held-out accuracy, the largest age
+and the ratio to the first run.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from controllers.schedules import ScheduleConfig
 
 SCORED_AT_ONCE = 4096
 LONGEST = 4.0
-"""Largest time of a reward, in means."""
+"""Largest time of a reward, as a multiple of the mean time."""
 
 
 class SlowAddition:
@@ -56,7 +57,7 @@ class SlowAddition:
 
 
 def slow_addition(*, seed: int, num_held_out: int, seconds: float) -> SlowAddition:
-    """The environment. Scores of held-out problems come at the same speed, so validation takes a few seconds."""
+    """The environment of a run. Rewards of held-out problems take as long as others, so a validation takes a few seconds."""
     config = replace(tiny().environment, seed=seed, num_held_out=num_held_out)
     return SlowAddition(build_environment(config), seconds)
 
@@ -83,13 +84,13 @@ def make_config(staleness: int, steps: int, seconds: float) -> GRPOConfig:
 
 
 def figures(folder: RunFolder, config: GRPOConfig) -> dict[str, Any]:
-    """What a finished run measured. Raises RuntimeError if a step trained on a group that is too old."""
+    """The figures of a finished run. Raises RuntimeError if a step trained on a group that is too old."""
     steps = [record for record in read_jsonl(folder.metrics) if record["phase"] == "grpo"]
     ages = [record["age/max"] for record in steps if "age/max" in record]
     bound = config.rollouts.max_staleness
     if max(ages) > bound:
         raise RuntimeError(f"a group was {max(ages)} versions old, but max_staleness={bound}")
-    # The first steps fill the queue, and the last one validates.
+    # The first steps do not count, because they fill the queue. The last one does not count, because it validates.
     counted = steps[bound + 1 : -1]
     seconds = [record["time/step"] for record in counted]
     groups = config.rollouts.groups_per_step * config.rollouts.group_size

@@ -155,7 +155,7 @@ def compare_generator(
 
 
 def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
-    """Completions of the same requests as submit_seeded makes. Each is submitted after the answer to the previous one."""
+    """Completions of the requests that submit_seeded submits. Here each request is submitted after the answer to the previous one."""
     completions = []
     for i, prompt in enumerate(prompts):
         call = client.generate([prompt], seeded_params(i, num_tokens))
@@ -221,7 +221,7 @@ def compare_trainers(name: str, some: Sequence[Call[Answer]], others: Sequence[C
 
 
 def start_generators(stack: ExitStack, config: GeneratorConfig, *, only: str | None) -> dict[str, GeneratorClient]:
-    """Start a generator for each mode. The batch-invariant one needs a GPU, and it is not needed when only trainers are compared."""
+    """Start a generator for each mode. The batch-invariant one needs a GPU. It is left out if only trainers are compared."""
     modes = {"as it is": False}
     if torch.cuda.is_available() and only != "trainer":
         modes = {"batch-invariant": True} | modes

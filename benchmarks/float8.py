@@ -52,9 +52,9 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 
 
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
-    """Train from the weights in `directory`, and return {"losses": …, "grad_norms": …, "seconds": of the whole curve}.
+    """Train from the weights in `directory`, and return {"losses": […], "grad_norms": […], "seconds": …}.
 
-    A loss is in nats a token, before its step.
+    A loss is in nats a token, before its step. The seconds are those of all steps together.
     """
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -110,7 +110,7 @@ def record_curve(name: str, answer: dict) -> None:
 
 
 def record_difference(name: str, losses: list[float], expected: list[float]) -> None:
-    """Record how far a curve is from the expected one, which is bfloat16's."""
+    """Record the differences between the losses of a curve and the expected ones, which are those of bfloat16."""
     differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     largest = max(differences)
     tail = differences[-TAIL:]
@@ -133,7 +133,7 @@ def main() -> None:
     began = time.perf_counter()
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, Ranks(len(CURVES) if on_gpu else 2) as ranks:
-        # Imported here, because the ranks import at the same time.
+        # This import stands here so that the ranks, which have just started, import at the same time.
         from benchmarks.harness.random_weights import write
 
         directory = f"{folder}/model"

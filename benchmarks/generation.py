@@ -112,8 +112,8 @@ def start_way(way: str, config: GeneratorConfig) -> Run:
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
     """Run vLLM in one of WAYS until the pipe is closed.
 
-    It first sends the seconds that the engine took to start. For every (prompts, params) that it receives it then sends the seconds that
-    they took.
+    It first sends the seconds that the engine took to start. Then it receives (prompts, params) again and again, and answers with the seconds
+    that the prompts took.
     """
     start = time.perf_counter()
     run = start_way(way, config)

@@ -2,7 +2,7 @@
 
 The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two GPUs the trainer has the first and the
 generator the second; otherwise both share one. The weights are random and nothing is to be learned, so the reward is arbitrary: the parity
-of a completion's tokens. nvidia-smi tells how busy a GPU is, as a share of the last sixth of a second.
+of a completion's tokens. nvidia-smi reports the share of the last sixth of a second in which a GPU was busy.
 """
 
 import argparse
@@ -54,8 +54,8 @@ class Phases:
 def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
     """The busy share of each GPU in a phase, as {"gpu0_busy": 0.96, …}.
 
-    readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. A long run of the phase has more readings than a short one, but
-    counts as much: the result is the mean of the means.
+    readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. The result is the mean of the means of these times, so that a
+    long one with many readings counts as much as a short one.
     """
     means: dict[int, list[float]] = {}
     for readings in readings_of_spans:

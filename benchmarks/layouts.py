@@ -1,9 +1,9 @@
 """Differences between parallel layouts and one device: loss, gradients and logprobs from the same weights; and checkpoints moved between layouts.
 
 In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits.
-In bfloat16 a layout also rounds at other places, so the limits are measured. The yardstick is how much one device in bfloat16 differs from
-itself in float32; it is recorded as `one, bfloat16`, and limits_of doubles it. In bfloat16 one device and the layouts use FlashAttention 4.
-Only CP2 uses flex attention, so its difference to one device includes the difference between the kernels.
+In bfloat16 a layout also rounds at other places, so the limits are measured. The yardstick is the difference between bfloat16 and float32 on
+one device. It is recorded as `one, bfloat16`, and limits_of doubles it. In bfloat16 one device and the layouts use FlashAttention 4. Only CP2
+uses flex attention, so its difference to one device includes the difference between the kernels.
 A checkpoint that is saved under one layout and loaded under another must continue with the same loss and gradient norm.
 """
 
@@ -212,7 +212,7 @@ def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
 
 
 def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]:
-    """The limit of every difference. yardstick: how much one device in bfloat16 differs from itself in float32.
+    """The limit of every difference. yardstick: the differences between bfloat16 and float32 on one device.
 
     If a layout and one device are each as far from float32 as the yardstick, they are at most twice as far from each other. Loss and
     gradient norm are single numbers, whose yardsticks may be near 0 by chance. They cannot differ by more than logprobs and gradient, so
@@ -299,7 +299,7 @@ def main() -> None:
         parser.error(f"--gpus {arguments.gpus}; a layout needs at least two devices")
     layouts = [name for name in arguments.layouts if num_ranks(name) <= arguments.gpus]
     with Ranks(arguments.gpus) as ranks, ExitStack() as stack:
-        # Imported here, because the ranks import at the same time.
+        # This import stands here so that the ranks, which have just started, import at the same time.
         from benchmarks.harness.random_weights import scratch, write
 
         model = shape_here().model

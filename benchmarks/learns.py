@@ -45,7 +45,7 @@ def run(arguments: list[str], limit: float) -> tuple[float, int]:
     except subprocess.TimeoutExpired:
         print(f"stopped after {limit:g} s", flush=True)
         process.terminate()
-    except KeyboardInterrupt:  # the terminal sends it to the controller as well
+    except KeyboardInterrupt:  # the terminal interrupts the controller as well
         pass
     try:
         process.wait(END_TIMEOUT)
@@ -95,7 +95,7 @@ def _total(key: str, records: list[dict[str, Any]]) -> float:
 
 
 def _accuracies(records: list[dict[str, Any]]) -> list[float]:
-    """Held-out accuracies, of the steps that measured one."""
+    """Held-out accuracies of the steps that measured one."""
     found = [record.get("validation/accuracy") for record in records]
     return [accuracy for accuracy in found if accuracy is not None]
 

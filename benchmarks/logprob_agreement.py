@@ -185,7 +185,7 @@ def main() -> None:
 def take_turns(
     trainer: TrainerClient, generator: GeneratorClient, corpus: Chains, clock: Clock, arguments: argparse.Namespace
 ) -> None:
-    """Take all turns. Records a result for each, and one with the worst figures of all."""
+    """Take all turns. Records a result for each turn, and one with the worst figures of all turns."""
     lines: list[dict[str, Any]] = []
     seconds: list[list[float]] = []  # for every turn: sampling, training, push, pull
     for step in range(0, arguments.steps + 1, arguments.updates):

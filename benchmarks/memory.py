@@ -18,7 +18,7 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measur
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """Make one call with num_tokens positions in one microbatch, and send by how many bytes it raised the peak memory of this process."""
+    """Make one call with num_tokens positions in one microbatch. Send the bytes by which it raised the peak memory of this process."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
 

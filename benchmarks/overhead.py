@@ -25,7 +25,8 @@ from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams,
 def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
     """Record both medians and their ratio.
 
-    through: one call through a client. direct: the same work by the engine itself. tokens: what a call generates; 0 for a training step.
+    through: one call through a client. direct: the same work by the engine itself. tokens: number of tokens that a call generates; 0 for a
+    training step.
     """
     through()  # the first call of each side is warm-up, because it fills caches
     direct()

@@ -1,4 +1,4 @@
-"""Speed of training with samples packed into rows, compared with every sample padded to 4,096; and the time and the padding of plans.
+"""Speed of training with samples packed into rows, compared with every sample padded to 4,096, and the seconds and the padding of plans.
 
 Speed is in tokens of samples a second; padding does not count. Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0).
 One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The ways of packing take turns, so that a
@@ -50,7 +50,7 @@ def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) 
 
 
 def now() -> float:
-    """The time when a GPU has done all its work. It has to be waited for, because forward_backward answers before its last backward pass ends."""
+    """The time when a GPU has done all its work. It waits for the GPU, because forward_backward answers before its last backward pass ends."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -87,7 +87,7 @@ def trainer_config() -> TrainerConfig:
 
 
 def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> None:
-    """Time forward_backward in every way of packing, and record a result for each except the padded one, which the others are compared with."""
+    """Time forward_backward in every way of packing. Every way but the padded one is compared with the padded one, and its result is recorded."""
     from rl_actors.engine.train_engine import TrainEngine
 
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
@@ -106,7 +106,9 @@ def measure_throughput(num_samples: int, repeats: int, ways: Sequence[str]) -> N
     if num_samples < SIZES[-2]:
         print(f"that is {num_samples / SIZES[-2]:.2%} of a call of {SIZES[-2]:,} samples")
     if not torch.cuda.is_available():
-        print("attention on a CPU costs the square of the row and not of its samples, so short rows are faster here")
+        print(
+            "on a CPU attention costs the square of the row's length, not of the samples' lengths; short rows are faster"
+        )
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name, times in seconds.items():

@@ -49,15 +49,14 @@ class Kill:
     """A process to kill and the moment to kill it."""
 
     victim: str  # one of VICTIMS
-    moment: (
-        str  # "between": `delay` seconds after the metrics of `step`; "writing": while the next checkpoint is written
-    )
+    # "between": `delay` seconds after the metrics of `step`. "writing": while the next checkpoint is being written.
+    moment: str
     step: int
     delay: float
 
 
 class Controller:
-    """`python -m controllers.grpo` in a new process group. All processes of the run have a mark in their environment, to find them by."""
+    """`python -m controllers.grpo` in a new process group. All its processes have a mark in their environment, by which they are found."""
 
     def __init__(self, *arguments: object, log: Path) -> None:
         self.mark, self.log = uuid.uuid4().hex, log
@@ -143,12 +142,12 @@ def carry_out(kill: Kill, run: Controller, folder: RunFolder) -> None:
 
 
 def has_partial_checkpoint(folder: RunFolder) -> bool:
-    """True if a checkpoint is being written, or was when the run was killed."""
+    """True if a checkpoint is being written, or was being written when the run was killed."""
     return any(folder.checkpoints.glob("step-*/trainer.partial"))
 
 
 def run_round(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], seed: int) -> str:
-    """Begin a run, kill it and resume it. Returns an account of it. Raises RuntimeError if the run fails or its metrics differ."""
+    """Begin a run, kill it and resume it. Returns a text about the round. Raises RuntimeError if the run fails or its metrics differ."""
     log = folder.path.with_suffix(".log")
     with Controller(*flags(folder, seed), log=log) as run:
         carry_out(kill, run, folder)

@@ -1,6 +1,6 @@
-"""A Monarch program of your own: it spawns a trainer, a generator and an actor of its own, a judge, and takes GRPO steps with them.
+"""A Monarch program of your own. It spawns a trainer, a generator and a judge, which is an actor of the program, and takes GRPO steps.
 
-The judge gets completions as a list of token ids, and scores how many of them are even. Random weights earn about a half.
+The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn about a half.
 
 python examples/judge_actor.py [STEPS]
 """
@@ -27,7 +27,7 @@ class Judge(Actor):
 
 
 async def sample(generator: rl.GeneratorClient, judge: Judge, seed: int) -> tuple[list[rl.Sample], float]:
-    """Completions of all prompts with their advantages, and their mean reward. The judge scores a group while others are generated."""
+    """The completions of all prompts as samples with advantages, and their mean reward. The judge scores a group while others are generated."""
     params = rl.SamplingParams(n=GROUP_SIZE, max_tokens=8, seed=seed)
     samples, rewards = [], []
     async for index, group in generator.generate_each(PROMPTS, params):
@@ -60,7 +60,7 @@ async def train(procs: list[ProcMesh], transport: rl.TorchStoreTransport, num_st
 
 
 async def main(num_steps: int) -> None:
-    transport = rl.TorchStoreTransport()  # you open it, you close it
+    transport = rl.TorchStoreTransport()  # the program opens and closes it
     await transport.open()
     procs = [this_host().spawn_procs(per_host={"gpus": 1}) for _ in range(3)]
     try:
@@ -72,4 +72,5 @@ async def main(num_steps: int) -> None:
 
 if __name__ == "__main__":
     asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))
-    shutdown_context().get(timeout=15)  # by itself Monarch waits only one second at exit, too short on a busy machine
+    # At exit Monarch would wait only one second, which is too short on a busy machine.
+    shutdown_context().get(timeout=15)

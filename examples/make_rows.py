@@ -1,4 +1,4 @@
-"""Write the rows of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl).
+"""Rows of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl). This program writes them.
 
 python examples/make_rows.py DIRECTORY
 """

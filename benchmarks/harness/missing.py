@@ -31,7 +31,7 @@ PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent
 
 
 def gpu_here() -> str:
-    """Name of this machine's GPU. A machine without a GPU shows the results of an H200."""
+    """Name of this machine's GPU. Without a GPU it is the name of an H200, whose results are then shown."""
     names = results.gpus()
     return names[0] if names else H200
 
@@ -39,7 +39,7 @@ def gpu_here() -> str:
 def missing(names: Iterable[str], since: str = "") -> list[str]:
     """Names of the rows that this machine can run and that have no result since that date.
 
-    A quotient has no command of its own and is never missing: its two rows give it.
+    A quotient is never missing, because it has no command of its own. It is computed from the results of its two rows.
     """
     found = []
     for name in names:

@@ -71,9 +71,9 @@ class Ranks:
             self._end(place)
 
     def run(self, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Any], str]]:
-        """Run the jobs, several at the same time while there are processes for them, and yield one triple for each as it ends.
+        """Run the jobs, several at the same time if there are enough processes. Yields a triple for each job when it ends.
 
-        The triple of a finished job is (job, the answer of each rank, ""). That of a failed job is (job, [], the reason).
+        The triple of a finished job is (job, [answer of each rank], ""). The triple of a failed job is (job, [], reason).
         """
         waiting, running = list(jobs), []
         free = set(range(len(self.processes)))

@@ -21,10 +21,10 @@ HEADLINE_HEAD = ("row", "what", "measured", "ratio", "device, date")
 
 
 def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
-    """The row's newest result; None if there is none. Lines with an error do not count.
+    """The row's newest result; None if there is none. Lines with an error are ignored.
 
-    gpu: the kind of GPU whose results count for a row with GPUs; for other rows those of a CPU count. since: a moment in UTC, in the
-    format of a line's date; older lines do not count. The field "file" of the answer has the newest line of every name in the same file.
+    gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
+    format of a line's date; older lines are ignored. The field "file" of the answer has the newest line of every name in the same file.
     For a quotient the answer has the lines of its two rows, in "over" and "under".
     """
     if row.quotient_of:

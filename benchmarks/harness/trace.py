@@ -62,9 +62,8 @@ def summary(path: str | Path, steps: int = 1) -> str:
 
 
 def _spans(kernels: list[dict[str, Any]]) -> tuple[float, float, list[tuple[float, str]]]:
-    """(whole, busy, gaps) in microseconds: from the first kernel's start to the last end, the part of it in which a kernel ran, and the rest.
-
-    gaps: (length, name of the kernel after it) of every time without a kernel.
+    """(whole, busy, gaps), in microseconds. whole: the time from the start of the first kernel to the last end of one. busy: the part of it
+    in which a kernel ran. gaps: (length, name of the next kernel) of every time in which none ran.
     """
     spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in kernels)
     first = end = spans[0][0]
