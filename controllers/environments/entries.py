@@ -32,8 +32,10 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     try:
         prompt = config.prompt.format(**fields)
     except (KeyError, IndexError) as error:
-        known = ", ".join(fields)
-        raise ValueError(f"prompt={config.prompt!r} uses the unknown field {error}; known are {known}") from None
+        known = f"the problems of task={config.task!r} have {', '.join(fields)}"
+        raise ValueError(f"prompt={config.prompt!r} uses the unknown field {error}; {known}") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
     key = operands_or_text(entry)
     return Problem(prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages)

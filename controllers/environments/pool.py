@@ -163,6 +163,7 @@ class _Worker:
             path = [os.path.abspath(folder) for folder in sys.path]
             self._process = subprocess.Popen(
                 [sys.executable, "-c", START, str(theirs.fileno()), *path],
+                env={"OMP_NUM_THREADS": "1", **os.environ},  # several processes share the cores
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,  # a terminal's Ctrl-C then reaches only the controller, which ends this process
