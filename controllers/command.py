@@ -26,9 +26,11 @@ LOOPS = {
 PROGRAMS = {
     "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
-    "requirements": ("controllers.command:requirements", "print the lock, for pip install --no-deps -r"),
+    "requirements": ("controllers.command:requirements", "print the lock, or what uv overrides and excludes"),
 }
 """Other programs and their meanings. A program is a module with a function `main`, or a function as module:function."""
+
+COMMAND = "rl-actors"
 
 
 def main() -> None:
@@ -44,9 +46,9 @@ def main() -> None:
     if name not in LOOPS and name not in PROGRAMS:
         known = [*LOOPS, *PROGRAMS]
         near = difflib.get_close_matches(name, known) or known
-        print(f"rl-actors: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
+        print(f"{COMMAND}: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
         sys.exit(2)
-    sys.argv = [f"rl-actors {name}", *arguments[1:]]
+    sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
     # A user's module:function may lie in the current folder. The folder comes last, so that a `configs` there is not taken for ours.
     sys.path.append(os.getcwd())
     try:
@@ -54,10 +56,10 @@ def main() -> None:
         program = program_of(name)
     except ModuleNotFoundError as error:
         remedy = "the programs need the packages of the extra `loop`; docs/install.md says how to install them"
-        print(f"rl-actors: error: {error}; {remedy}", file=sys.stderr)
+        print(f"{COMMAND}: error: {error}; {remedy}", file=sys.stderr)
         sys.exit(2)
     except ImportError as error:
-        print(f"rl-actors: error: {error}", file=sys.stderr)
+        print(f"{COMMAND}: error: {error}", file=sys.stderr)
         sys.exit(2)
     program()
 
@@ -71,8 +73,14 @@ def program_of(name: str) -> Callable[[], None]:
     return getattr(import_module(module), function or "main")
 
 
+def started_as(module: str) -> str:
+    """The words that started this program: "rl-actors export", or "python -m controllers.export" for the module controllers.export."""
+    first = sys.argv[0]
+    return first if first.startswith(f"{COMMAND} ") else f"python -m {module}"
+
+
 def usage() -> str:
-    lines = ["usage: rl-actors COMMAND …; rl-actors COMMAND --help says more", ""]
+    lines = [f"usage: {COMMAND} COMMAND …; {COMMAND} COMMAND --help says more", ""]
     meanings = LOOPS | {name: meaning for name, (_, meaning) in PROGRAMS.items()}
     lines += [f"  {name:<14}{meaning}" for name, meaning in meanings.items()]
     return "\n".join([*lines, "", "  --version     print the version"])
@@ -91,8 +99,11 @@ def require_own_packages() -> None:
 
 
 def requirements() -> None:
-    """Print the lock of a device: every package with its version. No resolver accepts these versions together, so pip needs --no-deps."""
-    parser = argparse.ArgumentParser(prog="rl-actors requirements", description=requirements.__doc__)
-    parser.add_argument("device", choices=("cpu", "cuda"))
-    device = parser.parse_args().device
-    print((files("rl_actors") / "requirements" / f"{device}.txt").read_text(), end="")
+    """Print a file of requirements. cpu and cuda are the locks: every package with its version, for pip install --no-deps -r.
+
+    The other files are options of uv, which resolves the extras of rl-actors beside packages of your own.
+    """
+    folder = files("rl_actors") / "requirements"
+    parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)
+    parser.add_argument("file", choices=sorted(file.name.removesuffix(".txt") for file in folder.iterdir()))
+    print((folder / f"{parser.parse_args().file}.txt").read_text(), end="")

@@ -12,11 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from controllers.charts import COLORS, compared_charts, of_phases, series, validation_metrics
+from controllers.command import started_as
 from controllers.config_file import leaves
 from controllers.report import RunFiles, minutes_text, number, page, total
 from controllers.run_folder import RunFolder
 
-PROG = "python -m controllers.compare"
 Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
@@ -118,7 +118,8 @@ def print_table(runs: dict[str, RunFiles], console: Console) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=PROG, description="Compare runs: a table here, and a page with their curves.")
+    prog = started_as("controllers.compare")
+    parser = argparse.ArgumentParser(prog=prog, description="Compare runs: a table here, and a page with their curves.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; at least two")
     parser.add_argument("--output", type=Path, default=Path("compare.html"), help="the page (default: compare.html)")
     arguments = parser.parse_args()
@@ -127,7 +128,7 @@ def main() -> None:
             raise ValueError(f"{arguments.runs[0]} is the only run; a comparison needs at least two")
         runs = write_comparison(arguments.runs, arguments.output)
     except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
     print_table(runs, Console())
     print(f"page: {arguments.output}")

@@ -15,12 +15,12 @@ from typing import Annotated, Literal
 import tyro
 
 from controllers import checkpoints, config_file
+from controllers.command import started_as
 from controllers.run_folder import Record, RunFolder, read_jsonl
 from controllers.tokenizer import Tokenizer, load_tokenizer
 from rl_actors import TrainerConfig
 from rl_actors.hub import model_name
 
-PROG = "python -m controllers.export"
 SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtype", "trainer.lora.rank")
 """Fields of the config that a model card shows. config.json of the run has all of them."""
 
@@ -43,12 +43,13 @@ def main(argv: list[str] | None = None) -> None:
     """Parse the command line, export the run, and print a command that serves it. If the run cannot be exported, print one line and exit
     with 2.
     """
-    arguments = tyro.cli(Export, prog=PROG, description=__doc__, args=argv)
+    prog = started_as("controllers.export")
+    arguments = tyro.cli(Export, prog=prog, description=__doc__, args=argv)
     logging.disable(logging.WARNING)  # libraries warn about kernels for GPUs when they are imported
     try:
         print(_without_command(export_run(arguments)))
     except (ValueError, OSError) as error:
-        print(f"{PROG}: error: {error}", file=sys.stderr)
+        print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
         logging.disable(logging.NOTSET)

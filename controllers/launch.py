@@ -22,6 +22,7 @@ from monarch.actor import shutdown_context
 from rich.console import Console
 
 from controllers import checkpoints, cli, config_file, describe_plan
+from controllers.command import started_as
 from controllers.display import LineDisplay
 from controllers.environments import Environment, Problem, RewardError, Scorer, build_environment
 from controllers.interruption import Interrupted, Interruption
@@ -53,7 +54,7 @@ def main(controller: str) -> None:
     if running.__spec__ is not None and running.__spec__.name == controller:
         # Without this entry, `configs` would import the running module a second time, under its own name.
         sys.modules[controller] = running
-    prog = f"python -m {controller}"
+    prog = started_as(controller)
     invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
     train: Train = import_module(controller).train
     try:

@@ -5,19 +5,11 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 work=$(mktemp -d); trap 'rm -rf "$work"' EXIT
-torch=$(grep -oE 'torch==[0-9.]+' pyproject.toml | head -1)
-# torchstore pins older versions of torch and Monarch than the ones that it runs with here.
-grep -oE 'torchmonarch==[0-9.]+' pyproject.toml | tee "$work/cuda" > "$work/cpu"
-echo "$torch" >> "$work/cuda"
-echo "$torch+cpu" >> "$work/cpu"
-# PyPI has only CUDA builds of these three. With the CPU build of torch they break `import transformers`.
-printf '%s\n' torchvision torchaudio torchcodec > "$work/exclude"
-# torch brings CUDA 13; cuda-python before 13 is for older versions of CUDA.
-echo 'cuda-python>=13' > "$work/constraints"
+folder=rl_actors/requirements
 
 lock() {                                                     # lock DEVICE PYTHON UV_OPTION...
-    local device=$1 python=$2 out=rl_actors/requirements/$1.txt; shift 2
-    uv pip compile pyproject.toml --quiet --extra "$device" --extra loop --extra torchstore --extra wandb --extra dev --overrides "$work/$device" \
+    local device=$1 python=$2 out=$folder/$1.txt; shift 2
+    uv pip compile pyproject.toml --quiet --extra "$device" --extra loop --extra torchstore --extra wandb --extra dev --overrides "$folder/$device-overrides.txt" \
         --python-version "$python" --python-platform x86_64-manylinux_2_39 \
         --no-annotate --no-header --output-file "$out" "$@" > /dev/null
     { sed "s/DEVICE/$device/; s/PYTHON/$python/" <<'EOF'
@@ -27,5 +19,5 @@ EOF
       cat "$out"; } > "$work/out"
     cp "$work/out" "$out"
 }
-lock cpu 3.11 --excludes "$work/exclude" "$@"
-lock cuda 3.12 --constraints "$work/constraints"
+lock cpu 3.11 --excludes "$folder/cpu-excludes.txt" "$@"
+lock cuda 3.12

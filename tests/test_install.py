@@ -32,7 +32,8 @@ def test_the_command_lists_its_programs_and_each_is_there(monkeypatch, capsys):
         assert f"\n  {name} " in listed
         with pytest.raises(SystemExit) as exit:
             start(monkeypatch, name, "--help")
-        assert exit.value.code == 0 and len(capsys.readouterr().out) > 100
+        shown = capsys.readouterr().out
+        assert exit.value.code == 0 and shown.startswith(f"usage: rl-actors {name} ") and len(shown) > 100
     start(monkeypatch, "--version")
     assert capsys.readouterr().out == f"{rl_actors.__version__}\n"
     assert PROJECT["project"]["scripts"] == {"rl-actors": "controllers.command:main"}
@@ -53,6 +54,36 @@ def test_the_lock_is_printed_and_has_every_package_that_is_asked_for(monkeypatch
     asked = project["dependencies"] + extras["loop"] + extras["torchstore"] + extras["dev"] + extras[device]
     names = {requirement.split("=")[0].split(">")[0].split("<")[0].lower() for requirement in asked}
     assert names - pinned == set()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_overrides_for_uv_are_the_versions_of_the_lock(monkeypatch, capsys, device):
+    start(monkeypatch, "requirements", device)
+    locked = capsys.readouterr().out.splitlines()
+    start(monkeypatch, "requirements", f"{device}-overrides")
+    overrides = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert {line for line in overrides if "==" in line} <= set(locked)
+    torch, monarch = (
+        name for name in PROJECT["project"]["dependencies"] if name.startswith(("torch==", "torchmonarch"))
+    )
+    assert overrides[0].removesuffix("+cpu") == torch and overrides[1] == monarch
+
+
+def test_the_excludes_for_uv_are_not_in_the_lock(monkeypatch, capsys):
+    start(monkeypatch, "requirements", "cpu")
+    locked = {line.split("==")[0] for line in capsys.readouterr().out.splitlines()}
+    start(monkeypatch, "requirements", "cpu-excludes")
+    excludes = {line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")}
+    assert len(excludes) == 3 and not excludes & locked
+
+
+@pytest.mark.parametrize("name", ["export", "compare"])
+def test_a_program_that_is_started_as_a_module_shows_this_in_its_usage(name):
+    program = (
+        f"import runpy, sys; sys.argv = ['x', '--help']; runpy.run_module('controllers.{name}', run_name='__main__')"
+    )
+    done = run(program, ROOT)
+    assert done.returncode == 0 and done.stdout.startswith(f"usage: python -m controllers.{name} "), done.stderr
 
 
 def run(program: str, folder: Path) -> subprocess.CompletedProcess:
