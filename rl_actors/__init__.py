@@ -19,6 +19,7 @@ from rl_actors.losses import (
     ValueLoss,
     explained_variance,
 )
+from rl_actors.parts import HostMove
 from rl_actors.processes.output import LogRoute
 from rl_actors.types import (
     Completion,
@@ -69,6 +70,7 @@ __all__ = [
     "GeneratorClient",
     "GeneratorConfig",
     "GeneratorInfo",
+    "HostMove",
     "IcePop",
     "ImportanceSampling",
     "IndexTransport",

@@ -6,7 +6,7 @@ Every rank must get the same calls in the same order, so only one TrainerClient 
 import asyncio
 import contextvars
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
@@ -16,6 +16,7 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss
+from rl_actors.parts import PARTS, HostMove, Part
 from rl_actors.processes import collector
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import route_library_logs
@@ -180,6 +181,16 @@ class PolicyTrainer(Actor):
     async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
         """Trace the next steps."""
         return await self.in_order(order, lambda: self.engine.profile(directory, steps))
+
+    @endpoint
+    async def offload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
+        """Move parts of this rank's memory to the host. Calls that need them bring them back."""
+        return await self.in_order(order, lambda: self.engine.offload(parts))
+
+    @endpoint
+    async def onload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
+        """Move parts of this rank's memory back to the device."""
+        return await self.in_order(order, lambda: self.engine.onload(parts))
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_actors.metrics import Partials
+from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
 """Target id of a padded position. Its logprob is 0, and every loss, mean and maximum leaves it out, because the trainer sets all its
@@ -285,6 +286,9 @@ class TrainerInfo:
     peak_memory_bytes: int  # largest memory_bytes since the process started
     logs: str  # file with the output and the logs of the rank's process
     last_push: Transfer | None = None  # None: this rank has pushed nothing
+    on_host: Mapping[str, int] = field(default_factory=dict)  # part that is offloaded -> its bytes; see `offload`
+    offloaded: HostMove = HostMove()  # all moves of this rank to the host, and back, since the trainer was built
+    onloaded: HostMove = HostMove()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ LEVELS = {
     "rl_actors.metrics": 0,
     "rl_actors.model_config": 0,
     "rl_actors.model_flops": 0,
+    "rl_actors.parts": 0,
     "rl_actors.types": 0,
     "rl_actors.validation": 0,
 }

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -23,6 +23,7 @@ from rl_actors.clients.limits import TrainerLimits
 from rl_actors.config import GeneratorConfig, TrainerConfig
 from rl_actors.losses import LogprobGradient, Loss, resolve
 from rl_actors.losses.custom import CustomLoss, logprob_gradients
+from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
 from rl_actors.policy_trainer import Order, PolicyTrainer
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport, announce
@@ -356,6 +357,24 @@ class TrainerClient(Client):
             steps,
             check=lambda limits: require_optimizer("profile", limits.optimizer),
         )
+
+    def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
+        """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
+
+        The host's memory is pinned beside a GPU, made at the first offload, and kept. Every later call first brings back what it needs:
+        forward, pushes and exports the weights; forward_backward the weights and gradients; optim_step everything; checkpoints the weights
+        and the optimizer state. Refused, by RuntimeError, while a step is broken. On a CPU it saves no memory.
+        """
+        require_parts("offload", parts)
+        return self._in_turn("offload", self._move, "offload", list(parts))
+
+    def onload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
+        """Move the parts back to the devices, with the same bits. Does nothing for parts that are there."""
+        require_parts("onload", parts)
+        return self._in_turn("onload", self._move, "onload", list(parts))
+
+    async def _move(self, endpoint: str, parts: list[Part]) -> HostMove:
+        return of_all_ranks(await self._ordered(endpoint, parts))
 
     def push_model_state_dict(self) -> Call[int]:
         """Publish the weights under policy_version, so that generators can pull them, and return policy_version."""

@@ -151,6 +151,18 @@ def memory_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def host_buffer(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def wait() -> None:
+    """Does nothing: a CPU works while the caller waits."""
+
+
+def release_memory() -> None:
+    """Does nothing. glibc gives blocks of 32 MiB and more back at once, and keeps smaller ones (see processes/threads.py)."""
+
+
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process."""
     return max(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, memory_bytes())

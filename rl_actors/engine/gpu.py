@@ -1,6 +1,8 @@
 """The functions that a machine with a GPU needs. cpu.py has functions of the same names for a CPU. machine.py says what each does."""
 
+import mmap
 import os
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -99,6 +101,28 @@ def device_name() -> str:
 
 def memory_bytes() -> int:
     return torch.cuda.memory_allocated()
+
+
+def host_buffer(num_bytes: int) -> Tensor:
+    """Pinned memory of this size. torch's own pinned memory has a power of two as its size, which may be nearly twice as much."""
+    memory = mmap.mmap(-1, num_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
+    buffer = torch.frombuffer(memory, dtype=torch.uint8)
+    buffer.zero_()  # several threads touch the pages; pinning would touch them one after another
+    error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+    if int(error):
+        raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")
+    unpinning = weakref.finalize(buffer.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())
+    unpinning.atexit = False  # the end of the process unpins, too
+    return buffer
+
+
+def wait() -> None:
+    torch.cuda.synchronize()
+
+
+def release_memory() -> None:
+    torch.cuda.empty_cache()
 
 
 def peak_memory_bytes() -> int:

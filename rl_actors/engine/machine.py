@@ -56,6 +56,15 @@ class Machine(Protocol):
     def memory_bytes(self) -> int:
         """Resident memory of the process on a CPU; memory of the tensors on a GPU."""
 
+    def host_buffer(self, num_bytes: int) -> Tensor:
+        """Host memory for copies from and to the device, uint8. A machine with a GPU pins it."""
+
+    def wait(self) -> None:
+        """Wait until the device has done all work, copies included."""
+
+    def release_memory(self) -> None:
+        """Give memory that tensors no longer use back to the device, for other processes."""
+
     def peak_memory_bytes(self) -> int:
         """The largest value of memory_bytes so far."""
 

@@ -4,7 +4,7 @@ B rows, L row length, D hidden size, V vocabulary.
 """
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -22,6 +22,7 @@ from rl_actors.engine.heads import LogprobHead, ValueHead
 from rl_actors.engine.logprobs import ChunkedHead
 from rl_actors.engine.machine import this_machine
 from rl_actors.engine.microbatch_output import MicrobatchOutput
+from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.engine.packing import plan
 from rl_actors.engine.pipeline import PipelineRunner
@@ -29,6 +30,7 @@ from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.single_runner import SingleRunner
 from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import merge
+from rl_actors.parts import PARTS, HostMove, Part, require_parts
 from rl_actors.processes.output import LOG_VARIABLE
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
 from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
@@ -46,6 +48,7 @@ class TrainEngine:
             hf.require_tokenizer(config.tokenizer_path)
         self.config = config
         self.built: BuiltModel = build(config)
+        self.memory = Offload(self.built)
         self.head = self._make_head()
         runner_class: type[PipelineRunner | SingleRunner] = PipelineRunner if self.built.stages else SingleRunner
         self.runner = runner_class(self.built, self.head, config)
@@ -87,6 +90,7 @@ class TrainEngine:
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
+        self.memory.onload(["weights"])
         # With a loss, `validate` has checked that all samples have the same columns, and that the loss reads them. Without one, no
         # column is needed except target_ids.
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
@@ -103,6 +107,7 @@ class TrainEngine:
         loss = resolve(loss)
         self.step.require("forward_backward")
         self.validate(samples, loss)
+        self.memory.onload(["weights", "gradients"])
         with self._broken_on_failure():
             # `validate` has checked that all samples have the same columns, and that the loss reads them.
             batches = self._batches(samples, samples[0].columns)
@@ -117,6 +122,7 @@ class TrainEngine:
         hyperparameters = self.built.hyperparameters
         assert hyperparameters is not None
         validate_optim_params(params, hyperparameters.name, hyperparameters.supported)
+        self.memory.onload()
         with self._broken_on_failure():
             gradients = Gradients(
                 self.parameters_by_layout, self.pipeline_group, self.built.device, this_machine().norms
@@ -168,6 +174,7 @@ class TrainEngine:
             require_optimizer("save_checkpoint(optimizer=True)", self.config.optimizer)
         self.checkpoint_writer.wait()
         checkpoint.require_replaceable(path)
+        self.memory.onload(["weights", "optimizer"] if optimizer else ["weights"])
         tokenizer = hf.tokenizer_files(self.config.tokenizer_path or self.config.hf_path)
         return self.checkpoint_writer.start(
             self.built, path, self.policy_version, optimizer=optimizer, extra_files=tokenizer
@@ -183,6 +190,7 @@ class TrainEngine:
         if optimizer:
             require_optimizer("load_checkpoint(optimizer=True)", self.config.optimizer)
         self.checkpoint_writer.wait()
+        self.memory.onload()
         checkpoint.require_checkpoint(self.built, path, optimizer=optimizer)
         with self._broken_on_failure(weights=True):
             self.policy_version = checkpoint.load(self.built, path, optimizer=optimizer)
@@ -196,6 +204,7 @@ class TrainEngine:
         they are only the adapters, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
+        self.memory.onload(["weights"])
         if self.config.lora.syncs_adapter:
             return hf.adapter_state_dict(self.built, dtype)
         return hf.state_dict(self.built, dtype)
@@ -208,6 +217,7 @@ class TrainEngine:
         self.step.require("export_hf")
         self.config.require_hf("export_hf")
         hf.require_exportable(path, dtype)
+        self.memory.onload(["weights"])
         source = self.config.tokenizer_path or self.config.hf_path
         hf.export(self.built, self.config.model, path, source=source, dtype=dtype)
 
@@ -220,6 +230,7 @@ class TrainEngine:
         if not self.config.lora.rank:
             raise ValueError("export_lora is not possible with lora.rank=0: there are no adapters; call export_hf")
         hf.require_exportable(path, "float32")
+        self.memory.onload(["weights"])
         hf.export_lora(self.built, self.config.lora, path, base=self.config.hf_path)
 
     def profile(self, directory: str, steps: int) -> None:
@@ -227,6 +238,23 @@ class TrainEngine:
         require_optimizer("profile", self.config.optimizer)
         self.step.require("profile")
         self.profiler.start(directory, steps)
+
+    def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
+        """Move the parts to host memory, pinned beside a GPU, and free their memory on the device. Does nothing for a part that is there.
+
+        Every later call first brings back the parts that it needs: forward, pushes and exports the weights; forward_backward the weights
+        and gradients; optim_step everything; save_checkpoint the weights and the optimizer's state. On a CPU the copy is in the same
+        memory as the original, so nothing is gained. Raises ValueError for an unknown part.
+        """
+        require_parts("offload", parts)
+        self.step.require("offload")
+        return self.memory.offload(parts)
+
+    def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
+        """Move the parts back to the device, with the same bits. Does nothing for a part that is there."""
+        require_parts("onload", parts)
+        self.step.require("onload")
+        return self.memory.onload(parts)
 
     def info(self) -> TrainerInfo:
         config = self.config
@@ -251,6 +279,9 @@ class TrainEngine:
             optimizer_fields=self.built.hyperparameters.supported if self.built.hyperparameters is not None else (),
             memory_bytes=this_machine().memory_bytes(),
             peak_memory_bytes=this_machine().peak_memory_bytes(),
+            on_host=self.memory.num_bytes(),
+            offloaded=self.memory.offloaded,
+            onloaded=self.memory.onloaded,
             logs=os.environ.get(LOG_VARIABLE, ""),
         )
 
@@ -303,6 +334,7 @@ class TrainEngine:
 
     def _clear(self) -> None:
         self.built.optimizers.zero_grad()
+        self.memory.forget_gradients()
         self.built.routers.reset()
 
     @contextmanager

@@ -1,0 +1,60 @@
+"""The parts of a trainer's memory that `offload` moves to the host, and the answer of a move. Moves nothing."""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Part = Literal["weights", "gradients", "optimizer"]
+"""weights: parameters and buffers. gradients: those of an open step. optimizer: the optimizer's state."""
+PARTS: tuple[Part, ...] = get_args(Part)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMove:
+    """Bytes that moved from the device to the host, or back."""
+
+    num_bytes: int = 0  # over all ranks
+    seconds: float = 0.0  # of the slowest rank
+    buffer_seconds: float = 0.0  # the share of `seconds` in which host memory was made; only a first offload makes any
+
+    @property
+    def gb_per_second(self) -> float:
+        """Speed of a rank's copies, if all ranks move as many bytes in the same time: the sum over the ranks."""
+        copying = self.seconds - self.buffer_seconds
+        return self.num_bytes / 1e9 / copying if copying > 0 else 0.0
+
+    def then(self, later: "HostMove") -> "HostMove":
+        """This move and a later one together."""
+        return HostMove(
+            num_bytes=self.num_bytes + later.num_bytes,
+            seconds=self.seconds + later.seconds,
+            buffer_seconds=self.buffer_seconds + later.buffer_seconds,
+        )
+
+    def since(self, earlier: "HostMove") -> "HostMove":
+        """What this total has more than an earlier one."""
+        return HostMove(
+            num_bytes=self.num_bytes - earlier.num_bytes,
+            seconds=self.seconds - earlier.seconds,
+            buffer_seconds=self.buffer_seconds - earlier.buffer_seconds,
+        )
+
+
+def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
+    """The move of all ranks from those of each rank, which ran at the same time."""
+    moves = list(moves)
+    slowest = max(moves, key=lambda move: move.seconds)
+    return HostMove(
+        num_bytes=sum(move.num_bytes for move in moves),
+        seconds=slowest.seconds,
+        buffer_seconds=slowest.buffer_seconds,
+    )
+
+
+def require_parts(call: str, parts: Collection[str]) -> None:
+    """Raises TypeError or ValueError naming the value if `parts` is not a collection of names of parts."""
+    if isinstance(parts, str) or not isinstance(parts, Collection):
+        raise TypeError(f"{call}: parts is {parts!r}; it must be a list of names, such as ['optimizer']")
+    for part in parts:
+        if part not in PARTS:
+            raise ValueError(f"{call}: {part!r} is not a part; the parts are {', '.join(PARTS)}")
