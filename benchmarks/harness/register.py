@@ -106,6 +106,17 @@ def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
     return f" ({'idle' if idle else 'busy'} {text})"
 
 
+def _bytes(line: Line) -> str:
+    return (
+        f"{line['gb_per_second']:.2f} beside {line['plain_gb_per_second']:.2f} GB/s; write {line['write_seconds'] * 1e3:.0f} ms, "
+        f"read {line['read_seconds'] * 1e3:.0f} ms"
+    )
+
+
+def _sync(line: Line) -> str:
+    return f"push {line['push_seconds'] * 1e3:.0f} ms, pull {line['pull_seconds'] * 1e3:.0f} ms by {line['path']}"
+
+
 def _agreement(line: Line) -> str:
     return (
         f"mean difference {line['difference_mean']:.1e}; worst token {line['difference_max']:.1e}; KL {line['kl']:.1e}; "
@@ -253,6 +264,30 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
     )
 
 
+def _bytes_row(size: str) -> TableRow:
+    return TableRow(
+        what=f"weights of {size} GB written to shared memory and read by another process, beside a plain copy of as many bytes",
+        num_gpus=0,
+        command=("weight_sync", "--sizes"),
+        argument=size,
+        line=f"shared memory, {size} GB",
+        measured=_bytes,
+        at_least={"ratio": 0.5},
+    )
+
+
+def _sync_row(model: str, limit: float) -> TableRow:
+    return TableRow(
+        what=f"a push and a pull as their callers see them, from one GPU to another: {_model(model)}",
+        num_gpus=2,
+        command=("weight_sync", "--actors", "--sizes"),
+        argument=model,
+        line=f"push and pull, {model}, 1 ranks, auto",
+        measured=_sync,
+        at_most={"seconds": limit},
+    )
+
+
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
         what="samples packed into rows beside each padded to 4,096",
@@ -338,6 +373,8 @@ TABLE = {
     "grpo-step-0_6b": _grpo_row("0_6b", 2, "--steps", "2"),
     "grpo-step-1_7b": _grpo_row("1_7b", 2, "--steps", "2", "--groups", "16"),
     "grpo-step-cpu": _grpo_row("tiny", 0),
+    **{f"weights-{size}gb-cpu": _bytes_row(size) for size in ("0.1", "0.5", "1.2")},
+    **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
     "agreement-0_6b": _agreement_row("0_6b", 1),
     "agreement-cpu": _agreement_row("tiny", 0),
     "learns-small": TableRow(

@@ -368,12 +368,16 @@ class TestGenerator(Generator):
     @concurrent_endpoint
     async def load_weights_of(self, path: str) -> None:
         """Replace all weights by those of a Hugging Face directory, which vLLM's own loader reads."""
+        from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
+
         engine = self.engine.engine
+        files = sorted(map(str, Path(path).glob("*.safetensors")))
 
         def load() -> None:
             [reloading] = engine.apply_model(lambda model: this_machine().reloading(model))
+            read = safetensors_weights_iterator(files, use_tqdm_on_load=False)
             with reloading, weights.quiet_about_layers_without_weights():
-                engine.collective_rpc("reload_weights", kwargs={"weights_path": path})
+                engine.collective_rpc("reload_weights", kwargs={"weights_iterator": read})
 
         await asyncio.wrap_future(self.engine.submit(load))
 

@@ -1,0 +1,234 @@
+"""Speed of the weights' way from a trainer to a generator, beside a plain copy of as many bytes in the same run.
+
+On a CPU: the bytes' phase is a write of a snapshot by one process and a read of it by another one, as a rank and a worker of vLLM do them,
+without what vLLM then does with the weights. The plain copy moves the same number of bytes as one tensor: into shared memory, and out of it by
+the other process. All ways take turns, so that a slow moment of the machine affects all of them.
+
+With --actors a real trainer and a real generator follow: a push and a pull as their callers see them, with the parts of both. On GPUs there is
+only this part, and the plain copy is one of all bytes between the two devices, or through pinned memory. The GPU part was not run yet.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from multiprocessing.connection import Connection
+
+import torch
+from monarch.actor import endpoint
+from torch import Tensor
+
+from benchmarks.harness import results
+from configs import qwen3
+from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, TrainerClient, TrainerConfig, WeightsConfig
+from rl_actors.clients.call import in_background
+from rl_actors.engine.hf import tensor_shapes
+from rl_actors.policy_trainer import PolicyTrainer
+from rl_actors.processes.spawn import spawn_processes
+from rl_actors.transports.base import Manifest
+from rl_actors.transports.default import default_transport
+from rl_actors.transports.reader import SlotSource
+from rl_actors.transports.snapshot import Snapshot
+from rl_actors.transports.tcp import SlotServer
+from rl_actors.types import Transfer
+
+TIMEOUT = 120.0
+SECRET = b"benchmark"
+# Gigabytes in bfloat16 -> (blocks of a Qwen3 0.6B, vocabulary).
+SIZES = {"0.1": (3, 8192), "0.5": (15, 8192), "1.2": (28, 151_936)}
+PLAIN, SHARED_MEMORY, TCP = "plain copy", "shared memory", "tcp"
+WAYS = (PLAIN, SHARED_MEMORY, TCP)
+
+
+def model_of(size: str) -> ModelConfig:
+    """A model of one of SIZES, or of a name in configs.qwen3."""
+    if size not in SIZES:
+        return qwen3.MODELS[size]
+    num_layers, vocab_size = SIZES[size]
+    return replace(ModelConfig(), num_hidden_layers=num_layers, vocab_size=vocab_size, tie_word_embeddings=True)
+
+
+class Writer:
+    """One rank of a trainer. The plain copy has slots of its own, which hold one tensor."""
+
+    def __init__(self, flat: Tensor, weights: Mapping[str, Tensor]) -> None:
+        self.tensors = {PLAIN: {"flat": flat}, SHARED_MEMORY: dict(weights)}
+        self.snapshots = {way: Snapshot(rank=0, timeout=TIMEOUT) for way in self.tensors}
+        self.server = SlotServer(self.snapshots[SHARED_MEMORY].find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
+
+    def write(self, way: str, version: int) -> tuple[float, Manifest]:
+        """(seconds, where a reader finds the version)."""
+        kind = PLAIN if way == PLAIN else SHARED_MEMORY
+        tensors = self.tensors[kind]
+        begin = time.perf_counter()
+        slot = self.snapshots[kind].write(f"{way}/{version}", tensors, None)
+        seconds = time.perf_counter() - begin
+        shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        parts = (slot.address(self.server.address),)
+        return seconds, Manifest(stream=way, version=version, tensors=shapes, parts=parts)
+
+
+def read_versions(connection: Connection, num_threads: int) -> None:
+    """The reader's process: copy every version into memory of its own, and answer with (seconds, sum of the numbers)."""
+    torch.set_num_threads(num_threads)
+    kept: dict[str, Tensor] = {}  # memory of the reader, made at the first version
+    while (manifest := connection.recv()) is not None:
+        path = "tcp" if manifest.stream == TCP else "shared_memory"
+        begin = time.perf_counter()
+        with SlotSource(manifest=manifest, path=path, timeout=TIMEOUT, secret=SECRET).open() as version:
+            for name, tensor in version.tensors():
+                if name not in kept:
+                    kept[name] = torch.zeros_like(tensor)
+                kept[name].copy_(tensor)
+        seconds = time.perf_counter() - begin
+        connection.send((seconds, {name: float(kept[name].sum(dtype=torch.float64)) for name in manifest.tensors}))
+
+
+def measure_bytes(size: str, *, rounds: int, num_threads: int) -> None:
+    """Print and record GB/s of all ways: bytes divided by the seconds of a write and a read."""
+    torch.set_num_threads(num_threads)
+    shapes = tensor_shapes(model_of(size))
+    counts = [torch.Size(shape).numel() for shape in shapes.values()]
+    flat = torch.randn(sum(counts), generator=torch.Generator().manual_seed(0), dtype=torch.bfloat16)
+    pairs = zip(shapes.items(), flat.split(counts), strict=True)
+    weights = {name: part.view(shape) for (name, shape), part in pairs}
+    writer = Writer(flat, weights)
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    reader = multiprocessing.get_context("spawn").Process(target=read_versions, args=(there, num_threads), daemon=True)
+    reader.start()
+    writes: dict[str, list[float]] = defaultdict(list)
+    reads: dict[str, list[float]] = defaultdict(list)
+    for turn in range(rounds + 2):
+        for way in WAYS:
+            wrote, manifest = writer.write(way, turn)
+            here.send(manifest)
+            read, sums = here.recv()
+            if turn > 1:  # the first two turns make the slots
+                writes[way].append(wrote)
+                reads[way].append(read)
+                continue
+            tensors = writer.tensors[PLAIN if way == PLAIN else SHARED_MEMORY]
+            assert sums == {name: float(tensor.sum(dtype=torch.float64)) for name, tensor in tensors.items()}, way
+    here.send(None)
+    reader.join()
+    report_bytes(size, flat.nbytes, num_threads, writes, reads)
+
+
+def report_bytes(
+    size: str, num_bytes: int, num_threads: int, writes: Mapping[str, list[float]], reads: Mapping[str, list[float]]
+) -> None:
+    print(f"{size} GB: {num_bytes / 1e9:.3f} GB, {num_threads} threads, {len(writes[PLAIN])} rounds", flush=True)
+    seconds = {way: statistics.median(writes[way]) + statistics.median(reads[way]) for way in WAYS}
+    for way in WAYS:
+        figures = {
+            "gb_per_second": num_bytes / 1e9 / seconds[way],
+            "plain_gb_per_second": num_bytes / 1e9 / seconds[PLAIN],
+            "ratio": seconds[PLAIN] / seconds[way],
+            "write_seconds": statistics.median(writes[way]),
+            "read_seconds": statistics.median(reads[way]),
+            "bytes": num_bytes,
+            "threads": num_threads,
+        }
+        print(
+            f"  {way:<14} write {figures['write_seconds'] * 1e3:8.1f} ms, read {figures['read_seconds'] * 1e3:8.1f} ms, "
+            f"{figures['gb_per_second']:6.2f} GB/s, {figures['ratio']:.2f} of the plain copy",
+            flush=True,
+        )
+        if way != PLAIN:
+            results.add("weight_sync", f"{way}, {size} GB", figures)
+
+
+class AgainTrainer(PolicyTrainer):
+    """A trainer that can publish the same version again."""
+
+    @endpoint
+    async def forget_pushes(self) -> None:
+        assert self.publisher is not None
+        self.publisher.start_stream()
+
+
+def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
+    """Print and record the seconds of a push and a pull between a real trainer and a real generator.
+
+    On a machine with GPUs the generator has the first one after those of the trainer's ranks, or the first one if there is no other.
+    """
+    limits = {"max_sequence_length": 128, "tokens_per_row": 128}
+    config = TrainerConfig(model=model_of(size), optimizer=None, **limits)
+    config.parallelism.data_parallel_shard_degree = ranks
+    num_gpus = torch.cuda.device_count()
+    gpu = min(ranks, num_gpus - 1) if num_gpus else None
+    generator_config = replace(GeneratorConfig.of(config), dtype="bfloat16", max_num_seqs=4, gpu=gpu)
+    transport = default_transport(WeightsConfig(path=path))
+    in_background(transport.open(), "transport").result()
+    processes = in_background(spawn_processes("trainer", ranks), "trainer").result()
+    mesh = processes.mesh.spawn("trainer", AgainTrainer, config, transport)
+    try:
+        with TrainerClient(mesh) as trainer, GeneratorClient.spawn(generator_config, transport=transport) as generator:
+            generator.ready().result()
+            report_actors(size, path, ranks, _syncs(trainer, generator, mesh, rounds))
+    finally:
+        in_background(processes.stop(), "trainer").result()
+        in_background(transport.close(), "transport").result()
+
+
+def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Transfer, Transfer]]:
+    """(seconds of the push, seconds of the pull, the push, the pull) of every round but the first two, which make the slots."""
+    found = []
+    for turn in range(rounds + 2):
+        mesh.forget_pushes.call().get()
+        begin = time.perf_counter()
+        version = trainer.push_model_state_dict().result()
+        pushed = time.perf_counter()
+        generator.pull_model_state_dict(version).result()
+        pulled = time.perf_counter()
+        if turn > 1:
+            push, pull = trainer.info().result()[0].last_push, generator.info().result().last_pull
+            found.append((pushed - begin, pulled - pushed, push, pull))
+    return found
+
+
+def report_actors(size: str, path: str, ranks: int, syncs: list[tuple[float, float, Transfer, Transfer]]) -> None:
+    _, _, push, pull = syncs[-1]
+    figures: dict[str, float | str] = {
+        "path": pull.path,
+        "reason": pull.reason,
+        "bytes": pull.num_bytes,
+        "ranks": ranks,
+    }
+    figures["push_seconds"] = statistics.median(seconds for seconds, _, _, _ in syncs)
+    figures["pull_seconds"] = statistics.median(seconds for _, seconds, _, _ in syncs)
+    figures["seconds"] = statistics.median(pushed + pulled for pushed, pulled, _, _ in syncs)
+    for phase in push.phases:
+        figures[f"{phase}_seconds"] = statistics.median(push.phases[phase] for _, _, push, _ in syncs)
+    for phase in pull.phases:
+        figures[f"{phase}_seconds"] = statistics.median(pull.phases[phase] for _, _, _, pull in syncs)
+    parts = ", ".join(f"{name} {value * 1e3:,.1f} ms" for name, value in figures.items() if name.endswith("seconds"))
+    print(f"{size}, {ranks} ranks, {pull.path} ({pull.reason}): {parts}", flush=True)
+    results.add("weight_sync", f"push and pull, {size}, {ranks} ranks, {path}", figures)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--sizes", nargs="*", default=list(SIZES), help="gigabytes, or models of configs.qwen3: 0_6b, 4b, 8b"
+    )
+    parser.add_argument("--rounds", type=int, default=7, help="timed versions of each way")
+    parser.add_argument("--threads", type=int, default=2, help="threads of the writer and of the reader")
+    parser.add_argument("--actors", action="store_true", help="measure a real trainer and a real generator, too")
+    parser.add_argument("--path", default="auto", help="weights.path of the actors")
+    parser.add_argument(
+        "--ranks", type=int, default=1, help="ranks of the trainer, among which FSDP divides the weights"
+    )
+    arguments = parser.parse_args()
+    for size in arguments.sizes:
+        if not torch.cuda.is_available():
+            measure_bytes(size, rounds=arguments.rounds, num_threads=arguments.threads)
+        if arguments.actors:
+            measure_actors(size, rounds=arguments.rounds, path=arguments.path, ranks=arguments.ranks)
+
+
+if __name__ == "__main__":
+    main()
