@@ -267,13 +267,16 @@ class TrainerConfig:
             )
 
 
+WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "tcp"]
+
+
 @dataclass(kw_only=True)
 class WeightsConfig:
     """How weights get from a trainer to generators."""
 
-    path: Literal["auto", "shared_memory", "tcp"] = "auto"
-    """Path of the bytes. auto: the fastest path that trainer and generator share, chosen when they meet. shared_memory: both are on one host.
-    tcp: any two hosts, and also one host, to try it."""
+    path: WeightsPath = "auto"
+    """Path of the bytes. auto: the fastest path that trainer and generator share, chosen when they meet. cuda_ipc: from GPU to GPU of one host.
+    shared_memory: one host. tcp: any two hosts, and also one host, to try it."""
     address: str = ""
     """Address at which every rank of the trainer serves weights to generators on other hosts; "hostname": the name of the rank's host. The
     bytes are not encrypted, so the network must be private. Empty: only this host reads weights; tcp then uses the loopback address."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar, cast
 import torch.distributed as dist
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
+from rl_actors import memory_estimate
 from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss
 from rl_actors.parts import PARTS, HostMove, Part
@@ -98,6 +99,7 @@ class PolicyTrainer(Actor):
         self.compiler_context = contextvars.copy_context()
         self.rank = dist.get_rank()
         if self.transport is not None:
+            self.transport.training_bytes = memory_estimate.memory(self.config).total
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
         # Garbage collections, which run when samples arrive, would otherwise look through all objects of the setup each time.
         collector.keep(collect=True)

@@ -27,12 +27,12 @@ def on_gpus(monkeypatch, count: int, visible: str) -> None:
 def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
     on_gpus(monkeypatch, 2, "5,7")
     assert process_environment(GeneratorConfig(gpu=1, num_threads=3)) == {
-        "CUDA_VISIBLE_DEVICES": "7",
+        "CUDA_VISIBLE_DEVICES": "7,5",  # its own first
         "OMP_NUM_THREADS": "3",
     }
     assert process_environment(GeneratorConfig()) == {}
     on_gpus(monkeypatch, 2, "")
-    assert process_environment(GeneratorConfig(gpu=1)) == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert process_environment(GeneratorConfig(gpu=1)) == {"CUDA_VISIBLE_DEVICES": "1,0"}
 
 
 def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(monkeypatch):
@@ -66,7 +66,7 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
     validation.require_gpu(config)
     replicas = [config_of_replica(config, index) for index in range(2)]
     visible = [process_environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas]
-    assert visible == ["3,4", "5,6"]
+    assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # their own first
     assert [(replica.replicas, replica.seed) for replica in replicas] == [(1, 5), (1, 6)]
     for too_many in (replace(config, replicas=3), replace(config, tensor_parallel=3)):
         with pytest.raises(ValueError, match=r"takes 6 GPUs from generator.gpu=1 on, but this program sees 6"):

@@ -813,6 +813,26 @@ def _() -> None:
     assert parameters(Worker.get_model) == ["self"]
 
 
+@row(
+    "vllm QKVParallelLinear: num_heads, num_kv_heads, num_kv_head_replicas, head_size; "
+    "MergedColumnParallelLinear.output_sizes; tp_rank, tp_size; VocabParallelEmbedding.shard_indices; packed_modules_mapping"
+)
+def _() -> None:
+    from vllm.model_executor.layers import linear, vocab_parallel_embedding
+    from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+    made = source(linear.QKVParallelLinear.__init__)
+    for name in ("num_heads", "num_kv_heads", "num_kv_head_replicas", "head_size"):
+        assert f"self.{name} = " in made
+    assert "self.output_sizes = output_sizes" in source(linear.MergedColumnParallelLinear.__init__)
+    assert "self.tp_rank = " in source(linear) and "self.tp_size = " in source(linear)
+    assert "self.shard_indices = " in source(vocab_parallel_embedding.VocabParallelEmbedding.__init__)
+    assert Qwen3ForCausalLM.packed_modules_mapping == {
+        "qkv_proj": ["q_proj", "k_proj", "v_proj"],
+        "gate_up_proj": ["gate_proj", "up_proj"],
+    }
+
+
 @row("vllm.model_executor.model_loader.reload.layerwise.finalize_layerwise_reload")
 def _() -> None:
     from vllm.model_executor.model_loader.reload import layerwise

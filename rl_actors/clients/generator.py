@@ -251,4 +251,7 @@ def process_environment(config: GeneratorConfig) -> dict[str, str]:
     require_gpu(config)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    return environment | {"CUDA_VISIBLE_DEVICES": ",".join(names[config.gpu : config.gpu + config.tensor_parallel])}
+    own = names[config.gpu : config.gpu + config.tensor_parallel]
+    # The others come behind, because a pull opens memory of the trainer's GPUs.
+    others = [name for name in names if name not in own]
+    return environment | {"CUDA_VISIBLE_DEVICES": ",".join([*own, *others])}

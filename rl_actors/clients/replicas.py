@@ -173,6 +173,8 @@ class ReplicatedGenerator(GeneratorClient):
         results = await asyncio.gather(*pulls, return_exceptions=True)
         self._router.forget()
         self._version = version if all(result == version for result in results) else None
+        pulled = [replica.last_pull for replica in self.replicas if replica.last_pull is not None]
+        self.last_pull = max(pulled, key=lambda pull: pull.seconds, default=None)  # the slowest
         failed = {one.name: error for one, error in zip(self.replicas, results, strict=True) if error != version}
         for error in failed.values():
             assert isinstance(error, BaseException)

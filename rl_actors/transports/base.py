@@ -55,8 +55,25 @@ class Manifest:
         return f"{self.stream}/{self.version}"
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: shape for name, (shape, _) in self.tensors.items()}
+
+    @property
     def num_bytes(self) -> int:
         return sum(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in self.tensors.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of a tensor, where the reader can see it."""
+
+    start: tuple[int, ...]  # of the part in the whole tensor
+    values: Tensor
+
+    @property
+    def region(self) -> tuple[slice, ...]:
+        """The place of the part in the whole tensor."""
+        return tuple(slice(start, start + size) for start, size in zip(self.start, self.values.shape, strict=True))
 
 
 class OpenVersion(ABC):
@@ -69,12 +86,22 @@ class OpenVersion(ABC):
 
     @property
     @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of every tensor."""
+
+    @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) one at a time, in the order of the manifest."""
+
+    def pieces(self) -> Iterator[tuple[str, list[Piece]]]:
+        """(name, its pieces, which together are the whole tensor), without putting them together. They may be on a GPU."""
+        for name, tensor in self.tensors():
+            yield name, [Piece((0,) * tensor.ndim, tensor)]
 
 
 class Source(ABC):
@@ -104,6 +131,10 @@ class LoadedTensors(Source, OpenVersion):
     reason: str = "the reader was given the tensors"
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self.loaded.items()}
+
+    @property
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.loaded.values())
 
@@ -117,6 +148,8 @@ class LoadedTensors(Source, OpenVersion):
 class Transport(ABC):
     """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
 
+    training_bytes = 0
+    """What training takes of a rank's GPU at its peak, as the trainer estimates it. Slots take what is left."""
     kind: str = "other"
     """Where the tensors of a version are, in the metrics of a push."""
 

@@ -88,6 +88,10 @@ class FilesOfVersion(Source, OpenVersion):
         return self.manifest.key
 
     @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.manifest.shapes
+
+    @property
     def num_bytes(self) -> int:
         return self.manifest.num_bytes
 

@@ -1,5 +1,6 @@
 """Transports that keep only an index of versions in one place. The bytes go from the slots of the trainer's ranks straight to the readers."""
 
+import logging
 import secrets
 import socket
 from abc import abstractmethod
@@ -10,12 +11,14 @@ from torch import Tensor
 
 from rl_actors.config import WeightsConfig
 from rl_actors.transports.base import Manifest, Source, Transport
+from rl_actors.transports.placement import Place, choose, room_for_slots
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.slots import SlotAddress
 from rl_actors.transports.snapshot import Snapshot
 from rl_actors.transports.tcp import SlotServer
 
 LOOPBACK = "127.0.0.1"
+logger = logging.getLogger(__name__)
 
 
 class IndexedTransport(Transport):
@@ -37,10 +40,26 @@ class IndexedTransport(Transport):
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> SlotAddress:
         if rank not in self._snapshots:
-            self._snapshots[rank] = Snapshot(rank=rank, timeout=self.weights.timeout)
+            self._snapshots[rank] = Snapshot(rank=rank, timeout=self.weights.timeout, choose_place=self._choose_place)
             self._serve(rank)
         slot = self._snapshots[rank].write(key, tensors, dtype)
         return slot.address(self._servers[rank].address if rank in self._servers else None)
+
+    def _choose_place(self, num_bytes: int, device: torch.device) -> Place:
+        room = 0
+        if device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(device)
+            room = room_for_slots(free, torch.cuda.memory_reserved(device), self.training_bytes)
+        place = choose(
+            num_bytes,
+            weights_on_gpu=device.type == "cuda",
+            path=self.weights.path,
+            only_this_host=not self.weights.address,
+            room=room,
+        )
+        where = "on the GPU" if place.on_gpu else "in memory of the host"
+        logger.info("%d slots of %.3f GB %s: %s", place.num_slots, num_bytes / 1e9, where, place.reason)
+        return place
 
     def _serve(self, rank: int) -> None:
         """Start the server of this rank's slots, if a reader may need it."""

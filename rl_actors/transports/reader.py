@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl_actors.transports.base import Manifest, OpenVersion, Source
-from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, Shard, actor_name, machine
+from rl_actors.transports.base import Manifest, OpenVersion, Piece, Source
+from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name, machine
 from rl_actors.transports.tcp import received
 
 
@@ -20,14 +20,6 @@ class ReadableSlot(Protocol):
 
     layout: Layout
     views: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One rank's part of a tensor, where the reader can see it."""
-
-    shard: Shard
-    values: Tensor  # of shard.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +44,7 @@ class SlotSource(Source):
             slots: Sequence[ReadableSlot]
             mapped, reason = self._map()
             if mapped:
-                path = "shared_memory"
+                path = "cuda_ipc" if mapped[0].on_gpu is not None else "shared_memory"
                 for slot in mapped:
                     stack.enter_context(slot.reading(self.manifest.key, self.timeout))
                 slots = mapped
@@ -77,8 +69,8 @@ class SlotSource(Source):
                 return MAPPINGS.of(self.manifest.parts), "the trainer is on this host"
             except PermissionError as error:
                 reason = f"{actor_name()} may not open the memory of the trainer: {error}"
-        if self.path == "shared_memory":
-            raise ValueError(f'weights.path="shared_memory": {reason}')
+        if self.path in ("shared_memory", "cuda_ipc"):
+            raise ValueError(f'weights.path="{self.path}": {reason}')
         return [], reason
 
     def _require_servers(self, reason: str) -> None:
@@ -97,10 +89,14 @@ class OpenSlots(OpenVersion):
         self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason = path, reason
         # Of several replicas one is enough.
-        self.pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
+        self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():
-                self.pieces[name].setdefault(shard.start, Piece(shard, slot.views[name]))
+                self._pieces[name].setdefault(shard.start, Piece(shard.start, slot.views[name]))
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.manifest.shapes
 
     @property
     def num_bytes(self) -> int:
@@ -108,29 +104,29 @@ class OpenSlots(OpenVersion):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A tensor that one rank holds whole is a view of the slot. Another one is put together when it is its turn."""
+        for name, pieces in self.pieces():
+            shape, dtype = self.manifest.tensors[name]
+            yield name, whole(name, shape, dtype, pieces)
+
+    def pieces(self) -> Iterator[tuple[str, list[Piece]]]:
         deadline = time.monotonic() + self.timeout
-        for name, (shape, dtype) in self.manifest.tensors.items():
+        for name in self.manifest.tensors:
             if time.monotonic() > deadline:
                 raise TimeoutError(
                     f"pull of {self.manifest.key}: {actor_name()}: read of {name} came after {self.timeout:g} s"
                 )
-            yield name, whole(name, shape, dtype, list(self.pieces[name].values()))
+            yield name, list(self._pieces[name].values())
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]) -> Tensor:
     """The tensor of these pieces. Raises RuntimeError if they do not cover it."""
-    if len(pieces) == 1 and pieces[0].shard.is_whole:
+    if len(pieces) == 1 and pieces[0].values.shape == shape:
         return pieces[0].values
     tensor = torch.empty(shape, dtype=dtype)
     covered = 0
     for piece in pieces:
-        tensor[region(piece.shard)] = piece.values
+        tensor[piece.region] = piece.values
         covered += piece.values.numel()
     if covered != tensor.numel():
         raise RuntimeError(f"{name}: the slots hold {covered} of {tensor.numel()} values")
     return tensor
-
-
-def region(shard: Shard) -> tuple[slice, ...]:
-    """The place of a part in the whole tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(shard.start, shard.size, strict=True))

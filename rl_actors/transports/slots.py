@@ -19,11 +19,14 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from rl_actors.transports import cuda_ipc
+from rl_actors.transports.placement import Place
 
 PAGE = 4096
 ALIGNMENT = 64  # bytes; of every tensor in a slot
@@ -50,10 +53,6 @@ class Shard:
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.size).numel() * self.dtype.itemsize
-
-    @property
-    def is_whole(self) -> bool:
-        return self.size == self.shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,9 @@ class SlotAddress:
     token: bytes = b""  # drawn for the slot; another process with the same pid and fd has another one
     num_bytes: int  # of the tensors
     address: tuple[str, int] | None = None  # host and port of the rank's server; None: it has none
+    # If the tensors are on a GPU: its id, and the handle of their memory. The memfd then has only the lock, the key and the layout.
+    gpu: str = ""
+    handle: bytes = field(default=b"", repr=False)
 
     def __str__(self) -> str:
         return f"slot {self.slot} of trainer rank {self.rank} (pid {self.pid})"
@@ -122,19 +124,27 @@ def actor_name() -> str:
 class Slot:
     """A slot in the process that writes it. It is made and its memory is touched once."""
 
-    def __init__(self, layout: Layout, *, rank: int, number: int) -> None:
+    def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
+        """device: that of the weights. The slot is on it if the place says so."""
         self.layout, self.rank, self.number = layout, rank, number
         text = layout.to_json()
         self.data_offset = _round_up(PAGE + len(text), PAGE)
         self.token = secrets.token_bytes(16)
         self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
-        os.ftruncate(self.fd, self.data_offset + max(layout.num_bytes, 1))
+        os.ftruncate(self.fd, self.data_offset + (0 if place.on_gpu else max(layout.num_bytes, 1)))
         # MAP_POPULATE touches every page now, because a first write would stop at each of them.
         self.memory = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
         self.memory[PAGE : PAGE + len(text)] = text
-        self.data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=self.data_offset)[: layout.num_bytes]
+        self.on_gpu: cuda_ipc.DeviceMemory | None = None
+        if place.on_gpu:
+            self.on_gpu = cuda_ipc.DeviceMemory(layout.num_bytes, device)
+            self.data = self.on_gpu.data
+        else:
+            self.data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=self.data_offset)[: layout.num_bytes]
+        if place.pinned:
+            _pin(self, self.data, read_only=False)
         self.views = layout.views(self.data)
 
     @property
@@ -177,6 +187,8 @@ class Slot:
             token=self.token,
             num_bytes=self.layout.num_bytes,
             address=server,
+            gpu="" if self.on_gpu is None else cuda_ipc.gpu_id(self.data.device),
+            handle=b"" if self.on_gpu is None else self.on_gpu.handle,
         )
 
 
@@ -184,7 +196,7 @@ class MappedSlot:
     """A slot in a process that reads it. The memory stays readable when the writer has died."""
 
     def __init__(self, address: SlotAddress) -> None:
-        """Raises VersionGoneError if the writer has ended, and OSError if this process may not open its memory."""
+        """Raises VersionGoneError if the writer has ended, and PermissionError if this process may not open its memory."""
         self.address = address
         try:
             self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
@@ -199,10 +211,17 @@ class MappedSlot:
         # Nobody may write: a wrong write ends this process, and does not change what other readers see.
         self.memory = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=data_offset)
-        self.data = data[:num_bytes]
+        self.on_gpu: cuda_ipc.OpenedMemory | None = None
+        if address.handle:
+            self.on_gpu = cuda_ipc.OpenedMemory(address.handle, num_bytes, address.gpu)
+            self.data = self.on_gpu.data
+        else:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=data_offset)
+            self.data = data[:num_bytes]
+            if torch.cuda.is_initialized():  # a worker on a GPU
+                _pin(self, self.data, read_only=True)
         self.views = self.layout.views(self.data)
 
     @contextlib.contextmanager
@@ -211,6 +230,12 @@ class MappedSlot:
         with shared_lock(self.fd, timeout, f"pull of {key}: {actor_name()}: lock of {self.address}"):
             _require(self.memory, key, str(self.address))
             yield
+
+
+def _pin(owner: object, data: Tensor, *, read_only: bool) -> None:
+    """Pin memory as long as its owner lives."""
+    if cuda_ipc.pin(data, read_only=read_only):
+        weakref.finalize(owner, cuda_ipc.unpin, data.data_ptr())
 
 
 class Mappings:

@@ -2,14 +2,16 @@
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rl_actors.transports import cuda_ipc
 from rl_actors.transports.base import published_dtype
+from rl_actors.transports.placement import Place
 from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_name
 
 
@@ -21,8 +23,13 @@ class Snapshot:
     second version of the new one begins.
     """
 
-    def __init__(self, *, rank: int, timeout: float) -> None:
+    def __init__(
+        self, *, rank: int, timeout: float, choose_place: Callable[[int, torch.device], Place] | None = None
+    ) -> None:
+        """choose_place: bytes of a slot, device of the weights -> where to make slots. None: in the host's memory."""
         self.rank, self.timeout = rank, timeout
+        self.choose_place = choose_place or _on_the_host
+        self.place = Place()  # of the slots of the newest layout
         self.plan = Plan()
         self.slots: list[Slot] = []
         self.newest: Slot | None = None  # slot of the newest version
@@ -34,12 +41,12 @@ class Snapshot:
         Raises TimeoutError if readers hold the slot, or if the copy takes longer than the timeout.
         """
         layout = self.plan.layout(tensors, dtype)
-        slot = self._slot_for(layout)
+        slot = self._slot_for(layout, _device(tensors))
         deadline = time.monotonic() + self.timeout
-        with slot.writing(key, self.timeout):
+        with slot.writing(key, self.timeout), cuda_ipc.copies_end():
             for name, tensor in tensors.items():
                 if name in slot.views:
-                    slot.views[name].copy_(local_part(tensor))
+                    slot.views[name].copy_(local_part(tensor), non_blocking=True)
                 if time.monotonic() > deadline:
                     raise TimeoutError(
                         f"push of {key}: {actor_name()}, rank {self.rank}: write took longer than {self.timeout:g} s"
@@ -56,15 +63,18 @@ class Snapshot:
         """The slot with this token, if it is still here."""
         return next((slot for slot in self.slots if slot.token == token), None)
 
-    def _slot_for(self, layout: Layout) -> Slot:
-        """A slot of this layout that does not hold the newest version. The first two writes make one each."""
+    def _slot_for(self, layout: Layout, device: torch.device) -> Slot:
+        """A slot of this layout that does not hold the newest version, if the place has two. The first writes make them."""
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         self.slots = [slot for slot in self.slots if slot in alike or slot is self.newest]
         for slot in alike:
-            if slot is not self.newest:
+            if slot is not self.newest or self.place.num_slots == 1:
                 return slot
+        if not alike:
+            self.place = self.choose_place(layout.num_bytes, device)
         taken = {slot.number for slot in self.slots}
-        slot = Slot(layout, rank=self.rank, number=next(number for number in itertools.count() if number not in taken))
+        number = next(number for number in itertools.count() if number not in taken)
+        slot = Slot(layout, rank=self.rank, number=number, place=self.place, device=device)
         self.slots.append(slot)
         return slot
 
@@ -106,6 +116,15 @@ def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Lay
         shards[name] = shard
         offset += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT
     return Layout(shards, offset)
+
+
+def _on_the_host(num_bytes: int, device: torch.device) -> Place:
+    return Place(pinned=device.type == "cuda", reason="the host's memory")
+
+
+def _device(tensors: Mapping[str, Tensor]) -> torch.device:
+    """The device of the weights."""
+    return next((local_part(tensor).device for tensor in tensors.values()), torch.device("cpu"))
 
 
 def local_part(tensor: Tensor) -> Tensor:

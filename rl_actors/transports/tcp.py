@@ -27,6 +27,7 @@ from rl_actors.transports.slots import Layout, Slot, SlotAddress, VersionGoneErr
 NONCE_BYTES, SIGNATURE_BYTES = 16, 32
 LENGTH = struct.Struct("<Q")
 MAX_REQUEST_BYTES = 4096
+GPU_PART_BYTES = 64 << 20  # of a slot on a GPU; a part at a time goes through the host's memory
 NUM_STREAMS = 4
 MIN_STREAM_BYTES = 32 << 20
 """A slot with fewer bytes than NUM_STREAMS times this comes in fewer streams."""
@@ -90,7 +91,11 @@ def _serve(connection: socket.socket, find: Callable[[bytes], Slot | None], secr
                 slot.require(request.key)
                 connection.sendall(b"\0")
                 _send_block(connection, slot.layout.to_json())
-                _send_file(connection, slot.fd, slot.data_offset + request.start, request.num_bytes)
+                if slot.on_gpu is None:
+                    _send_file(connection, slot.fd, slot.data_offset + request.start, request.num_bytes)
+                else:
+                    for part in slot.data[request.start : request.start + request.num_bytes].split(GPU_PART_BYTES):
+                        connection.sendall(memoryview(part.cpu().numpy()))
         except (TimeoutError, VersionGoneError) as error:
             connection.sendall(b"\1")
             _send_block(connection, str(error).encode())

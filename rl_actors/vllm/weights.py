@@ -18,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from rl_actors.transports.base import OpenVersion, Source
+from rl_actors.vllm.in_place import Plan, is_possible, load_in_place, make_plan
 from rl_actors.vllm.start import this_machine
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # a constant of prctl.h
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
@@ -39,6 +42,7 @@ class WeightsExtension:
 
     opened: contextlib.ExitStack | None = None
     version: OpenVersion | None = None
+    plan: Plan | None = None
 
     if TYPE_CHECKING:  # the worker's own
         vllm_config: VllmConfig
@@ -79,15 +83,33 @@ class WeightsExtension:
     def load_version(self) -> float:
         """Replace all weights by those of the open version. Returns seconds. If it fails, the model may hold weights of two versions."""
         begin = time.perf_counter()
-        model: nn.Module = self.get_model()
+        version, model = self._open_version(), self.get_model()
+        plan = self._plan_for(version, model)
+        if plan:
+            load_in_place(plan, version)
+        else:
+            self._reload(version, model)
+        return time.perf_counter() - begin
+
+    def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
+        """Where the tensors are in the live parameters. Empty: vLLM must reload them. Made at the first pull."""
+        if self.plan is None:
+            self.plan = {}
+            if is_possible(model, self.vllm_config):
+                try:
+                    self.plan = make_plan(model, version.shapes)
+                except ValueError as error:
+                    logger.warning("vLLM's own reload loads the weights, which takes longer: %s", error)
+        return self.plan
+
+    def _reload(self, version: OpenVersion, model: nn.Module) -> None:
         config = self.vllm_config.model_config
         with this_machine().reloading(model), quiet_about_layers_without_weights():
             try:
-                self.reload_weights(weights_iterator=cast_tensors(self._open_version(), config.dtype))
+                self.reload_weights(weights_iterator=cast_tensors(version, config.dtype))
             except BaseException:
                 _end_reload(model, config)
                 raise
-        return time.perf_counter() - begin
 
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
         """Replace the adapter by the tensors of the open version. Returns seconds.

@@ -1,0 +1,134 @@
+"""Memory of a GPU that other processes of the host open: the slots of a trainer's rank on its GPU, and pinned memory for slots on the host.
+
+torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay behind when a process is killed. So this module calls
+CUDA itself: cudaMalloc once per slot, a handle of 64 bytes in the slot's address, and cudaIpcOpenMemHandle once per reader.
+
+It was not run on a GPU yet; tests/gpu/test_weights.py is for that.
+"""
+
+import contextlib
+import ctypes
+import functools
+import weakref
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+HANDLE_BYTES = 64
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the reader may compute on another GPU than that of the memory
+READ_ONLY = 8  # cudaHostRegisterReadOnly
+
+
+class Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t"""
+
+    _fields_ = [("reserved", ctypes.c_char * HANDLE_BYTES)]
+
+
+@functools.cache
+def cudart() -> ctypes.CDLL:
+    """CUDA's runtime, which torch has loaded already."""
+    assert torch.version.cuda is not None
+    library = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.partition('.')[0]}")
+    library.cudaGetErrorString.restype = ctypes.c_char_p
+    return library
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        cudart().cudaGetLastError()  # otherwise a later call of torch would report this error as its own
+        raise RuntimeError(f"{call}: {cudart().cudaGetErrorString(code).decode()}")
+
+
+class Memory:
+    """Bytes at an address of a GPU, in the form from which torch makes a tensor without a copy."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+class DeviceMemory:
+    """Memory on this process's GPU that lives as long as this object, and its handle for other processes."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # initializes CUDA
+            address = ctypes.c_void_p()
+            _check(cudart().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(max(num_bytes, 1))), "cudaMalloc")
+            handle = Handle()
+            _check(cudart().cudaIpcGetMemHandle(ctypes.byref(handle), address), "cudaIpcGetMemHandle")
+        weakref.finalize(self, cudart().cudaFree, address)
+        self.handle = bytes(handle)
+        self.data: Tensor = torch.as_tensor(Memory(address.value or 0, num_bytes), device=device)
+
+
+class OpenedMemory:
+    """Memory of another process's GPU. It is opened once and closed with this object."""
+
+    def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
+        """Raises PermissionError if this process does not see the GPU, or may not open its memory."""
+        device = device_of(gpu)
+        if device is None:
+            raise PermissionError(f"it does not see the GPU {gpu}: CUDA_VISIBLE_DEVICES must name it, too")
+        address = ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()
+            code = cudart().cudaIpcOpenMemHandle(
+                ctypes.byref(address), Handle.from_buffer_copy(handle), ctypes.c_uint(LAZY_PEER_ACCESS)
+            )
+        try:
+            _check(code, "cudaIpcOpenMemHandle")
+        except RuntimeError as error:
+            raise PermissionError(str(error)) from None
+        weakref.finalize(self, cudart().cudaIpcCloseMemHandle, address)
+        self.data: Tensor = torch.as_tensor(Memory(address.value or 0, num_bytes), device=device)
+
+
+def gpu_id(device: torch.device) -> str:
+    """An id of a GPU that all processes of the host share."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def device_of(gpu: str) -> torch.device | None:
+    """The GPU of this id, if this process sees it."""
+    if not torch.cuda.is_available():
+        return None
+    for index in range(torch.cuda.device_count()):
+        if gpu_id(torch.device("cuda", index)) == gpu:
+            return torch.device("cuda", index)
+    return None
+
+
+@contextlib.contextmanager
+def copies_end() -> Iterator[None]:
+    """Copies that begin in the context have ended when it ends."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+
+
+def pin(data: Tensor, *, read_only: bool) -> bool:
+    """Pin memory of the host, so that copies to and from a GPU run at full speed. It is unpinned with its storage.
+
+    Returns False where CUDA refuses. Copies are then about four times as slow.
+    """
+    if not torch.cuda.is_available() or not data.numel():
+        return False
+    flags = READ_ONLY if read_only else 0
+    code = cudart().cudaHostRegister(
+        ctypes.c_void_p(data.data_ptr()), ctypes.c_size_t(data.nbytes), ctypes.c_uint(flags)
+    )
+    if code:
+        cudart().cudaGetLastError()
+    return code == 0
+
+
+def unpin(address: int) -> None:
+    """End the pinning of `pin`. It must come before the memory is unmapped."""
+    cudart().cudaHostUnregister(ctypes.c_void_p(address))

@@ -1,0 +1,51 @@
+"""Where a rank's slots are: on its GPU, or in the host's memory. The rule knows numbers only, so it runs without a GPU."""
+
+from dataclasses import dataclass
+
+from rl_actors.config import WeightsPath
+
+MARGIN = 1.1
+"""Factor on the estimate of what training takes of a GPU, because fragments and kernels take more than the tensors."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A place for slots. One slot on a GPU means that a push waits for the readers of the version before, and that a push that fails costs it."""
+
+    on_gpu: bool = False
+    num_slots: int = 2
+    pinned: bool = False  # memory of the host from which a GPU reads at full speed
+    reason: str = "the weights are on a CPU"
+
+
+def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, only_this_host: bool, room: int) -> Place:
+    """The place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned ones on the host, the first that is possible.
+
+    room: bytes of the GPU that training leaves.
+    Raises ValueError if the path is cuda_ipc and that is not possible.
+    """
+    if not weights_on_gpu:
+        if path == "cuda_ipc":
+            raise ValueError('weights.path="cuda_ipc", but the weights of the trainer are on a CPU')
+        return Place()
+    if path in ("shared_memory", "tcp"):
+        return Place(pinned=True, reason=f"weights.path is {path}")
+    if path == "auto" and not only_this_host:
+        return Place(pinned=True, reason="weights.address is set, so that readers may be on other hosts")
+    for num_slots in (2, 1):
+        if num_slots * num_bytes <= room:
+            return Place(on_gpu=True, num_slots=num_slots, reason=f"training leaves {room / 1e9:.1f} GB of the GPU")
+    if path == "cuda_ipc":
+        raise ValueError(
+            f'weights.path="cuda_ipc": a version takes {num_bytes / 1e9:.1f} GB of the GPU, but training leaves {max(room, 0) / 1e9:.1f} GB'
+        )
+    return Place(pinned=True, reason=f"training leaves only {max(room, 0) / 1e9:.1f} GB of the GPU")
+
+
+def room_for_slots(free: int, held_by_torch: int, training: int) -> int:
+    """Bytes of a GPU that training leaves.
+
+    free: bytes that nobody holds. held_by_torch: bytes that this process holds for tensors. training: an estimate of the bytes that training
+    will hold at its peak, which it may not hold yet.
+    """
+    return free + held_by_torch - int(MARGIN * training)
