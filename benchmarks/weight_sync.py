@@ -160,7 +160,9 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
     config.parallelism.data_parallel_shard_degree = ranks
     num_gpus = torch.cuda.device_count()
     gpu = min(ranks, num_gpus - 1) if num_gpus else None
-    generator_config = replace(GeneratorConfig.of(config), dtype="bfloat16", max_num_seqs=4, gpu=gpu)
+    generator_config = replace(
+        GeneratorConfig.of(config), dtype="bfloat16", max_num_seqs=4, gpu=gpu, gpu_memory_utilization=0.3
+    )
     transport = default_transport(WeightsConfig(path=path))
     in_background(transport.open(), "transport").result()
     processes = in_background(spawn_processes("trainer", ranks), "trainer").result()
