@@ -324,6 +324,9 @@ class GeneratorConfig:
     """Number of engines with the same weights. Each has a process of its own, and on a machine with GPUs its own GPUs, from `gpu` on."""
     tensor_parallel: int = 1
     """Number of vLLM's ranks that share every layer. On GPUs each has one, from `gpu` on."""
+    sleep_mode: bool = False
+    """Makes `sleep` possible: vLLM takes the memory of its weights and its cache from an allocator that can release it. On a CPU nothing is
+    released."""
     recompute_running: bool = True
     """After a pull, compute the cached keys and values of running requests again, so that all later tokens are exactly the new policy's.
     False: running requests keep those of the old weights, which takes no time. New requests never see them."""

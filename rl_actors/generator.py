@@ -17,8 +17,9 @@ from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
-from rl_actors.types import MAX_NAMES_REPORTED, Completion, GeneratorInfo, SamplingParams, Transfer
+from rl_actors.types import MAX_NAMES_REPORTED, Completion, DeviceMemory, GeneratorInfo, SamplingParams, Transfer
 from rl_actors.validation import validate_prompts, validate_pull, validate_sampling_params, validate_sequences
+from rl_actors.vllm import sleeping
 from rl_actors.vllm.engine import EngineThread
 from rl_actors.vllm.pull import OneAdapter, WholeWeights
 from rl_actors.vllm.requests import EngineCall, read_completion, read_prompt_logprobs, vllm_params
@@ -70,6 +71,7 @@ class Generator(Actor):
             vocab_size=self.vocab_size,
             logs=os.environ[LOG_VARIABLE],
             last_pull=self.last_pull,
+            asleep=self.engine.asleep,
         )
 
     @concurrent_endpoint
@@ -192,6 +194,25 @@ class Generator(Actor):
         self.loaded_version_key = manifest.key
         self._note(loaded)
         return loaded
+
+    @concurrent_endpoint
+    @sends_errors
+    async def sleep(self, level: int = 1) -> DeviceMemory:
+        """Release the devices' memory when the running requests have ended, and refuse calls until `wake`. Does nothing if it sleeps.
+
+        level: 1 keeps the weights on the host; 2 drops them, so that after `wake` the generator refuses to generate until a pull.
+        """
+        sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
+        released = await asyncio.wrap_future(self.engine.sleep(level))
+        if self.engine.asleep == 2:
+            self.loaded_version_key = ""  # the next pull loads also the version that was here
+        return released
+
+    @concurrent_endpoint
+    @sends_errors
+    async def wake(self) -> DeviceMemory:
+        """Take the devices' memory again. Does nothing if the generator is awake."""
+        return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
         """Keep the last pull for `info`, and log the path of the bytes when it is another one."""

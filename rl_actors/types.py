@@ -261,6 +261,14 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceMemory:
+    """Memory that a generator gave back to its devices, or took again."""
+
+    num_bytes: int = 0  # over all ranks and replicas; 0 on a CPU, and in a call that had nothing to do
+    seconds: float = 0.0  # of the slowest replica
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerInfo:
     """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and memory."""
 
@@ -300,6 +308,7 @@ class GeneratorInfo:
     vocab_size: int
     logs: str  # file with the output and the logs of the process
     last_pull: Transfer | None = None  # None: no pull has brought weights
+    asleep: int = 0  # level of the sleep; 0: awake
     replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
 
 

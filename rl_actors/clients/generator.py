@@ -3,7 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +16,9 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
-from rl_actors.types import Completion, GeneratorInfo, SamplingParams, Transfer
+from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, SamplingParams, Transfer
 from rl_actors.validation import require_config, require_gpu, validate_pull, validate_sampling_params
+from rl_actors.vllm import sleeping
 from rl_actors.vllm.start import require_machine
 
 if TYPE_CHECKING:
@@ -194,6 +195,26 @@ class GeneratorClient(Client):
         self.last_pull = await self._one("pull_model_state_dict", version, timeout, in_flight)
         self._version = version
         return version
+
+    def sleep(self, level: Literal[1, 2] = 1) -> Call[DeviceMemory]:
+        """Let vLLM give the memory of its weights and its cache back to the devices, when the running requests have ended.
+
+        Calls are refused until `wake`. level: 1 keeps the weights on the host; 2 drops them, and the generator refuses to generate after
+        `wake` until a pull. On a CPU no memory is released. Raises ValueError if the config has sleep_mode=False.
+        """
+        if self.config is not None:
+            sleeping.require_possible(self.config, level, has_transport=self._transport is not None)
+        return self._call("sleep", self._sleep, level)
+
+    async def _sleep(self, level: int) -> DeviceMemory:
+        return await self._one("sleep", level)
+
+    def wake(self) -> Call[DeviceMemory]:
+        """Take the memory again. Does nothing if the generator is awake."""
+        return self._call("wake", self._wake)
+
+    async def _wake(self) -> DeviceMemory:
+        return await self._one("wake")
 
     def _call(
         self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from rl_actors.clients.generator import GeneratorClient
 from rl_actors.clients.routing import Router
 from rl_actors.config import GeneratorConfig
-from rl_actors.types import Completion, GeneratorInfo, SamplingParams
+from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, SamplingParams
 
 Groups = list[tuple[int, list[Completion]]]
 
@@ -167,6 +168,12 @@ class ReplicatedGenerator(GeneratorClient):
             logprobs |= dict(zip(indices, answer, strict=True))
         return [logprobs[index] for index in range(len(sequences))]
 
+    async def _sleep(self, level: int) -> DeviceMemory:
+        return _of_all(await asyncio.gather(*(replica.sleep(level) for replica in self.replicas)))  # type: ignore[arg-type]
+
+    async def _wake(self) -> DeviceMemory:
+        return _of_all(await asyncio.gather(*(replica.wake() for replica in self.replicas)))
+
     async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
         """Raises the first error, with a note that says which replicas have the version and which have not."""
         pulls = [replica.pull_model_state_dict(version, timeout, in_flight=in_flight) for replica in self.replicas]
@@ -185,6 +192,12 @@ class ReplicatedGenerator(GeneratorClient):
             error.add_note(where)
             raise error
         return version
+
+
+def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:
+    return DeviceMemory(
+        num_bytes=sum(answer.num_bytes for answer in answers), seconds=max(answer.seconds for answer in answers)
+    )
 
 
 def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
-from rl_actors.types import Transfer
+from rl_actors.types import DeviceMemory, Transfer
 from rl_actors.vllm.core import core_of
 from rl_actors.vllm.pull import OneAdapter, WholeWeights, opened
 from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
+from rl_actors.vllm.sleeping import asleep, fall_asleep, wake_up
 from rl_actors.vllm.start import start_vllm
 
 if TYPE_CHECKING:
@@ -36,12 +37,11 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Update:
-    """New weights. They may have to wait for the end of the running requests."""
+class Deferred(Generic[T]):
+    """Work that waits for the end of the running requests, such as a change of the weights."""
 
-    source: Source
-    version: int
-    done: "Future[Transfer]"
+    run: Callable[[], T]
+    done: "Future[T]"
 
 
 class EngineThread:
@@ -61,8 +61,9 @@ class EngineThread:
         self.broken = ""  # why the model may hold weights of two versions; empty if it does not
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
-        self.waiting: list[Update] = []  # they begin when no request runs
-        self.held: list[EngineCall[Any]] = []  # they start after these updates
+        self.asleep = 0  # level of the sleep; 0: awake
+        self.waiting: list[Deferred[Any]] = []  # it begins when no request runs
+        self.held: list[EngineCall[Any]] = []  # they start after this work
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
         started: Future[None] = Future()
@@ -96,31 +97,61 @@ class EngineThread:
 
         in_flight: running requests go on with the new weights. Otherwise they end first, and new ones wait for the update.
         """
-        update = Update(source=source, version=version, done=_running_future())
-        begin = self._load if in_flight else self.waiting.append
-        self.commands.put(Command(partial(begin, update), update.done.set_exception))
-        return update.done
+        load = partial(self._load_weights, source, version)
+        return self.submit(load) if in_flight else self._submit_drained(load)
 
-    def _load(self, update: Update) -> None:
-        _run_into(update.done, partial(self._load_weights, update))
+    def sleep(self, level: int) -> "Future[DeviceMemory]":
+        """Release the device's memory when the running requests have ended. Calls that come are refused until `wake`. See sleeping.py."""
+        return self._submit_drained(partial(self._fall_asleep, level))
 
-    def _load_weights(self, update: Update) -> Transfer:
+    def wake(self) -> "Future[DeviceMemory]":
+        """Take the memory again."""
+        return self.submit(self._wake_up)
+
+    def _submit_drained(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function on the engine's thread when the running requests have ended. Calls that come meanwhile are held."""
+        deferred = Deferred(run=function, done=_running_future())
+        self.commands.put(Command(partial(self.waiting.append, deferred), deferred.done.set_exception))
+        return deferred.done
+
+    def _fall_asleep(self, level: int) -> DeviceMemory:
         begin = time.perf_counter()
+        if self.asleep:
+            return DeviceMemory()
+        num_bytes = fall_asleep(self.engine, level)
+        self.asleep = level
+        if level == 2:
+            self.broken = "sleep(level=2) released its weights"
+            self._set_version(NO_VERSION)
+        return DeviceMemory(num_bytes=num_bytes, seconds=time.perf_counter() - begin)
+
+    def _wake_up(self) -> DeviceMemory:
+        begin = time.perf_counter()
+        if not self.asleep:
+            return DeviceMemory()
+        num_bytes = wake_up(self.engine)
+        self.asleep = 0
+        return DeviceMemory(num_bytes=num_bytes, seconds=time.perf_counter() - begin)
+
+    def _load_weights(self, source: Source, wanted: int) -> Transfer:
+        begin = time.perf_counter()
+        if self.asleep:
+            raise asleep("pull_model_state_dict")
         # If the version cannot be opened, the weights stay as they are.
-        with opened(self.engine, update.source) as version, self.core.updating(self.engine):
+        with opened(self.engine, source) as version, self.core.updating(self.engine):
             self._set_version(NO_VERSION)  # it stays NO_VERSION if the load fails
             try:
-                load_seconds = self.weights.load(self.engine, update.source)
+                load_seconds = self.weights.load(self.engine, source)
             except Exception as error:
-                self._break(f"the pull of version {update.version} failed while the weights were replaced: {error!r}")
+                self._break(f"the pull of version {wanted} failed while the weights were replaced: {error!r}")
                 raise
             self.broken = ""
             if self.config.recompute_running:
                 # The cached keys and values are those of the old weights. vLLM drops them, and computes those of running requests again.
                 self.engine.reset_prefix_cache(reset_running_requests=True)
-            self._set_version(update.version)
+            self._set_version(wanted)
         return Transfer(
-            policy_version=update.version,
+            policy_version=wanted,
             path=version.path,
             reason=version.reason,
             num_bytes=version.num_bytes,
@@ -148,8 +179,8 @@ class EngineThread:
         if self.waiting:
             self.held.append(call)
             return
-        if self.broken:
-            call.fail(self._no_weights())
+        if self.asleep or self.broken:
+            call.fail(asleep("generate") if self.asleep else self._no_weights())
             return
         try:
             params_of_prompts = [call.make_params(index) for index in range(len(call.prompts))]
@@ -197,8 +228,8 @@ class EngineThread:
         """Give all callers, those of now and those of later, an error. The thread lives on: vLLM's process would end with it."""
         for call in [*self.held, *(request.call for request in self.requests.values())]:
             call.fail(RuntimeError(f"{why}; spawn the generator again"))
-        for update in self.waiting:
-            update.done.set_exception(RuntimeError(f"{why}; spawn the generator again"))
+        for deferred in self.waiting:
+            deferred.done.set_exception(RuntimeError(f"{why}; spawn the generator again"))
         while True:
             self.commands.get().fail(RuntimeError(f"{why}; spawn the generator again"))
 
@@ -218,11 +249,11 @@ class EngineThread:
             self._step()
 
     def _end_drain(self) -> None:
-        """Load the weights that waited for the end of the running requests, and start the calls that waited for these weights."""
-        updates, self.waiting = self.waiting, []
+        """Do the work that waited for the end of the running requests, and start the calls that waited for this work."""
+        waiting, self.waiting = self.waiting, []
         calls, self.held = self.held, []
-        for update in updates:
-            self._load(update)
+        for deferred in waiting:
+            _run_into(deferred.done, deferred.run)
         for call in calls:
             self._add_requests(call)
 

@@ -14,7 +14,7 @@ from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, LoRAConfig
 from rl_actors.model_config import ModelConfig
 from rl_actors.processes import collector
-from rl_actors.vllm import cpu, gpu
+from rl_actors.vllm import cpu, gpu, sleeping
 from rl_actors.vllm.core import Core, OwnProcess, core_of
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
     with model_directory(config) as directory, core.starting():
         with collector.importing():
             import vllm.v1.engine.llm_engine  # noqa: F401  (all modules of an engine)
-        options = machine.options(config) | core.options(config)
+        options = machine.options(config) | core.options(config) | sleeping.options(config)
         yield _engine_arguments(replace(config, max_model_len=config.max_model_len + 1), directory, options)
 
 

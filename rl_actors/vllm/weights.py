@@ -56,6 +56,13 @@ class WeightsExtension:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         return os.getpid()
 
+    def free_device_bytes(self) -> int:
+        """Bytes of the device that no process uses. 0 on a CPU."""
+        if not torch.cuda.is_available():
+            return 0
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version of a pickled Source, and keep it open. The model does not change.
 

@@ -69,6 +69,7 @@ def generator_config(*, tied: bool = True, dtype="float32") -> GeneratorConfig:
         max_num_seqs=64,
         kv_cache_bytes=32 << 20,
         enforce_eager=True,
+        sleep_mode=True,  # on a CPU it changes nothing but that `sleep` is not refused
     )
 
 

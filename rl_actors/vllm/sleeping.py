@@ -1,0 +1,63 @@
+"""vLLM's sleep mode: an engine without requests gives the memory of its weights and its cache back to the device, and takes it again.
+
+Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull brings them. The keys and values are dropped at both.
+vLLM takes this memory from an allocator of its own, which keeps the addresses: CUDA graphs are valid after a wake.
+A CPU has no sleep mode. There nothing is released, but the calls and their refusals are the same.
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rl_actors.config import GeneratorConfig
+
+if TYPE_CHECKING:
+    from vllm import LLMEngine
+
+LEVELS = (1, 2)
+
+
+def options(config: GeneratorConfig) -> dict[str, object]:
+    """vLLM's arguments. vLLM refuses a sleep mode on a CPU."""
+    return {"enable_sleep_mode": True} if config.sleep_mode and torch.cuda.is_available() else {}
+
+
+def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool) -> None:
+    """Raises ValueError naming the value and the reason if the generator cannot sleep at this level."""
+    if level not in LEVELS:
+        raise ValueError(f"sleep: level={level!r}; it must be 1 or 2")
+    if not config.sleep_mode:
+        raise ValueError("sleep is not possible with generator.sleep_mode=False: vLLM reserves its memory for good")
+    if level == 2 and config.lora.syncs_adapter:
+        raise ValueError(
+            'sleep(level=2) would drop the weights under the adapters, which no pull brings (lora.sync="adapter"); use level 1'
+        )
+    if level == 2 and not has_transport:
+        raise ValueError(
+            "sleep(level=2) would drop the weights, and without a transport nothing brings them; use level 1"
+        )
+
+
+def fall_asleep(engine: "LLMEngine", level: int) -> int:
+    """Release the memory. Returns the bytes that the devices have more, over all ranks: 0 on a CPU."""
+    engine.reset_prefix_cache()
+    before = _free_bytes(engine)
+    if torch.cuda.is_available():
+        engine.sleep(level=level)
+    return _free_bytes(engine) - before
+
+
+def wake_up(engine: "LLMEngine") -> int:
+    """Take the memory again. Returns bytes, over all ranks: 0 on a CPU."""
+    before = _free_bytes(engine)
+    if torch.cuda.is_available():
+        engine.wake_up()
+    return before - _free_bytes(engine)
+
+
+def asleep(call: str) -> RuntimeError:
+    return RuntimeError(f"{call} is not possible while the generator sleeps: call wake first")
+
+
+def _free_bytes(engine: "LLMEngine") -> int:
+    return sum(engine.collective_rpc("free_device_bytes"))
