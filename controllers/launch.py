@@ -27,7 +27,6 @@ from controllers.display import LineDisplay
 from controllers.environments import Environment, Problem, RewardError, Scorer, build_environment
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
-from controllers.report import write_report
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
@@ -265,6 +264,9 @@ async def _train(
                 with interruption.training():
                     await _train_until_asked(run, train)
     finally:
+        # Imported here, because matplotlib takes half a second, which would delay the start of the actors.
+        from controllers.report import write_report
+
         write_report(folder.path)
         print(f"report: {folder.report}", file=terminal)
     return 0

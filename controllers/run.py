@@ -5,6 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 import torch
@@ -30,6 +31,7 @@ from rl_actors import (
     TrainerConfig,
     WeightsConfig,
 )
+from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
 from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
@@ -313,7 +315,8 @@ class Actors:
     """The transport, the trainers and the generator of a run. They are closed together."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, *, verbose: bool) -> None:
-        self.transport = make_transport(config, folder)
+        # Its modules are imported while the processes of the actors start.
+        self.transport = in_background(_open_transport(config, folder), "opening the transport")
         self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
         self.trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)
         self.generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
@@ -341,9 +344,13 @@ class Actors:
     async def close(self) -> None:
         """End all processes, in at most CLOSE_TIMEOUT seconds."""
         closing = [client.close() for client in self.clients]
-        done = asyncio.gather(*closing, self.transport.close(), return_exceptions=True)
+        done = asyncio.gather(*closing, self._close_transport(), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done, CLOSE_TIMEOUT)
+
+    async def _close_transport(self) -> None:
+        transport = await self.transport
+        await transport.close()
 
 
 @contextlib.asynccontextmanager
@@ -364,8 +371,6 @@ async def open_run(
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:
-        with setup("starting transport"):
-            await asyncio.wait_for(actors.transport.open(), config.trainer.setup_timeout)
         if not config.has_generator:
             # The controller of a config without a generator never uses the generator of its run.
             trainer, generator = actors.spawn_trainer(), cast(GeneratorClient, None)
@@ -378,7 +383,9 @@ async def open_run(
             generator = actors.spawn_generator()  # first, because it takes longer than the trainer
             trainer = actors.spawn_trainer()
         with setup("starting trainer and generator" if config.has_generator else "starting trainer"):
-            await asyncio.gather(*(client.ready() for client in actors.clients))
+            # The report needs matplotlib. Here its import delays nothing, because the actors take longer.
+            importing = asyncio.to_thread(import_module, "controllers.report")
+            await asyncio.gather(*(client.ready() for client in actors.clients), importing)
         yield Run(
             config=config,
             folder=folder,
@@ -423,6 +430,16 @@ async def open_generator(
 def shares_gpu(config: RunConfig) -> bool:
     """True if the generator shares a GPU with a rank of the trainer. The rank must not take memory while vLLM measures the free memory."""
     return torch.cuda.is_available() and (config.generator.gpu or 0) < config.trainer.num_processes()
+
+
+async def _open_transport(config: RunConfig, folder: RunFolder) -> Transport:
+    transport = await asyncio.to_thread(make_transport, config, folder)
+    timeout = config.trainer.setup_timeout
+    try:
+        await asyncio.wait_for(transport.open(), timeout)
+    except TimeoutError:
+        raise TimeoutError(f"the transport {config.transport} did not open within {timeout:g} s") from None
+    return transport
 
 
 def make_transport(config: RunConfig, folder: RunFolder) -> Transport:

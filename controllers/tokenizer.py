@@ -127,16 +127,27 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
     Raises ValueError if the directory holds no tokenizer, if no file of it names the token that ends a text, and if its chat template does
     not support the options of `chat`.
     """
-    from transformers import AutoTokenizer
-
-    if not (Path(directory) / "tokenizer_config.json").is_file():
+    config = Path(directory) / "tokenizer_config.json"
+    if not config.is_file():
         raise ValueError(f"{directory} holds no tokenizer_config.json, so it is not the directory of a tokenizer")
-    hf = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    hf = _load(directory, is_ours='"character_level": true' in config.read_text())
     stops = _stop_token_ids(Path(directory), hf)
     template = ChatTemplate(hf=hf, config=chat or ChatConfig(), stop_token_ids=stops)
     if template.config != ChatConfig():
         template.require_usable()
     return Tokenizer(hf=hf, chat=template, stop_token_ids=stops)
+
+
+def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
+    """is_ours: True for a tokenizer of build_character_tokenizer."""
+    if is_ours:
+        # AutoTokenizer would choose this class, too, but its module imports torch's compiler and code of models for a second.
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
 
 
 def _stop_token_ids(directory: Path, hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:

@@ -202,6 +202,8 @@ def require_optimizer(call: str, optimizer: object | None) -> None:
 
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
     """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
+    if config.name in ("AdamW", "Adam") and not config.arguments:
+        return  # nothing can be refused, and the first optimizer of a process makes torch import its compiler for a second
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
         made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)

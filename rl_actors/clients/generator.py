@@ -47,7 +47,7 @@ class GeneratorClient(Client):
         call_timeout: float = GeneratorConfig.call_timeout,
         setup_timeout: float = GeneratorConfig.setup_timeout,
         config: GeneratorConfig | None = None,
-        transport: "Transport | Call[Transport | None] | None" = None,
+        transport: "Transport | Call[Transport] | Call[Transport | None] | None" = None,
         first_version: Call[int] | None = None,
         logs: LogRoute | None = None,
     ) -> None:
@@ -68,7 +68,7 @@ class GeneratorClient(Client):
         cls,
         config: GeneratorConfig,
         *,
-        transport: "Transport | Call[Transport | None] | None" = None,
+        transport: "Transport | Call[Transport] | Call[Transport | None] | None" = None,
         name: str = "generator",
         logs: LogRoute | None = None,
         first_version: Call[int] | None = None,

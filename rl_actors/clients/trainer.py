@@ -74,7 +74,7 @@ class TrainerClient(Client):
         self,
         mesh: "ActorMesh[PolicyTrainer] | None",
         *,
-        transport: Transport | None = None,
+        transport: Transport | Call[Transport] | None = None,
         call_timeout: float = TrainerConfig.call_timeout,
         setup_timeout: float = TrainerConfig.setup_timeout,
         name: str = "trainer",
@@ -88,7 +88,7 @@ class TrainerClient(Client):
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
         self._limits = TrainerLimits.of_config(config) if config is not None else None
-        self._transport = transport
+        self._transport = None if isinstance(transport, Call) else transport
         self._owns_transport = False
         self._session = uuid.uuid4().hex[:12]
         self._number = 0  # number of the last request that was sent
@@ -97,7 +97,9 @@ class TrainerClient(Client):
         # The writing of the last save_checkpoint, until wait() is called. If it fails before, the next optim_step or save_checkpoint raises.
         self._unwaited: Call[None] | None = None
         self._gradient_calls: list[Call[ForwardBackwardOutput]] = []  # since the last optim_step or discard_gradients
-        self._opened: Call[Transport | None] = in_background(self._open_transport(), f"{name}: opening the transport")
+        self._opened: Call[Transport | None] = in_background(
+            self._open_transport(transport), f"{name}: opening the transport"
+        )
         self._start()
 
     @classmethod
@@ -105,14 +107,14 @@ class TrainerClient(Client):
         cls,
         config: TrainerConfig,
         *,
-        transport: Transport | None = None,
+        transport: Transport | Call[Transport] | None = None,
         name: str = "trainer",
         logs: LogRoute | None = None,
     ) -> "TrainerClient":
         """Spawn processes on this host and build the model in them. Returns at once; the answer to the first call waits for the start.
 
-        transport: an open transport, which the caller closes. None: a torchstore, or files if torchstore is not installed, which this client opens and
-        closes.
+        transport: an open transport, or the call that opens it; the caller closes it. None: a torchstore, or a small actor if torchstore is not
+        installed, which this client opens and closes.
         Raises ValueError if no trainer can be built from the config, or if there are too few GPUs.
         """
         require_config("TrainerClient.spawn", config, TrainerConfig)
@@ -121,7 +123,9 @@ class TrainerClient(Client):
         timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
         return cls(None, transport=transport, name=name, config=config, logs=logs, **timeouts)
 
-    async def _open_transport(self) -> Transport | None:
+    async def _open_transport(self, given: Transport | Call[Transport] | None) -> Transport | None:
+        if isinstance(given, Call):
+            self._transport = await given
         if self._mesh is not None or self._transport is not None:
             return self._transport
         async with self._spawning:  # a `close` during the opening waits for its end, and then closes the transport
@@ -132,11 +136,11 @@ class TrainerClient(Client):
 
     async def _set_up(self) -> None:
         self._turn = asyncio.Lock()
-        transport = await self._opened
         if self._mesh is None:
             assert self.config is not None
             processes = await self._spawn(self.config.num_processes())
-            self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, transport)
+            self._mesh = processes.spawn(self.name, PolicyTrainer, self.config, await self._opened)
+        await self._opened
         infos: list[TrainerInfo] = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
         self._version = infos[0].policy_version
         self._limits = TrainerLimits.of_info(infos[0])

@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
     from rl_actors.transports.slots import SlotAddress
@@ -312,6 +310,10 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
     """(this rank's part of a tensor, on the CPU and in the published dtype; its offset in the whole tensor)."""
+    # Imported here, because a caller of clients has no DTensors, and these modules take half a second.
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     where = {"device": "cpu", "dtype": published_dtype(tensor, dtype)}
     if not isinstance(tensor, DTensor):
         return tensor.detach().to(**where), (0,) * tensor.ndim

@@ -2,14 +2,17 @@
 
 import logging
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 from rl_actors.config import WeightsConfig
-from rl_actors.transports.indexed import IndexedTransport
+
+if TYPE_CHECKING:
+    from rl_actors.transports.indexed import IndexedTransport
 
 logger = logging.getLogger(__name__)
 
 
-def default_transport(weights: WeightsConfig | None = None) -> IndexedTransport:
+def default_transport(weights: WeightsConfig | None = None) -> "IndexedTransport":
     """The index in a torchstore, or in a small actor if torchstore is not installed. The caller opens and closes it."""
     if find_spec("torchstore") is None:
         from rl_actors.transports.index import IndexTransport

@@ -195,7 +195,7 @@ def run(make_engine, monkeypatch):
 
     written: the checkpoint that was begun last is complete when the run is killed.
     """
-    monkeypatch.setattr(launch, "write_report", lambda _: None)
+    monkeypatch.setattr("controllers.report.write_report", lambda _: None)
 
     def run(
         folder: RunFolder,
