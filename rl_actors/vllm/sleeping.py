@@ -39,25 +39,24 @@ def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool
 
 
 def fall_asleep(engine: "LLMEngine", level: int) -> int:
-    """Release the memory. Returns the bytes that the devices have more, over all ranks: 0 on a CPU."""
+    """Release the memory. Returns bytes, over all ranks: 0 on a CPU."""
     engine.reset_prefix_cache()
-    before = _free_bytes(engine)
+    num_bytes = _releasable_bytes(engine)
     if torch.cuda.is_available():
         engine.sleep(level=level)
-    return _free_bytes(engine) - before
+    return num_bytes
 
 
 def wake_up(engine: "LLMEngine") -> int:
     """Take the memory again. Returns bytes, over all ranks: 0 on a CPU."""
-    before = _free_bytes(engine)
     if torch.cuda.is_available():
         engine.wake_up()
-    return before - _free_bytes(engine)
+    return _releasable_bytes(engine)
 
 
 def asleep(call: str) -> RuntimeError:
     return RuntimeError(f"{call} is not possible while the generator sleeps: call wake first")
 
 
-def _free_bytes(engine: "LLMEngine") -> int:
-    return sum(engine.collective_rpc("free_device_bytes"))
+def _releasable_bytes(engine: "LLMEngine") -> int:
+    return sum(engine.collective_rpc("releasable_bytes"))

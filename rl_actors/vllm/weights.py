@@ -56,12 +56,13 @@ class WeightsExtension:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         return os.getpid()
 
-    def free_device_bytes(self) -> int:
-        """Bytes of the device that no process uses. 0 on a CPU."""
+    def releasable_bytes(self) -> int:
+        """Bytes of the device that a sleep releases: those of vLLM's own allocator. 0 on a CPU."""
         if not torch.cuda.is_available():
             return 0
-        torch.cuda.synchronize()
-        return torch.cuda.mem_get_info()[0]
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        return get_mem_allocator_instance().get_current_usage()
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version of a pickled Source, and keep it open. The model does not change.

@@ -15,9 +15,10 @@ PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=2048.0)
 
 
 @pytest.fixture
-def engine(monkeypatch):
+def engine(monkeypatch, tiny_run):
     from rl_actors.engine.train_engine import TrainEngine
 
+    tiny_run[0].wait()  # the memory of the device and the speed of its copies are measured here
     process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in process.items():
         monkeypatch.setenv(name, str(value))

@@ -21,8 +21,9 @@ CACHE = 8 << 30
 
 
 @pytest.fixture(scope="module")
-def actors():
+def actors(tiny_run):
     """A trainer and a generator on one GPU, with the same weights after a step."""
+    tiny_run[0].wait()  # the memory of the device is measured here
     config = replace(generator_config(gpu=0), sleep_mode=True, kv_cache_bytes=CACHE)
     with TrainerClient.spawn(trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
         generator.pull_model_state_dict(_next_version(trainer)).result()
@@ -44,7 +45,7 @@ def test_sleep_releases_weights_and_cache_and_a_pull_after_it_serves_the_trainer
     free_asleep = torch.cuda.mem_get_info()[0]
     print(f"level {level}: {released}, of the device {free_asleep - free:,}; weights {weights:,}, cache {CACHE:,}")
     assert 0.95 * (weights + CACHE) < released.num_bytes < 1.1 * (weights + CACHE)
-    assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE
+    assert abs(free_asleep - free - released.num_bytes) < 0.05 * CACHE  # really free, for other processes
     with pytest.raises(RuntimeError, match="the generator sleeps: call wake first"):
         generator.generate(PROMPTS, SAMPLED).result()
     version = _next_version(trainer)
