@@ -14,6 +14,7 @@ _QWEN3 = (
     qwen3.qwen3_4b,
     qwen3.qwen3_4b_one_gpu,
     qwen3.qwen3_8b,
+    qwen3.qwen3_8b_one_gpu,
 )
 CONFIGS = {
     "controllers.grpo": {"tiny": tiny, "blank": blank, "small": small} | {make.__name__: make for make in _QWEN3},

@@ -16,6 +16,7 @@ from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTConfig, SFTPhaseConfig
+from controllers.turns import TurnsConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
 
 MODELS = {
@@ -107,6 +108,20 @@ def qwen3_8b() -> GRPOConfig:
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
     config.trainer.parallelism.data_parallel_shard_degree = 2
+    return config
+
+
+def qwen3_8b_one_gpu() -> GRPOConfig:
+    """One GPU of 139 GiB, in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU while it generates. Adam's moments, 61 GiB,
+    are then in the host's memory, and the weights, 31 GiB, stay. The host also holds two versions of the weights, 31 GiB.
+
+    A checkpoint copies weights and moments, 92 GiB, to the host before it is written: a host with less has `--checkpoint-every 0`.
+    """
+    config = _shared("8b", tokens_per_row=8192, share=0.65)
+    config.trainer.logprob_chunk_tokens = 4096
+    config.turns = TurnsConfig(enabled=True)
+    config.generator.sleep_mode = True
+    config.weights.path = "shared_memory"  # slots on the GPU would take memory of both
     return config
 
 

@@ -59,6 +59,7 @@ def describe(config: "RunConfig") -> str:
         *config.described(),
         f"activation checkpointing: {trainer.activation_checkpointing}; forward and backward pass in {trainer.compute_dtype}",
         *_memory_of_a_rank(trainer, held),
+        *_turns(config),
         *_checkpoints(config),
         "processes:",
         f"  {'controller':<12} this machine",
@@ -85,11 +86,11 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     """The memory that a run takes. There is one Demand for each GPU that the run uses, or one for a machine without GPUs."""
-    held: dict[str, int] = {}
-    if trains:
-        held = {"trainer": memory_estimate.memory(config.trainer).total, "reference": _held_by_reference(config)}
+    phases = _phases(config) if trains else [_Phase(name="", trainer=0)]
+    reference = _held_by_reference(config) if trains else 0
     ranks, generators = config.trainer.num_processes(), _gpus_of_generators(config)
     if not torch.cuda.is_available():
+        held = {"trainer": max(phase.trainer for phase in phases), "reference": reference}
         taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}
         for name in generators:
             taken[name] = _held_by_generator(config)
@@ -98,12 +99,53 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     last = max((gpus[-1] for gpus in generators.values()), default=0)
     for gpu in range(min(max(ranks, last + 1), torch.cuda.device_count())):
         capacity = torch.cuda.get_device_properties(gpu).total_memory
-        taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
-        for name, gpus in generators.items():
-            if gpu in gpus:
-                taken[name] = round(config.generator.gpu_memory_utilization * capacity)
-        found.append(Demand(place=f"GPU {gpu}", capacity=capacity, taken=taken))
+        for phase in phases:
+            held = {"trainer": phase.trainer, "reference": reference}
+            taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
+            for name, gpus in generators.items():
+                if gpu in gpus and not phase.sleeps:
+                    taken[name] = round(config.generator.gpu_memory_utilization * capacity)
+            found.append(Demand(place=f"GPU {gpu}{phase.name}", capacity=capacity, taken=taken))
     return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Phase:
+    """A part of a step in which the processes hold the same memory."""
+
+    name: str  # as the end of a place
+    trainer: int  # bytes of a rank
+    sleeps: bool = False  # whether the generator has given its memory back
+
+
+def _phases(config: "RunConfig") -> list[_Phase]:
+    """The phases of a step: one, or those of trainer and generator in turns."""
+    held, parts = memory_estimate.memory(config.trainer), config.turns.parts
+    if not config.turns.enabled:
+        return [_Phase(name="", trainer=held.total)]
+    weights = held.parameters + held.buffers
+    kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
+    # After the first of several optimizer steps the optimizer's state stays until the generator's turn.
+    meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
+    passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
+    return [
+        _Phase(name=" generating", trainer=kept),
+        _Phase(name=" in forward_backward", trainer=passes, sleeps=True),
+        _Phase(name=" in optim_step", trainer=weights + held.gradients + held.optimizer, sleeps=True),
+    ]
+
+
+def _turns(config: "RunConfig") -> list[str]:
+    """How much memory a rank of the trainer holds in each of its turns, and how much of it is on the host meanwhile."""
+    if not config.turns.enabled:
+        return []
+    held = memory_estimate.memory(config.trainer)
+    sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
+    on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
+    lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
+    lines += [f"  {phase.name.strip():<20} {size_text(phase.trainer)}" for phase in _phases(config)]
+    listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
+    return [*lines, f"  {'on the host':<20} {listed}, pinned beside a GPU, while the generator works"]
 
 
 def _demand_line(demand: Demand) -> str:

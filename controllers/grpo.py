@@ -99,6 +99,11 @@ class GRPOConfig(RunConfig):
                 f"updates_per_step * epochs_per_step = {self.versions_per_step}, so nothing could run ahead; use 0 or at least "
                 f"{self.versions_per_step}"
             )
+        if self.turns.enabled and self.rollouts.max_staleness:
+            raise ValueError(
+                f"turns.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer works, so "
+                "nothing can run ahead; use 0"
+            )
         if self.sft_steps < 0:
             raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
 
@@ -161,7 +166,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             if batch.samples:  # a batch has none if the rewards are equal within every group: the gradient would be 0
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)
-                with run.timer("train"):
+                async with run.training():
                     updates = await train_step(run, samples, learning_rate)
                 async with rollouts.update():
                     version = await sync(run)
@@ -224,7 +229,7 @@ async def with_columns_of_loss(
     """
     columns, _ = run.config.make_loss().columns()
     if "generator_logprobs" in columns:
-        with run.timer("train"):
+        async with run.training():
             samples = await with_trainer_logprobs(run, samples)
     if reference and "ref_logprobs" in columns:
         samples = await reference.with_logprobs(samples)
@@ -246,6 +251,7 @@ async def sync(run: Run[GRPOConfig]) -> int:
     """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller. Returns their version."""
     with run.timer("sync"):
         version = await run.trainer.push_model_state_dict()
+        await run.turns.to_generator()
         await run.generator.pull_model_state_dict(version)
     return version
 

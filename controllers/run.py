@@ -20,6 +20,7 @@ from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
+from controllers.turns import InTurn, SideBySide, Turns, TurnsConfig
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import (
     GeneratorClient,
@@ -88,6 +89,8 @@ class RunConfig:
     take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """How the bytes of the weights get from the trainer to the generator."""
+    turns: TurnsConfig = field(default_factory=TurnsConfig)
+    """Whether trainer and generator use the memory of the same GPUs one after the other."""
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10
@@ -121,7 +124,10 @@ class RunConfig:
         lora = self.trainer.lora
         base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
         # Copies, so that the generator's config shares no object with the trainer's.
-        self.generator = replace(self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base)
+        sleeps = self.generator.sleep_mode or self.turns.enabled
+        self.generator = replace(
+            self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base, sleep_mode=sleeps
+        )
 
     @property
     def is_supervised(self) -> bool:
@@ -137,6 +143,11 @@ class RunConfig:
     def has_reference(self) -> bool:
         """True if the run starts a second trainer, which holds the reference policy."""
         return False
+
+    @property
+    def versions_per_step(self) -> int:
+        """Largest number of versions by which one step advances the policy."""
+        return 1
 
     def described(self) -> list[str]:
         """Lines of --plan about what this kind of run does."""
@@ -178,6 +189,7 @@ class RunConfig:
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
             )
         self.weights.validate()
+        self._validate_turns()
         self.environment.validate()
         validate_sets(self.validation)
         self.pass_at_k.validate()
@@ -190,6 +202,19 @@ class RunConfig:
             raise ValueError("trainer.optimizer=None; a run needs an optimizer")
         self.trainer.require_hf("generation")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
+
+    def _validate_turns(self) -> None:
+        self.turns.validate()
+        if not self.turns.enabled:
+            return
+        if not self.has_generator:
+            raise ValueError("turns.enabled=True, but this run has no generator")
+        ranks, gpu = self.trainer.num_processes(), self.generator.gpu or 0
+        if gpu >= ranks:
+            raise ValueError(
+                f"turns.enabled=True, but the generator's GPUs, from generator.gpu={gpu} on, are none of the trainer's {ranks}: both can "
+                "keep their memory"
+            )
 
     def all_trackers(self) -> list[str]:
         return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))
@@ -219,6 +244,7 @@ class Run(Generic[Config]):
     scorer: Scorer = field(default_factory=Scorer)
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
+    turns: Turns = field(default_factory=SideBySide)
     state: State = field(default_factory=dict)
     """Controller's state in the checkpoint that is resumed. Empty in a new run."""
     last_state: State = field(default_factory=dict)
@@ -237,6 +263,14 @@ class Run(Generic[Config]):
         self.log.validation(step, scores.samples)
         return scores.metrics
 
+    @contextlib.asynccontextmanager
+    async def training(self) -> AsyncIterator[None]:
+        """The trainer works in the body, and its time is `time/train`. The generator's next work must be a pull."""
+        await self.turns.to_trainer()
+        with self.timer("train"):
+            yield
+        await self.turns.trained()
+
     def trained(self, samples: Sequence[Sample], *, num_epochs: int = 1) -> dict[str, float]:
         """Tokens and FLOPs of training on the samples, as metrics of the step."""
         lengths = [len(sample) for sample in samples]
@@ -253,6 +287,7 @@ class Run(Generic[Config]):
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
+        values |= self.turns.metrics(infos)
         self.log.step(step, values, phase=phase, skipped=skipped)
         self.log.timeline(step, timeline)
 
@@ -282,7 +317,8 @@ class Run(Generic[Config]):
         if not self.config.checkpoint_every or not self.last_state or self.last_state["step"] == self.saved_step:
             return
         with self.timer("checkpoint"):
-            await self.checkpoints.save(self.trainer, self.last_state)
+            async with self.turns.borrowed():
+                await self.checkpoints.save(self.trainer, self.last_state)
         self.saved_step = self.last_state["step"]
 
 
@@ -374,10 +410,11 @@ async def open_run(
         if not config.has_generator:
             # The controller of a config without a generator never uses the generator of its run.
             trainer, generator = actors.spawn_trainer(), cast(GeneratorClient, None)
-        elif shares_gpu(config):
+        elif config.turns.enabled or shares_gpu(config):
             trainer = actors.spawn_trainer()
             with setup("starting trainer"):
                 await trainer.ready()
+                await trainer.offload(config.turns.parts)
             generator = actors.spawn_generator()
         else:
             generator = actors.spawn_generator()  # first, because it takes longer than the trainer
@@ -386,6 +423,7 @@ async def open_run(
             # The report needs matplotlib. Here its import delays nothing, because the actors take longer.
             importing = asyncio.to_thread(import_module, "controllers.report")
             await asyncio.gather(*(client.ready() for client in actors.clients), importing)
+        timer = Timer()
         yield Run(
             config=config,
             folder=folder,
@@ -395,6 +433,8 @@ async def open_run(
             trainer=trainer,
             generator=generator,
             checkpoints=checkpoints,
+            timer=timer,
+            turns=InTurn(config.turns, trainer, generator, timer) if config.turns.enabled else SideBySide(),
             spawn_reference=actors.spawn_reference,
         )
     finally:

@@ -73,7 +73,7 @@ class SFTPhase:
         samples = self._next_samples()
         learning_rate = self.schedule(step)
         outputs = []
-        with run.timer("train"):
+        async with run.training():
             for chunk in split(samples, run.config.samples_per_forward_backward):
                 outputs.append(await run.trainer.forward_backward(chunk, loss=CrossEntropy()))
             params = run.config.optimizer.params(learning_rate=learning_rate, grad_divisor=num_loss_tokens(samples))
@@ -126,6 +126,7 @@ async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
     """Give the trainer's weights to the generator and score them."""
     with run.timer("sync"):
         version = await run.trainer.push_model_state_dict()
+        await run.turns.to_generator()
         await run.generator.pull_model_state_dict(version)
     return await run.validate(step)
 

@@ -65,6 +65,7 @@ class Offload:
             return HostMove()
         begin = time.perf_counter()
         num_bytes = 0
+        this_machine().release_memory()  # blocks that torch keeps have sizes of other tensors
         try:
             for part in [part for part in PARTS if part in parts and part in self.away]:
                 places = self.away[part]

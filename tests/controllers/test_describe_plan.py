@@ -13,7 +13,7 @@ import torch
 from waiting import GUARD
 
 from configs import CONFIGS
-from configs.qwen3 import qwen3_4b, qwen3_8b
+from configs.qwen3 import qwen3_4b, qwen3_8b, qwen3_8b_one_gpu
 from configs.tiny import tiny
 from controllers import describe_plan
 from rl_actors.memory_estimate import memory
@@ -134,6 +134,30 @@ def test_the_plan_has_every_replica_of_the_generator_with_its_gpus(two_gpus, mon
         *[["generator-0"]] * 2,
         *[["generator-1"]] * 2,
     ]
+
+
+def test_the_plan_of_turns_has_the_peak_of_every_phase(two_gpus):
+    config = qwen3_8b_one_gpu()
+    held = memory(config.trainer)
+    weights = held.parameters + held.buffers
+    passes = weights + held.gradients + held.activations
+    size = describe_plan.size_text
+    totals = describe_plan.describe(config).split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    assert totals == [
+        f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 91.0 GiB of 140.0 GiB",
+        f"  GPU 0 in forward_backward trainer-0 {size(passes)} of 140.0 GiB",
+        f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
+    ]
+    text = describe_plan.describe(config)
+    assert f"  on the host          optimizer {size(held.optimizer)}, pinned beside a GPU" in text
+    describe_plan.require_memory(config)
+    several = replace(config, updates_per_step=2)
+    assert f"GPU 0 in forward_backward trainer-0 {size(passes + held.optimizer)} of" in describe_plan.describe(several)
+    config.turns.offload = ("optimizer", "weights")
+    assert "  GPU 0 generating generator-0 91.0 GiB of 140.0 GiB\n" in describe_plan.describe(config)
+    config.turns.enabled = False
+    with pytest.raises(ValueError, match=r"the run takes .* \(trainer-0 .* \+ generator-0 91.0 GiB\)"):
+        describe_plan.require_memory(config)
 
 
 @pytest.mark.parametrize("make", CONFIGS["controllers.grpo"].values(), ids=CONFIGS["controllers.grpo"])

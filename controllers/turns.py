@@ -1,0 +1,138 @@
+"""Trainer and generator in the memory of the same GPUs, one after the other. The choice is made once, when a run is opened.
+
+In the trainer's turn vLLM sleeps. Its calls bring back what they need: forward_backward the weights, optim_step the optimizer's state. In the
+generator's turn the parts of TurnsConfig.offload are in the host's memory.
+"""
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from controllers.metrics import Timer
+from controllers.run_folder import Record
+from rl_actors import GeneratorClient, TrainerClient, TrainerInfo
+from rl_actors.parts import HostMove, Part, of_all_ranks, require_parts
+from rl_actors.types import DeviceMemory
+
+
+@dataclass(kw_only=True)
+class TurnsConfig:
+    enabled: bool = False
+    """Trainer and generator take turns in the memory of the GPUs that they share: the generator sleeps while the trainer works. Needs
+    rollouts.max_staleness=0. On a CPU the turns are the same, but save no memory."""
+    offload: tuple[Part, ...] = ("optimizer",)
+    """Parts of the trainer that are in pinned host memory while the generator works: optimizer, weights, gradients."""
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """The parts that are on the host while the generator works."""
+        return self.offload if self.enabled else ()
+
+    def validate(self) -> None:
+        """Raises ValueError or TypeError naming the value."""
+        require_parts("turns.offload", self.offload)
+
+
+class Turns(Protocol):
+    """The names that SideBySide and InTurn share."""
+
+    async def to_trainer(self) -> None:
+        """The trainer works from now on."""
+
+    async def trained(self) -> None:
+        """The trainer has stepped. A push may follow, or more training."""
+
+    async def to_generator(self) -> None:
+        """The generator works from now on. Its weights may be gone: a pull must follow."""
+
+    def borrowed(self) -> AbstractAsyncContextManager[None]:
+        """The trainer works in the body, in the middle of the generator's turn. The generator then has its weights again."""
+
+    def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
+        """Bytes and seconds of the moves since the last call."""
+
+
+class SideBySide:
+    """Trainer and generator keep their memory and may work at the same time."""
+
+    async def to_trainer(self) -> None:
+        """Does nothing."""
+
+    async def trained(self) -> None:
+        """Does nothing."""
+
+    async def to_generator(self) -> None:
+        """Does nothing."""
+
+    def borrowed(self) -> AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
+    def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
+        return {}
+
+
+class InTurn:
+    """Trainer and generator take turns. The generator has the first one."""
+
+    def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
+        self.trainer, self.generator, self.timer = trainer, generator, timer
+        self.parts = config.parts
+        # A pull brings the whole weights after every training, so they need no copy on the host. An adapter's base comes by no pull.
+        assert generator.config is not None
+        self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
+        self.is_trainers = False
+        self.slept, self.woken = DeviceMemory(), DeviceMemory()  # since the last record
+        self.offloaded, self.onloaded = HostMove(), HostMove()  # the trainer's totals at the last record
+
+    async def to_trainer(self) -> None:
+        if not self.is_trainers:
+            with self.timer("sleep"):
+                self.slept = _sum(self.slept, await self.generator.sleep(self.level))
+            self.is_trainers = True
+
+    async def trained(self) -> None:
+        # Now and not only before the generator's turn, so that another forward_backward has its room. A push needs the weights.
+        with self.timer("release"):
+            await self.trainer.offload([part for part in self.parts if part != "weights"])
+
+    async def to_generator(self) -> None:
+        if self.is_trainers:
+            with self.timer("wake"):
+                await self.trainer.offload(self.parts)
+                self.woken = _sum(self.woken, await self.generator.wake())
+            self.is_trainers = False
+
+    @contextlib.asynccontextmanager
+    async def borrowed(self) -> AsyncIterator[None]:
+        if self.is_trainers:
+            yield
+            return
+        version = (await self.generator.info()).policy_version
+        await self.to_trainer()
+        yield
+        await self.to_generator()
+        if version >= 0:  # the trainer keeps its newest version for readers
+            with self.timer("sync"):
+                await self.generator.pull_model_state_dict(version)
+
+    def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
+        found: Record = {}
+        for name, memory in (("sleep", self.slept), ("wake", self.woken)):
+            found[f"{name}/gigabytes"] = memory.num_bytes / 1e9
+        self.slept, self.woken = DeviceMemory(), DeviceMemory()
+        totals = (
+            ("offload", self.offloaded, of_all_ranks(info.offloaded for info in infos)),
+            ("onload", self.onloaded, of_all_ranks(info.onloaded for info in infos)),
+        )
+        for name, before, now in totals:
+            move = now.since(before)
+            found[f"{name}/gigabytes"] = move.num_bytes / 1e9
+            found[f"time/{name}"] = move.seconds
+        self.offloaded, self.onloaded = (now for _, _, now in totals)
+        return found
+
+
+def _sum(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:
+    return DeviceMemory(num_bytes=one.num_bytes + other.num_bytes, seconds=one.seconds + other.seconds)

@@ -1,0 +1,245 @@
+"""Trainer and generator take turns in the memory of a GPU: who holds what when, the results of a run, and what is refused."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from fakes import NearTrainer, ParityReward, RandomGenerator
+from test_grpo_loop import NUM_HELD_OUT, make_config, run_grpo
+from waiting import GUARD
+
+import rl_actors
+from configs.tiny import tiny, tiny_dpo
+from controllers.metrics import Timer
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.turns import InTurn, TurnsConfig
+from rl_actors.clients.call import in_background
+from rl_actors.config import LoRAConfig
+from rl_actors.parts import HostMove
+from rl_actors.types import DeviceMemory, GeneratorInfo
+
+ROOT = Path(__file__).parents[2]
+GIGABYTE = 10**9
+TIMES = ("time/", "tokens/s", "busy/", "memory/")
+
+
+class Gpu:
+    """Memory that one of two actors may hold."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.is_generators = True
+        self.has_weights = False
+
+    def require(self, is_generators: bool, call: str) -> None:
+        assert self.is_generators == is_generators, f"{call} in the other's turn, after {self.calls[-5:]}"
+
+
+class OffloadingTrainer(NearTrainer):
+    """A trainer whose optimizer state takes a gigabyte. It steps only while the generator sleeps."""
+
+    gpu: Gpu
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offloaded = self.onloaded = HostMove()
+        self.is_on_host = False
+
+    async def offload(self, parts) -> HostMove:
+        self.gpu.calls.append(f"offload {' '.join(parts)}")
+        move = HostMove()
+        if "optimizer" in parts and self.steps and not self.is_on_host:
+            move, self.is_on_host = HostMove(num_bytes=GIGABYTE, seconds=1.0), True
+        self.offloaded = self.offloaded.then(move)
+        return move
+
+    async def forward_backward(self, samples, loss):
+        self.gpu.require(False, "forward_backward")
+        assert self.is_on_host or not self.steps  # the optimizer's state leaves its room to the activations
+        return await super().forward_backward(samples, loss)
+
+    async def optim_step(self, params):
+        self.gpu.require(False, "optim_step")
+        self.gpu.calls.append("optim_step")
+        if self.steps and self.is_on_host:
+            self.onloaded = self.onloaded.then(HostMove(num_bytes=GIGABYTE, seconds=0.5))
+        self.is_on_host = False
+        return await super().optim_step(params)
+
+    async def save_checkpoint(self, path: str, *, optimizer: bool = True):
+        self.gpu.require(False, "save_checkpoint")
+        self.gpu.calls.append("save")
+        Path(path).mkdir(parents=True)
+        saved = in_background(_nothing(), "saving")
+        return SimpleNamespace(path=path, policy_version=len(self.steps), wait=lambda: saved)
+
+    async def info(self):
+        [info] = await super().info()
+        return [replace(info, offloaded=self.offloaded, onloaded=self.onloaded)]
+
+
+async def _nothing() -> None: ...
+
+
+class SleepingGenerator(RandomGenerator):
+    """A generator that loses its weights when it sleeps."""
+
+    gpu: Gpu
+
+    @classmethod
+    def spawn(cls, config, **_):
+        generator = cls()
+        generator.config = config
+        return generator
+
+    async def sleep(self, level: int) -> DeviceMemory:
+        self.gpu.require(True, "sleep")
+        self.gpu.is_generators = self.gpu.has_weights = False
+        self.gpu.calls.append(f"sleep {level}")
+        return DeviceMemory(num_bytes=3 * GIGABYTE, seconds=0.1)
+
+    async def wake(self) -> DeviceMemory:
+        self.gpu.require(False, "wake")
+        self.gpu.is_generators = True
+        self.gpu.calls.append("wake")
+        return DeviceMemory(num_bytes=3 * GIGABYTE, seconds=0.2)
+
+    async def pull_model_state_dict(self, version: int) -> int:
+        self.gpu.require(True, "pull")
+        self.gpu.has_weights = True
+        self.gpu.calls.append(f"pull {version}")
+        return await super().pull_model_state_dict(version)
+
+    async def generate(self, prompts, params):
+        self.gpu.require(True, "generate")
+        assert self.gpu.has_weights
+        return await super().generate(prompts, params)
+
+    async def info(self) -> GeneratorInfo:
+        return GeneratorInfo(policy_version=self.version, max_model_len=64, vocab_size=16, logs="")
+
+
+def run_with(path: Path, trainer: type, generator: type, **fields):
+    config = replace(make_config(), **fields)
+    build_character_tokenizer(path / "tokenizer", config.alphabet)
+    environment, tokenizer = ParityReward(0.0, NUM_HELD_OUT), load_tokenizer(path / "tokenizer")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rl_actors, "TrainerClient", trainer, raising=False)
+        patch.setattr(rl_actors, "GeneratorClient", generator, raising=False)
+        return asyncio.run(run_grpo(config, RunFolder(path / "run"), environment, tokenizer))
+
+
+def without_times(records: list[dict]) -> list[dict]:
+    moves = ("offload/", "onload/", "sleep/", "wake/")
+    return [{key: value for key, value in record.items() if not key.startswith((*TIMES, *moves))} for record in records]
+
+
+@pytest.fixture
+def gpu(monkeypatch) -> Gpu:
+    gpu = Gpu()
+    monkeypatch.setattr(OffloadingTrainer, "gpu", gpu, raising=False)
+    monkeypatch.setattr(SleepingGenerator, "gpu", gpu, raising=False)
+    return gpu
+
+
+def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_side(gpu, tmp_path):
+    usual = run_with(tmp_path / "usual", NearTrainer, RandomGenerator)
+    turns = TurnsConfig(enabled=True, offload=("optimizer", "weights"))
+    found = run_with(tmp_path / "turns", OffloadingTrainer, SleepingGenerator, turns=turns)
+    assert without_times(found.records) == without_times(usual.records)
+    step = ["optim_step", "offload optimizer"]
+    turns = [*step, "offload optimizer weights", "wake"]
+    assert gpu.calls == [
+        "offload optimizer weights",  # before the generator starts
+        "pull 0",
+        *["sleep 2", *step, *turns, "pull 2"],  # supervised steps
+        "pull 2",  # the first GRPO step asks for the newest version, which is there
+        *["sleep 2", *turns, "pull 3"],
+        *["sleep 2", *turns, "pull 4"],
+        *["sleep 2", *turns, "pull 5"],
+    ]
+    first, second = found.records[-2:]
+    for record in (first, second):
+        assert record["sleep/gigabytes"] == record["wake/gigabytes"] == 3
+        assert record["offload/gigabytes"] == record["onload/gigabytes"] == 1
+        assert (record["time/offload"], record["time/onload"]) == (1.0, 0.5)
+        assert record["time/sleep"] >= 0 and record["time/sync"] >= record["time/wake"] >= 0
+    assert found.records[0]["sleep/gigabytes"] == found.records[0]["offload/gigabytes"] == 0
+
+
+def test_a_checkpoint_borrows_the_memory_and_the_generator_gets_its_version_again(gpu, tmp_path):
+    run_with(tmp_path, OffloadingTrainer, SleepingGenerator, turns=TurnsConfig(enabled=True), checkpoint_every=1)
+    saved = [index for index, call in enumerate(gpu.calls) if call == "save"]
+    versions = []
+    for index in saved[2:]:  # the supervised steps save in their own turn
+        assert gpu.calls[index - 1] == "sleep 2"
+        assert gpu.calls[index + 1 : index + 3] == ["offload optimizer", "wake"]
+        versions.append(gpu.calls[index + 3])
+    assert versions == ["pull 3", "pull 4", "pull 5"]
+
+
+@pytest.mark.parametrize(("sync", "level"), [("merged", 2), ("adapter", 1)])
+def test_the_weights_under_adapters_stay_on_the_host(gpu, sync, level):
+    config = replace(tiny(), turns=TurnsConfig(enabled=True)).generator
+    generator = SleepingGenerator.spawn(replace(config, lora=LoRAConfig(rank=4, sync=sync)))
+    turns = InTurn(TurnsConfig(enabled=True), OffloadingTrainer(), generator, Timer())
+    asyncio.run(turns.to_trainer())
+    assert gpu.calls == [f"sleep {level}"]
+
+
+def test_turns_make_the_generators_sleep_possible():
+    assert not tiny().generator.sleep_mode
+    assert replace(tiny(), turns=TurnsConfig(enabled=True)).generator.sleep_mode
+
+
+def test_turns_that_cannot_be_taken_are_refused_by_name():
+    config = replace(tiny(), turns=TurnsConfig(enabled=True))
+    config.validate()
+    ahead = replace(config, rollouts=replace(config.rollouts, max_staleness=6))
+    with pytest.raises(ValueError, match=r"turns.enabled=True with rollouts.max_staleness=6: the generator sleeps"):
+        ahead.validate()
+    apart = replace(config, generator=replace(config.generator, gpu=1))
+    with pytest.raises(ValueError, match=r"from generator.gpu=1 on, are none of the trainer's 1"):
+        apart.validate()
+    with pytest.raises(ValueError, match="turns.enabled=True, but this run has no generator"):
+        replace(tiny_dpo(), turns=TurnsConfig(enabled=True)).validate()
+    with pytest.raises(ValueError, match="turns.offload: 'cache' is not a part"):
+        replace(config, turns=TurnsConfig(enabled=True, offload=("cache",))).validate()
+
+
+@pytest.mark.slow
+def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
+    records = {}
+    for name, flags in {
+        "usual": [],
+        "turns": ["--turns.enabled", "--turns.offload", "optimizer", "weights"],
+        "resumed": [],
+    }.items():
+        folder = tmp_path / ("turns" if name == "resumed" else name)
+        command = [sys.executable, "-m", "controllers.grpo"]
+        if name == "resumed":
+            command += ["--resume", str(folder), "--steps", "4"]
+        else:
+            command += ["--config", "tiny", "--output-dir", str(folder), "--steps", "2" if name == "turns" else "4"]
+            command += ["--sft-steps", "3", "--rollouts.groups-per-step", "32", "--environment.num-held-out", "32"]
+            command += ["--environment.task", "tests.fakes:parity_reward", "--environment.options", "{}"]
+            command += ["--schedule.kind", "constant", "--checkpoint-every", "1", "--validate-every", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            [*command, *flags], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        records[name] = read_jsonl(folder / "metrics.jsonl")
+    moved = [record["offload/gigabytes"] for record in records["resumed"] if record["phase"] == "grpo"]
+    assert min(moved) > 0
+    for usual, turns in zip(records["usual"], records["resumed"], strict=True):
+        skipped = ("weights/", "validation/")  # a checkpoint's pull comes later; the last of two steps validates
+        assert {key: value for key, value in without_times([turns])[0].items() if not key.startswith(skipped)} == {
+            key: value for key, value in without_times([usual])[0].items() if not key.startswith(skipped)
+        }
