@@ -5,7 +5,8 @@ without what vLLM then does with the weights. The plain copy moves the same numb
 the other process. All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors a real trainer and a real generator follow: a push and a pull as their callers see them, with the parts of both. On GPUs there is
-only this part, and the plain copy is one of all bytes between the two devices, or through pinned memory. The GPU part was not run yet.
+only this part. There a plain copy of as many bytes follows: twice between the two GPUs, or to pinned memory and back, because a push and a pull
+copy once each. The GPU part was not run yet.
 """
 
 import argparse
@@ -161,19 +162,43 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
     num_gpus = torch.cuda.device_count()
     gpu = min(ranks, num_gpus - 1) if num_gpus else None
     generator_config = replace(
-        GeneratorConfig.of(config), dtype="bfloat16", max_num_seqs=4, gpu=gpu, gpu_memory_utilization=0.3
+        GeneratorConfig.of(config),
+        dtype="bfloat16",
+        max_num_seqs=4,
+        gpu=gpu,
+        gpu_memory_utilization=0.3,
+        kv_cache_bytes=256 << 20,  # so that vLLM need not measure the memory of a GPU that it shares
     )
     transport = default_transport(WeightsConfig(path=path))
     in_background(transport.open(), "transport").result()
     processes = in_background(spawn_processes("trainer", ranks), "trainer").result()
     mesh = processes.mesh.spawn("trainer", AgainTrainer, config, transport)
     try:
-        with TrainerClient(mesh) as trainer, GeneratorClient.spawn(generator_config, transport=transport) as generator:
-            generator.ready().result()
-            report_actors(size, path, ranks, _syncs(trainer, generator, mesh, rounds))
+        with TrainerClient(mesh) as trainer:
+            trainer.ready().result()  # it takes memory of a GPU, which vLLM must see when it starts there
+            with GeneratorClient.spawn(generator_config, transport=transport) as generator:
+                generator.ready().result()
+                syncs = _syncs(trainer, generator, mesh, rounds)
     finally:
         in_background(processes.stop(), "trainer").result()
         in_background(transport.close(), "transport").result()
+    pull = syncs[-1][3]
+    plain = None if gpu is None else plain_seconds(pull.num_bytes, f"cuda:{gpu}" if pull.path == "cuda_ipc" else "cpu")
+    report_actors(size, path, ranks, syncs, plain)
+
+
+def plain_seconds(num_bytes: int, device: str) -> float:
+    """Seconds of plain copies of as many bytes from the first GPU to another device and back, at the rate of 1 GiB. "cpu": pinned memory."""
+    here = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    there = torch.empty(1 << 30, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
+    num_rounds = 5
+    for turn in range(num_rounds + 1):
+        if turn == 1:  # the first turn is not timed
+            begin = time.perf_counter()
+        there.copy_(here, non_blocking=True)
+        here.copy_(there, non_blocking=True)
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / num_rounds * num_bytes / len(here)
 
 
 def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Transfer, Transfer]]:
@@ -192,7 +217,10 @@ def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Tr
     return found
 
 
-def report_actors(size: str, path: str, ranks: int, syncs: list[tuple[float, float, Transfer, Transfer]]) -> None:
+def report_actors(
+    size: str, path: str, ranks: int, syncs: list[tuple[float, float, Transfer, Transfer]], plain: float | None
+) -> None:
+    """plain: seconds of two plain copies of as many bytes, if they were measured."""
     _, _, push, pull = syncs[-1]
     figures: dict[str, float | str] = {
         "path": pull.path,
@@ -203,6 +231,8 @@ def report_actors(size: str, path: str, ranks: int, syncs: list[tuple[float, flo
     figures["push_seconds"] = statistics.median(seconds for seconds, _, _, _ in syncs)
     figures["pull_seconds"] = statistics.median(seconds for _, seconds, _, _ in syncs)
     figures["seconds"] = statistics.median(pushed + pulled for pushed, pulled, _, _ in syncs)
+    if plain is not None:
+        figures["plain_seconds"] = plain
     for phase in push.phases:
         figures[f"{phase}_seconds"] = statistics.median(push.phases[phase] for _, _, push, _ in syncs)
     for phase in pull.phases:

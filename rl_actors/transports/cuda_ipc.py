@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 HANDLE_BYTES = 64
+BLOCK = 2 << 20
+"""Bytes of which an allocation is a multiple. CUDA puts smaller ones together in one block, and a handle opens a whole block."""
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the reader may compute on another GPU than that of the memory
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -60,7 +62,10 @@ class DeviceMemory:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # initializes CUDA
             address = ctypes.c_void_p()
-            _check(cudart().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(max(num_bytes, 1))), "cudaMalloc")
+            _check(
+                cudart().cudaMalloc(ctypes.byref(address), ctypes.c_size_t(max(1, -(-num_bytes // BLOCK)) * BLOCK)),
+                "cudaMalloc",
+            )
             handle = Handle()
             _check(cudart().cudaIpcGetMemHandle(ctypes.byref(handle), address), "cudaIpcGetMemHandle")
         weakref.finalize(self, cudart().cudaFree, address)
@@ -107,10 +112,12 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Copies that begin in the context have ended when it ends."""
-    yield
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    """Copies that begin in the context have ended when it ends, also by an error."""
+    try:
+        yield
+    finally:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
 
 
 def pin(data: Tensor, *, read_only: bool) -> bool:

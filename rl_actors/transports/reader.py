@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rl_actors.transports import cuda_ipc
 from rl_actors.transports.base import Manifest, OpenVersion, Piece, Source
 from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name, machine
 from rl_actors.transports.tcp import received
@@ -53,6 +54,8 @@ class SlotSource(Source):
                 self._require_servers(reason)
                 reading = received(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
                 slots = stack.enter_context(reading)
+            # A GPU may still copy out of the slots when the reader has asked for its last tensor.
+            stack.enter_context(cuda_ipc.copies_end())
             yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:

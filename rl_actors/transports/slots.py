@@ -10,6 +10,7 @@ The first page of a slot names the version that it holds whole. Then follow the 
 import contextlib
 import fcntl
 import json
+import logging
 import mmap
 import os
 import secrets
@@ -27,6 +28,8 @@ from torch import Tensor
 
 from rl_actors.transports import cuda_ipc
 from rl_actors.transports.placement import Place
+
+logger = logging.getLogger(__name__)
 
 PAGE = 4096
 ALIGNMENT = 64  # bytes; of every tensor in a slot
@@ -134,7 +137,7 @@ class Slot:
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.data_offset + (0 if place.on_gpu else max(layout.num_bytes, 1)))
         # MAP_POPULATE touches every page now, because a first write would stop at each of them.
-        self.memory = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.memory = _map(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
         self.memory[PAGE : PAGE + len(text)] = text
         self.on_gpu: cuda_ipc.DeviceMemory | None = None
@@ -142,7 +145,7 @@ class Slot:
             self.on_gpu = cuda_ipc.DeviceMemory(layout.num_bytes, device)
             self.data = self.on_gpu.data
         else:
-            self.data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=self.data_offset)[: layout.num_bytes]
+            self.data = _bytes_of(self.memory, self.data_offset, layout.num_bytes)
         if place.pinned:
             _pin(self, self.data, read_only=False)
         self.views = layout.views(self.data)
@@ -171,11 +174,22 @@ class Slot:
 
         Raises TimeoutError naming the processes that still read the slot.
         """
+        with self._locked(key, timeout):
+            yield
+            self.key = key
+
+    @contextlib.contextmanager
+    def _locked(self, key: str, timeout: float) -> Iterator[None]:
+        """Hold the exclusive lock. The slot holds no version from then on."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
             yield
-            self.key = key
+
+    def end(self, key: str, timeout: float) -> None:
+        """Wait for the readers, and let no other begin, because memory of a GPU is freed with the slot. key: that of the push."""
+        with self._locked(key, timeout):
+            pass
 
     def address(self, server: tuple[str, int] | None) -> SlotAddress:
         return SlotAddress(
@@ -209,20 +223,30 @@ class MappedSlot:
         if magic != MAGIC or token != address.token:
             raise VersionGoneError(f"{address} is gone: another file has its place")
         # Nobody may write: a wrong write ends this process, and does not change what other readers see.
-        self.memory = mmap.mmap(self.fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        self.memory = _map(self.fd, mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
         self.on_gpu: cuda_ipc.OpenedMemory | None = None
         if address.handle:
             self.on_gpu = cuda_ipc.OpenedMemory(address.handle, num_bytes, address.gpu)
             self.data = self.on_gpu.data
         else:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given buffer is not writable")
-                data = torch.frombuffer(self.memory, dtype=torch.uint8, offset=data_offset)
-            self.data = data[:num_bytes]
-            if torch.cuda.is_initialized():  # a worker on a GPU
-                _pin(self, self.data, read_only=True)
+            self.data = self._host_bytes(data_offset, num_bytes)
         self.views = self.layout.views(self.data)
+
+    def _host_bytes(self, offset: int, num_bytes: int) -> Tensor:
+        """The bytes of the tensors, pinned for a worker on a GPU."""
+        data = _bytes_of(self.memory, offset, num_bytes)
+        if torch.cuda.is_initialized() and not _pin(self, data, read_only=True):
+            # Not every driver pins memory that is mapped only for reading.
+            fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                self.memory = _map(fd, mmap.PROT_READ | mmap.PROT_WRITE)
+            finally:
+                os.close(fd)
+            data = _bytes_of(self.memory, offset, num_bytes)
+            if not _pin(self, data, read_only=False):
+                logger.info("CUDA pins no memory of %s: copies from there take about four times as long", self.address)
+        return data
 
     @contextlib.contextmanager
     def reading(self, key: str, timeout: float) -> Iterator[None]:
@@ -232,10 +256,22 @@ class MappedSlot:
             yield
 
 
-def _pin(owner: object, data: Tensor, *, read_only: bool) -> None:
-    """Pin memory as long as its owner lives."""
-    if cuda_ipc.pin(data, read_only=read_only):
+def _map(fd: int, access: int) -> mmap.mmap:
+    return mmap.mmap(fd, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=access)
+
+
+def _bytes_of(memory: mmap.mmap, offset: int, num_bytes: int) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=offset)[:num_bytes]
+
+
+def _pin(owner: object, data: Tensor, *, read_only: bool) -> bool:
+    """Pin memory as long as its owner lives. Returns False where CUDA refuses."""
+    pinned = cuda_ipc.pin(data, read_only=read_only)
+    if pinned:
         weakref.finalize(owner, cuda_ipc.unpin, data.data_ptr())
+    return pinned
 
 
 class Mappings:

@@ -41,7 +41,7 @@ class Snapshot:
         Raises TimeoutError if readers hold the slot, or if the copy takes longer than the timeout.
         """
         layout = self.plan.layout(tensors, dtype)
-        slot = self._slot_for(layout, _device(tensors))
+        slot = self._slot_for(layout, _device(tensors), key)
         deadline = time.monotonic() + self.timeout
         with slot.writing(key, self.timeout), cuda_ipc.copies_end():
             for name, tensor in tensors.items():
@@ -63,10 +63,13 @@ class Snapshot:
         """The slot with this token, if it is still here."""
         return next((slot for slot in self.slots if slot.token == token), None)
 
-    def _slot_for(self, layout: Layout, device: torch.device) -> Slot:
+    def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
         """A slot of this layout that does not hold the newest version, if the place has two. The first writes make them."""
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
-        self.slots = [slot for slot in self.slots if slot in alike or slot is self.newest]
+        for slot in [*self.slots]:
+            if slot not in alike and slot is not self.newest:
+                slot.end(key, self.timeout)
+                self.slots.remove(slot)
         for slot in alike:
             if slot is not self.newest or self.place.num_slots == 1:
                 return slot

@@ -74,6 +74,13 @@ def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behin
                     on_device.copy_(piece.values, non_blocking=True)
                     torch.cuda.synchronize()
                     assert (on_device == version).all()
+        # A version that is open stays whole when its trainer dies.
+        here.send(True)
+        with SlotSource(manifest=here.recv(), path="auto", timeout=TIMEOUT).open() as opened:
+            writer.kill()
+            writer.join()
+            for _, [piece] in opened.pieces():
+                assert (piece.values.cpu() == 6).all()
     finally:
         writer.kill()
         writer.join()

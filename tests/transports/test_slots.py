@@ -12,6 +12,7 @@ import pytest
 import torch
 from waiting import GUARD, wait_until
 
+from rl_actors.transports import cuda_ipc
 from rl_actors.transports.base import Manifest, Piece
 from rl_actors.transports.placement import Place
 from rl_actors.transports.reader import SlotSource, whole
@@ -195,6 +196,41 @@ def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
         # The newest version of the former layout stays until the new layout has one.
         assert len(former & {slot.token for slot in snapshot.slots}) == (version == 6)
     assert len(snapshot.slots) == 2
+
+
+def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended():
+    snapshot = Snapshot(rank=0, timeout=0.1)
+    manifest = write(snapshot, 1)
+    other = {"w0": torch.zeros(4)}
+    with source_of(manifest).open() as version:
+        snapshot.write("s/2", other, None)
+        with pytest.raises(TimeoutError, match="push of s/3: .*rank 0: lock of slot 0 was not free within 0.1 s"):
+            snapshot.write("s/3", other, None)
+        assert versions_in(dict(version.tensors())) == {1.0}
+    snapshot.write("s/3", other, None)
+    with pytest.raises(VersionGoneError, match="s/1 is gone: slot 0 .* holds a push that did not end"):
+        read(manifest)
+
+
+def test_a_reader_on_a_gpu_maps_for_writing_where_cuda_pins_nothing_that_is_only_read(monkeypatch):
+    """There is no GPU here: pin answers as a driver would."""
+    asked, unpinned = [], []
+
+    def pin(data: torch.Tensor, *, read_only: bool) -> bool:
+        asked.append(read_only)
+        return not read_only
+
+    snapshot = Snapshot(rank=0, timeout=GUARD)
+    manifest = write(snapshot, 1)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(cuda_ipc, "pin", pin)
+    monkeypatch.setattr(cuda_ipc, "unpin", unpinned.append)
+    [slot] = Mappings().of(manifest.parts)
+    assert asked == [True, False]
+    assert versions_in(slot.views) == {1.0}
+    address = slot.data.data_ptr()
+    del slot
+    assert unpinned == [address]
 
 
 def test_a_write_of_half_the_tensors_that_fails_costs_no_published_version():
