@@ -117,6 +117,14 @@ def _sync(line: Line) -> str:
     return f"push {line['push_seconds'] * 1e3:.0f} ms, pull {line['pull_seconds'] * 1e3:.0f} ms by {line['path']}"
 
 
+def _ahead(line: Line) -> str:
+    [waiting] = (other for name, other in line["file"].items() if name.startswith("staleness 0,"))
+    return (
+        f"{line['rollouts_per_second']:.0f} beside {waiting['rollouts_per_second']:.0f} rollouts/s; held-out accuracy "
+        f"{line['accuracy']:.3f} beside {waiting['accuracy']:.3f}; largest age {line['age_max']}"
+    )
+
+
 def _agreement(line: Line) -> str:
     return (
         f"mean difference {line['difference_mean']:.1e}; worst token {line['difference_max']:.1e}; KL {line['kl']:.1e}; "
@@ -375,6 +383,14 @@ TABLE = {
     "grpo-step-cpu": _grpo_row("tiny", 0),
     **{f"weights-{size}gb-cpu": _bytes_row(size) for size in ("0.1", "0.5", "1.2")},
     **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
+    "ahead-cpu": TableRow(
+        what="rollouts at most two versions ahead beside rollouts that wait, in an environment whose rewards take 1.5 s on average: the tiny model",
+        num_gpus=0,
+        command=("async_loop", "--staleness", "0", "2", "--steps", "60", "--seconds", "1.5"),
+        line="staleness 2, rewards of 1.5 s",
+        measured=_ahead,
+        at_least={"ratio_to_first": 1.4},
+    ),
     "agreement-0_6b": _agreement_row("0_6b", 1),
     "agreement-cpu": _agreement_row("tiny", 0),
     "learns-small": TableRow(

@@ -18,12 +18,18 @@ def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, victim, moment)
     command = [sys.executable, "-m", "benchmarks.resume", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert "1 of 1 rounds went on as the uninterrupted run, 0 lost" in finished.stdout
+    assert "1 of 1 rounds continued as the uninterrupted run, 0 lost" in finished.stdout
 
 
 def test_differences_between_two_runs_are_named_except_times_and_rates():
-    one = [{"step": 0, "loss": 0.5, "time/step": 1.0}, {"step": 1, "loss": 0.25, "tokens": 12, "nothing": None}]
-    near = [{"step": 0, "loss": 0.5 + 4e-6, "time/step": 9.0}, {"step": 1, "loss": 0.25, "tokens": 12}]
+    one = [
+        {"step": 0, "loss": 0.5, "time/step": 1.0, "busy/trainer": 0.5},
+        {"step": 1, "loss": 0.25, "tokens": 12, "nothing": None},
+    ]
+    near = [
+        {"step": 0, "loss": 0.5 + 4e-6, "time/step": 9.0, "busy/trainer": 0.4},
+        {"step": 1, "loss": 0.25, "tokens": 12},
+    ]
     assert differences(one, near) == []
     far = [near[0], near[1] | {"loss": 0.2501, "tokens": 13}]
     assert differences(one, far) == [
