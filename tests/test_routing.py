@@ -53,6 +53,7 @@ class FakeReplica:
         self.calls: list[list[int]] = []  # indices of the prompts, by call
         self.aborted: list[int] = []
         self._version: int | None = None
+        self.last_pull = None  # no weights travel
 
     async def ready(self) -> None: ...
 
