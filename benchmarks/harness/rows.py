@@ -68,6 +68,7 @@ RUNS = {
     "qwen3_4b": 2,
     "qwen3_4b_one_gpu": 1,
     "qwen3_8b": 2,
+    "qwen3_8b_one_gpu": 1,
     "tiny": 0,
 }
 """Config -> number of GPUs that its short run takes."""
