@@ -136,6 +136,15 @@ def _learns(line: Line) -> str:
     return f"held-out accuracy {line['accuracy_before']:.3f} to {line['accuracy']:.3f} in {line['seconds']:.0f} s"
 
 
+def _startup(line: Line) -> str:
+    parts = ", ".join(f"{plain(part)} {line[part]:.1f}" for part in ("imports", "spawn", "engines", "first_step"))
+    return f"first line of metrics.jsonl after {line['first_line']:.1f} s ({parts}); closing {line['closing']:.1f} s"
+
+
+def _whole_run(line: Line) -> str:
+    return f"{line['seconds']:.0f} s; lowest held-out accuracy {line['accuracy']:.3f}; first line of metrics.jsonl after {line['first_line']:.1f} s"
+
+
 def _run(line: Line) -> str:
     parts = ", ".join(f"{part} {line[f'{part}_seconds']:.3g}" for part in ("generate", "train", "sync"))
     peaks = f"; peak {', '.join(f'{x:.0f}' for x in line['peak_gib'])} GiB" if "peak_gib" in line else ""
@@ -401,6 +410,23 @@ TABLE = {
         measured=_learns,
         at_least={"accuracy": 0.95},
         at_most={"seconds": 480},
+    ),
+    "startup-cpu": TableRow(
+        what="from the command to the first line of metrics.jsonl, config `tiny`, median of three",
+        num_gpus=0,
+        command=("startup",),
+        line="start",
+        measured=_startup,
+        at_most={"first_line": 15},
+    ),
+    "make-grpo-cpu": TableRow(
+        what="the whole run of `make grpo`, median of three",
+        num_gpus=0,
+        command=("startup", "--whole"),
+        line="whole run",
+        measured=_whole_run,
+        at_least={"accuracy": 0.9},
+        at_most={"seconds": 150},
     ),
     **{f"run-{name}{'-cpu' * (num_gpus == 0)}": _run_row(name, num_gpus) for name, num_gpus in RUNS.items()},
     **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},

@@ -71,7 +71,9 @@ def _how_measured() -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": f"{len(names)} x {names[0]}" if names else f"{os.cpu_count()} cores of {platform.machine()}",
+        "device": f"{len(names)} x {names[0]}"
+        if names
+        else f"{len(os.sched_getaffinity(0))} cores of {platform.machine()}",
         "versions": {name: version for name, version in versions.items() if version},
     }
 

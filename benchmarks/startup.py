@@ -1,0 +1,101 @@
+"""Seconds of a run's start, taken apart, of its closing, and of the whole run of the config `tiny`, which `make grpo` starts.
+
+python -m benchmarks startup                                  # three starts
+python -m benchmarks startup --whole                          # three whole runs
+python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run with each seed
+
+Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The parts of a run are read
+from the files that it writes:
+
+- imports: until config.json is there, which is when the config is checked and the task and the tokenizer are built;
+- spawn: until the processes of trainer and generator write to their logs;
+- engines: until both are ready;
+- first_step: until the first line of metrics.jsonl, which has the first weight sync and the first validation;
+- closing: from the last line of metrics.jsonl to the end of the command.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+from benchmarks.harness import results
+from controllers.run_folder import RunFolder, read_jsonl
+
+POLL = 0.01  # seconds between two looks at the files of a run that starts
+PARTS = ("imports", "spawn", "engines", "first_step", "first_line", "closing", "seconds")
+"""Figures of a run in seconds. first_line is the sum of the four parts before it. seconds is the time of the whole command."""
+SHORT = ("--sft-steps", "1", "--steps", "1")
+
+
+def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
+    """Run a command that trains in `folder`, and return its PARTS. Raises SystemExit if it fails."""
+    begun = time.time()  # on the clock of the files' times
+    process = subprocess.Popen(command)
+    logs = [folder.log("trainer-0"), folder.log("generator-0")]
+    configured = _wait(process, lambda: folder.config.exists()) - begun
+    spawned = _wait(process, lambda: all(log.exists() for log in logs)) - begun
+    first_line = _wait(process, lambda: bool(read_jsonl(folder.metrics))) - begun
+    status = process.wait()
+    seconds = time.time() - begun
+    if status:
+        raise SystemExit(f"exit status {status} of {' '.join(command)}")
+    first_step = read_jsonl(folder.metrics)[0]["time/step"]
+    return {
+        "imports": configured,
+        "spawn": spawned - configured,
+        "engines": first_line - first_step - spawned,
+        "first_step": first_step,
+        "first_line": first_line,
+        "closing": begun + seconds - folder.metrics.stat().st_mtime,
+        "seconds": seconds,
+    }
+
+
+def _wait(process: subprocess.Popen, is_there: Callable[[], bool]) -> float:
+    """The time at which `is_there()` is true for the first time. Raises SystemExit if the process ends before."""
+    while not is_there():
+        if process.poll() is not None and not is_there():
+            raise SystemExit(f"the run ended with exit status {process.returncode} before its first step was recorded")
+        time.sleep(POLL)
+    return time.time()
+
+
+def accuracy(folder: RunFolder) -> float:
+    """Held-out accuracy at the last validation of a run."""
+    found = [line.get("validation/accuracy") for line in read_jsonl(folder.metrics)]
+    return [accuracy for accuracy in found if accuracy is not None][-1]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 0, 0], help="a run with each of these seeds")
+    parser.add_argument("--whole", action="store_true", help="whole runs instead of runs of one step")
+    options, flags = parser.parse_known_args()
+    runs: list[dict[str, float]] = []
+    accuracies: list[float] = []
+    steps: list[int] = []
+    for seed in options.seeds:
+        with tempfile.TemporaryDirectory(prefix="startup_") as directory:
+            folder = RunFolder(Path(directory) / "run")
+            command = [sys.executable, "-m", "controllers.grpo", "--config", "tiny", "--seed", str(seed)]
+            command += ["--output-dir", str(folder.path), *(() if options.whole else SHORT), *flags]
+            runs.append(measure(command, folder))
+            accuracies.append(round(accuracy(folder), 3))
+            steps.append(read_jsonl(folder.metrics)[-1]["step"])
+        times = ", ".join(f"{part} {runs[-1][part]:.1f} s" for part in PARTS)
+        print(f"seed {seed}: {steps[-1]} steps, {times}, accuracy {accuracies[-1]}", flush=True)
+    figures: dict[str, object] = {part: round(median(run[part] for run in runs), 2) for part in PARTS}
+    figures |= {f"{part}_of_runs": [round(run[part], 2) for run in runs] for part in ("first_line", "seconds")}
+    figures["seeds"] = options.seeds
+    if options.whole:
+        figures |= {"accuracy": min(accuracies), "accuracy_of_runs": accuracies, "steps": steps}
+    results.add("startup", ("whole run" if options.whole else "start") + ", changed" * bool(flags), figures)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""The benchmark of a run's start: it reads the parts from the files of a run. A program that writes these files takes the run's place."""
+
+import sys
+
+import pytest
+
+from benchmarks import startup
+from controllers.run_folder import RunFolder
+
+RUN = """
+import json, pathlib, sys, time
+folder = pathlib.Path(sys.argv[1])
+(folder / "logs").mkdir(parents=True)
+time.sleep(0.1)
+(folder / "config.json").write_text("{}")
+for name in ("generator-0", "trainer-0"):
+    time.sleep(0.1)
+    (folder / "logs" / f"{name}.log").touch()
+metrics = (folder / "metrics.jsonl").open("a", buffering=1)
+time.sleep(0.3)
+for accuracy in (0.25, None, 0.75, None):
+    metrics.write(json.dumps({"step": 0, "time/step": 0.2, "validation/accuracy": accuracy}) + "\\n")
+time.sleep(0.1)
+"""
+
+
+def test_the_parts_of_a_start_are_read_from_the_files_of_the_run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    found = startup.measure([sys.executable, "-c", RUN, str(folder.path)], folder)
+    assert tuple(found) == startup.PARTS
+    assert found["first_step"] == 0.2
+    assert found["imports"] >= 0.1
+    assert found["imports"] + found["spawn"] >= 0.3
+    assert found["first_line"] >= 0.6
+    assert found["closing"] >= 0.1
+    assert sum(found[part] for part in startup.PARTS[:4]) == pytest.approx(found["first_line"])
+    assert found["seconds"] >= found["first_line"] + 0.1
+    assert startup.accuracy(folder) == 0.75
+
+
+def test_a_run_that_fails_before_its_first_step_gives_no_figures(tmp_path):
+    with pytest.raises(SystemExit, match="exit status 2 before its first step"):
+        startup.measure([sys.executable, "-c", "raise SystemExit(2)"], RunFolder(tmp_path))
