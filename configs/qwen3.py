@@ -112,16 +112,17 @@ def qwen3_8b() -> GRPOConfig:
 
 
 def qwen3_8b_one_gpu() -> GRPOConfig:
-    """One GPU of 139 GiB, in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU while it generates. Adam's moments, 61 GiB,
-    are then in the host's memory, and the weights, 31 GiB, stay. The host also holds two versions of the weights, 31 GiB.
+    """One GPU of 139 GiB, in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU while it generates.
 
-    A checkpoint copies weights and moments, 92 GiB, to the host before it is written: a host with less has `--checkpoint-every 0`.
+    While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU. The host
+    also holds two pushed versions of the weights (31 GiB together, in bfloat16).
+    A checkpoint copies weights and moments (92 GiB) to the host before it is written. A host with less memory needs `--checkpoint-every 0`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.65)
     config.trainer.logprob_chunk_tokens = 4096
     config.turns = TurnsConfig(enabled=True)
     config.generator.sleep_mode = True
-    config.weights.path = "shared_memory"  # slots on the GPU would take memory of both
+    config.weights.path = "shared_memory"  # on the GPU the pushed versions would take memory from both
     return config
 
 

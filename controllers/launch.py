@@ -233,11 +233,7 @@ async def _train(
     config = invocation.config
     newest = checkpoints.newest(folder.checkpoints) if invocation.resume else None
     state = checkpoints.read(newest) if newest else {}
-    checkpoints.remove_incomplete(folder.checkpoints)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(config_file.to_json(config))
-    if config.alphabet:
-        build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
+    _prepare(folder, config)
     try:
         with MetricsLogger(
             folder,
@@ -270,6 +266,15 @@ async def _train(
         write_report(folder.path)
         print(f"report: {folder.report}", file=terminal)
     return 0
+
+
+def _prepare(folder: RunFolder, config: RunConfig) -> None:
+    """Make the folder with the files that the actors read. Checkpoints that were not finished are removed."""
+    checkpoints.remove_incomplete(folder.checkpoints)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(config_file.to_json(config))
+    if config.alphabet:
+        build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
 
 
 async def _load(run: Run, checkpoint: Path) -> None:

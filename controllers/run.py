@@ -407,18 +407,7 @@ async def open_run(
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:
-        if not config.has_generator:
-            # The controller of a config without a generator never uses the generator of its run.
-            trainer, generator = actors.spawn_trainer(), cast(GeneratorClient, None)
-        elif config.turns.enabled or shares_gpu(config):
-            trainer = actors.spawn_trainer()
-            with setup("starting trainer"):
-                await trainer.ready()
-                await trainer.offload(config.turns.parts)
-            generator = actors.spawn_generator()
-        else:
-            generator = actors.spawn_generator()  # first, because it takes longer than the trainer
-            trainer = actors.spawn_trainer()
+        trainer, generator = await _spawn(actors, config, setup)
         with setup("starting trainer and generator" if config.has_generator else "starting trainer"):
             # The report needs matplotlib. Here its import delays nothing, because the actors take longer.
             importing = asyncio.to_thread(import_module, "controllers.report")
@@ -441,6 +430,23 @@ async def open_run(
         with contextlib.suppress(Exception):
             await asyncio.wait_for(checkpoints.finish(), CLOSE_TIMEOUT)
         await actors.close()
+
+
+async def _spawn(
+    actors: Actors, config: RunConfig, setup: Callable[[str], AbstractContextManager[None]]
+) -> tuple[TrainerClient, GeneratorClient]:
+    """Start trainer and generator, in the order that their memory asks for. They may not be ready yet."""
+    if not config.has_generator:
+        # The controller of a config without a generator never uses the generator of its run.
+        return actors.spawn_trainer(), cast(GeneratorClient, None)
+    if config.turns.enabled or shares_gpu(config):
+        trainer = actors.spawn_trainer()
+        with setup("starting trainer"):
+            await trainer.ready()
+            await trainer.offload(config.turns.parts)
+        return trainer, actors.spawn_generator()
+    generator = actors.spawn_generator()  # first, because it takes longer than the trainer
+    return actors.spawn_trainer(), generator
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """Finds models by their names on the Hugging Face Hub: "Qwen/Qwen3-0.6B" -> a directory on this machine. Reads no model.
 
-The program that starts the actors calls it once. The actors get the directory.
+The program that starts the actors calls `find_model`. The actors get the directory.
 """
 
 import json
@@ -82,9 +82,9 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """The files that a directory lacks and that loading a model needs: config.json, and the weights, all that an index names.
+    """The files that loading a model needs and that the directory lacks: config.json, and the weights. An index lists its files of weights.
 
-    Raises ValueError for an index that names none.
+    Raises ValueError if the index is not a JSON object with a weight_map.
     """
     folder = Path(directory)
     wanted = ["config.json"]
@@ -101,7 +101,7 @@ def missing_files(directory: str) -> list[str]:
 
 
 def require_weights(field: str, path: str) -> None:
-    """Raises ValueError naming the field if files are missing or cut off. Reads only the headers of the files."""
+    """Raises ValueError naming the field if files are missing, and naming the file if one is cut off. Reads only the headers of the files."""
     from safetensors import SafetensorError, safe_open
 
     lacking = missing_files(path)

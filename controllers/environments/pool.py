@@ -217,7 +217,7 @@ def is_async(function: Callable) -> bool:
 def _require_picklable(name: str, function: Callable, num_workers: int) -> None:
     try:
         cloudpickle.dumps(function)
-    except Exception as error:  # cloudpickle raises other classes of errors for other objects
+    except Exception as error:  # the class of the error depends on the object
         raise ValueError(
             f"{name}: reward_workers={num_workers}, but the reward {_name(function)} cannot be sent to a process: {error}"
         ) from None

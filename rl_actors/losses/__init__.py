@@ -103,7 +103,7 @@ def name_of(loss: Loss | None) -> str:
 
 
 def output_of(loss: Loss) -> str:
-    """What the loss reads first: "logprobs", or "values" for the loss of a value model."""
+    """The name of the first argument of the loss: "logprobs", or "values" for the loss of a value model."""
     return getattr(loss, "output", "logprobs")
 
 

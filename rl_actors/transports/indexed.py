@@ -29,7 +29,7 @@ class IndexedTransport(Transport):
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
         self.secret = secrets.token_bytes(32)  # proves to the ranks' servers that a reader has this transport
-        # Of this process, by rank.
+        # The ranks of this process.
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 

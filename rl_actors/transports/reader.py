@@ -91,7 +91,7 @@ class OpenSlots(OpenVersion):
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason = path, reason
-        # Of several replicas one is enough.
+        # One of several replicas is enough.
         self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():

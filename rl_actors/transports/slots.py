@@ -5,6 +5,7 @@ does not limit it. A reader opens it as /proc/<pid>/fd/<number>. The writer take
 never rewritten while it is read. The kernel releases the lock of a process that dies.
 
 The first page of a slot names the version that it holds whole. Then follow the layout of the slot as JSON, and the tensors.
+Tensors on a GPU are in memory of their own, and the memfd ends with the layout.
 """
 
 import contextlib
@@ -32,12 +33,11 @@ from rl_actors.transports.placement import Place
 logger = logging.getLogger(__name__)
 
 PAGE = 4096
-ALIGNMENT = 64  # bytes; of every tensor in a slot
-HEAD = struct.Struct(
-    "<8s16sQQQ"
-)  # magic, token, number of bytes of the layout, offset and number of bytes of the tensors
+ALIGNMENT = 64  # every tensor in a slot begins at a multiple of this number of bytes
+HEAD = struct.Struct("<8s16sQQQ")
+"""The first bytes: magic, token, number of bytes of the layout, offset of the tensors, number of bytes of the tensors."""
 MAGIC = b"rlweight"
-KEY_OFFSET = 64  # of the key: its length as one byte, then the key
+KEY_OFFSET = 64  # here stand the length of the key, as one byte, and the key
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
 """A reader unmaps a slot that its last KEPT_MAPPINGS versions did not use. A trainer has two slots, which its versions use in turn."""
@@ -280,9 +280,8 @@ class Mappings:
     def __init__(self) -> None:
         self.guard = threading.Lock()
         self.num_versions = 0
-        self.slots: dict[
-            bytes, tuple[MappedSlot, int]
-        ] = {}  # by token: the slot and the number of the last version that used it
+        # By token: the slot, and the number of the last version that used it.
+        self.slots: dict[bytes, tuple[MappedSlot, int]] = {}
 
     def of(self, addresses: tuple[SlotAddress, ...]) -> list[MappedSlot]:
         """The slots of one version. Unmaps slots that have not been used for KEPT_MAPPINGS versions."""
