@@ -1,0 +1,133 @@
+"""Advantages and returns from rewards and values: generalised advantage estimation (arXiv 1506.02438). Knows nothing of tokens or losses.
+
+An action is a token that the policy sampled. Other positions, such as those of a prompt or of an environment's answer, are skipped: the
+state after an action is the one before the next action, and no discount lies between them.
+
+N sequences, T_n positions of sequence n, T the largest of them, A_n actions of sequence n.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+STD_EPS = 1e-8
+
+
+@dataclass(kw_only=True)
+class GAEConfig:
+    gamma: float = 1.0
+    """Discount of a reward for each action that lies between. 1: none, the usual choice where one reward ends an answer."""
+    actor_lambda: float = 0.95
+    """λ of the policy's advantages. 1: returns minus values, without bias. Lower: less variance, and more trust in the values. 0.95 is the
+    choice of VC-PPO (arXiv 2503.01491)."""
+    critic_lambda: float = 1.0
+    """λ of the returns that the value model learns. 1: the discounted sum of the rewards, which has no bias (VC-PPO)."""
+    length_adaptive: float = 0.0
+    """α of λ = 1 - 1 / (α * number of actions), which takes the place of actor_lambda (VAPO, arXiv 2504.05118, with α = 0.05). A sequence
+    of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
+
+    def validate(self) -> None:
+        for name in ("gamma", "actor_lambda", "critic_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"gae.{name}={getattr(self, name)}; it must be in [0, 1]")
+        if not 0 <= self.length_adaptive < math.inf:
+            raise ValueError(f"gae.length_adaptive={self.length_adaptive}; it must be finite and at least 0")
+
+    def actor_lambdas(self, num_actions: Tensor) -> Tensor:
+        """λ of the advantages of every sequence, [N] float64. num_actions: [N]."""
+        if not self.length_adaptive:
+            return torch.full((len(num_actions),), self.actor_lambda, dtype=torch.float64)
+        return (1 - 1 / (self.length_adaptive * num_actions.double())).clamp(min=0.0)
+
+
+def estimate(
+    values: Sequence[Tensor],
+    rewards: Sequence[Tensor],
+    is_action: Sequence[Tensor],
+    last_values: Sequence[float],
+    config: GAEConfig,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """(advantages, returns) of every sequence, each [T_n] float64; 0 at positions that are no actions.
+
+    values: [T_n], the value of the state before each position's token. rewards: [T_n], the reward for each action. is_action: [T_n] bool.
+    last_values: the value of the state after the last action, for a sequence that was cut off; 0 for one that has ended.
+    Numbers at positions that are no actions are not read, so they may be NaN.
+
+    With d_a = r_a + γ V_{a+1} - V_a over the actions a, V of the last state being its last_value:
+    advantage_a = sum_{k >= 0} (γ λ)^k d_{a+k}, and return_a is V_a plus the same sum with the critic's λ.
+
+    Two actions without a discount, λ = 1, values 0.5 and 0.75, one reward 1 at the end: advantages 0.5 and 0.25, returns 1 and 1.
+
+    Raises ValueError if the lists or the tensors of a sequence differ in length, or if a sequence has no action.
+    """
+    _require_same_lengths(values, rewards, is_action, last_values)
+    if not values:
+        return [], []
+    action_NT = _padded(is_action).bool()
+    # The numbers elsewhere are replaced, not multiplied by 0, because 0 * NaN is NaN.
+    values_NT = torch.where(action_NT, _padded(values), 0.0)
+    rewards_NT = torch.where(action_NT, _padded(rewards), 0.0)
+    last_N = torch.tensor(last_values, dtype=torch.float64)
+    lambdas_N = config.actor_lambdas(action_NT.sum(1))
+    advantages_NT = _advantages(values_NT, rewards_NT, action_NT, last_N, config.gamma, lambdas_N)
+    critic_N = torch.full_like(lambdas_N, config.critic_lambda)
+    returns_NT = values_NT + _advantages(values_NT, rewards_NT, action_NT, last_N, config.gamma, critic_N)
+    lengths = [len(row) for row in values]
+    return _unpadded(advantages_NT, lengths), _unpadded(returns_NT, lengths)
+
+
+def _advantages(
+    values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
+) -> Tensor:
+    """From the last position to the first, all sequences together. A position that is no action passes on what follows it."""
+    found_NT = torch.zeros_like(values_NT)
+    next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)
+    for t in reversed(range(values_NT.shape[1])):
+        difference_N = rewards_NT[:, t] + gamma * next_value_N - values_NT[:, t]
+        advantage_N = difference_N + gamma * lambda_N * next_advantage_N
+        next_value_N = torch.where(action_NT[:, t], values_NT[:, t], next_value_N)
+        next_advantage_N = torch.where(action_NT[:, t], advantage_N, next_advantage_N)
+        found_NT[:, t] = torch.where(action_NT[:, t], advantage_N, 0.0)
+    return found_NT
+
+
+def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
+    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The std has one degree of freedom less than actions.
+
+    It belongs to the whole batch: minibatches that are whitened one by one weigh the same advantage differently. One action gives 0.
+    """
+    if not rows:
+        return []
+    action_NT = _padded(is_action).bool()
+    values_NT = _padded(rows)
+    actions = values_NT[action_NT]
+    std = actions.std() if len(actions) > 1 else torch.tensor(0.0)
+    whitened_NT = torch.where(action_NT, (values_NT - actions.mean()) / (std + STD_EPS), 0.0)
+    return _unpadded(whitened_NT, [len(row) for row in rows])
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """[N, T] float64, 0 after the end of a row."""
+    return torch.nn.utils.rnn.pad_sequence([row.double() for row in rows], batch_first=True)
+
+
+def _unpadded(values_NT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    return [row[:length] for row, length in zip(values_NT, lengths, strict=True)]
+
+
+def _require_same_lengths(
+    values: Sequence[Tensor], rewards: Sequence[Tensor], is_action: Sequence[Tensor], last_values: Sequence[float]
+) -> None:
+    counts = {"values": len(values), "rewards": len(rewards), "is_action": len(is_action)}
+    counts["last_values"] = len(last_values)
+    if len(set(counts.values())) > 1:
+        raise ValueError(f"the numbers of sequences differ: {counts}")
+    for index, (row, reward_row, action_row) in enumerate(zip(values, rewards, is_action, strict=True)):
+        lengths = {"values": len(row), "rewards": len(reward_row), "is_action": len(action_row)}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"the lengths of sequence {index} differ: {lengths}")
+        if not action_row.any():
+            raise ValueError(f"sequence {index} of {len(row)} positions has no action")
