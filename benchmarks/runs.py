@@ -85,7 +85,9 @@ def measure(name: str, further: list[str]) -> None:
     """Run the config and record its result. Raises SystemExit if the run failed or made no update."""
     config: GRPOConfig = CONFIGS["controllers.grpo"][name]()
     folder = RunFolder(f"runs/{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    with tempfile.TemporaryDirectory(dir=random_weights.scratch(config.trainer.model)) as scratch:
+    # A run in turns needs the host's memory, so its weights are not read from a file system in memory.
+    parent = None if config.turns.enabled else random_weights.scratch(config.trainer.model)
+    with tempfile.TemporaryDirectory(dir=parent) as scratch:
         weights = Path(scratch) / "model"
         # Another process writes the weights and ends. A CUDA context of this process would take GPU memory during the run.
         arguments = (config.trainer.model, weights)

@@ -125,6 +125,13 @@ def _ahead(line: Line) -> str:
     )
 
 
+def _offload(line: Line) -> str:
+    return (
+        f"{line['gb_per_second']:.1f} beside {line['plain_gb_per_second']:.1f} GB/s; {line['gigabytes']:.1f} GB to the host in "
+        f"{line['offload_seconds']:.3g} s and back in {line['onload_seconds']:.3g} s; host memory made once in {line['buffer_seconds']:.3g} s"
+    )
+
+
 def _agreement(line: Line) -> str:
     return (
         f"mean difference {line['difference_mean']:.1e}; worst token {line['difference_max']:.1e}; KL {line['kl']:.1e}; "
@@ -305,6 +312,17 @@ def _sync_row(model: str, limit: float) -> TableRow:
     )
 
 
+def _offload_row(model: str) -> TableRow:
+    return TableRow(
+        what=f"offload and onload of weights, gradients and Adam's state beside plain pinned copies, the slower way: {_model(model)}",
+        num_gpus=1,
+        command=("offload", model),
+        line=f"offload, {model}",
+        measured=_offload,
+        at_least={"ratio": 0.6},
+    )
+
+
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
         what="samples packed into rows beside each padded to 4,096",
@@ -400,6 +418,8 @@ TABLE = {
         measured=_ahead,
         at_least={"ratio_to_first": 1.4},
     ),
+    "offload-0_6b": _offload_row("0_6b"),
+    "offload-4b": _offload_row("4b"),
     "agreement-0_6b": _agreement_row("0_6b", 1),
     "agreement-cpu": _agreement_row("tiny", 0),
     "learns-small": TableRow(

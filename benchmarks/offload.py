@@ -1,0 +1,105 @@
+"""Speed of a trainer's offload and onload, beside plain copies of as many bytes through pinned memory in the same run.
+
+One rank, in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made without a forward
+pass. A round moves everything to the host and back and then makes the plain copies, in blocks of BLOCK; the best round of each counts. On a
+CPU nothing is pinned and both sides are copies from memory to memory. The GPU part was not run yet.
+"""
+
+import argparse
+import os
+import time
+from collections import defaultdict
+from dataclasses import replace
+
+import torch
+
+from benchmarks.harness import results
+from configs.qwen3 import MODELS
+from configs.tiny import tiny
+from rl_actors import ModelConfig, OptimParams, TrainerConfig, memory_estimate
+from rl_actors.engine.train_engine import TrainEngine
+from rl_actors.parts import HostMove
+
+BLOCK = 1 << 30  # bytes
+
+
+def model_of(name: str) -> ModelConfig:
+    # An untied head: FSDP keeps a second gradient of a tied one, which the estimate of the bytes does not have.
+    return tiny().trainer.model if name == "tiny" else replace(MODELS[name], tie_word_embeddings=False)
+
+
+def make_engine(model: ModelConfig) -> TrainEngine:
+    """A trainer after a step, with gradients for another one. Nothing moves: all gradients are 0."""
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    engine = TrainEngine(TrainerConfig(model=model, max_sequence_length=128, tokens_per_row=128))
+    for _ in range(2):
+        for parameter in engine.built.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        engine.step.open()
+        if not engine.policy_version:
+            engine.optim_step(OptimParams(learning_rate=0.0, grad_divisor=1.0))
+    return engine
+
+
+def plain_copies(num_bytes: int) -> tuple[float, float]:
+    """Seconds of copies of so many bytes to the host, and back."""
+    on_gpu = torch.cuda.is_available()
+    block = min(BLOCK, num_bytes)
+    host = torch.empty(block, dtype=torch.uint8, pin_memory=on_gpu)
+    device = torch.zeros(block, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    seconds = []
+    for target, source in ((host, device), (device, host)):
+        target.copy_(source)
+        begin = time.perf_counter()
+        for start in range(0, num_bytes, block):
+            size = min(block, num_bytes - start)
+            target[:size].copy_(source[:size], non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return seconds[0], seconds[1]
+
+
+def measure(name: str, *, rounds: int) -> None:
+    engine = make_engine(model_of(name))
+    held = memory_estimate.memory(engine.config)
+    expected = held.parameters + held.buffers + held.gradients + held.optimizer
+    first = engine.offload()
+    if abs(first.num_bytes - expected) > 0.05 * expected:
+        raise SystemExit(f"{first.num_bytes:,} bytes moved, but the arithmetic has {expected:,}")
+    engine.onload()
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        moves: dict[str, HostMove] = {"offload": engine.offload()}
+        left = engine.info().memory_bytes
+        moves["onload"] = engine.onload()
+        plain = plain_copies(expected)
+        for (way, move), seconds in zip(moves.items(), plain, strict=True):
+            times[way].append(move.seconds)
+            times[f"plain {way}"].append(seconds)
+    best = {way: min(seconds) for way, seconds in times.items()}
+    figures = {
+        "gigabytes": first.num_bytes / 1e9,
+        "gigabytes_left": left / 1e9,
+        "buffer_seconds": first.buffer_seconds,
+        "offload_seconds": best["offload"],
+        "onload_seconds": best["onload"],
+        "gb_per_second": 2 * first.num_bytes / 1e9 / (best["offload"] + best["onload"]),
+        "plain_gb_per_second": 2 * first.num_bytes / 1e9 / (best["plain offload"] + best["plain onload"]),
+        "ratio": min(best[f"plain {way}"] / best[way] for way in ("offload", "onload")),
+        "rounds": rounds,
+    }
+    results.add("offload", f"offload, {name}", figures)
+    torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=["tiny", *MODELS])
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    measure(arguments.model, rounds=arguments.rounds)
+
+
+if __name__ == "__main__":
+    main()
