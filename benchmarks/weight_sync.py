@@ -1,8 +1,8 @@
 """Speed of the weights' way from a trainer to a generator, beside a plain copy of as many bytes in the same run.
 
-On a CPU: the bytes' phase is a write of a snapshot by one process and a read of it by another one, as a rank and a worker of vLLM do them,
-without what vLLM then does with the weights. The plain copy moves the same number of bytes as one tensor: into shared memory, and out of it by
-the other process. All ways take turns, so that a slow moment of the machine affects all of them.
+On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
+out. The plain copy moves the same number of bytes as one tensor: one process copies it into shared memory, and the other one copies it out.
+All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors a real trainer and a real generator follow: a push and a pull as their callers see them, with the parts of both. On GPUs there is
 only this part. There a plain copy of as many bytes follows: twice between the two GPUs, or to pinned memory and back, because a push and a pull

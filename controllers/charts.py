@@ -25,10 +25,8 @@ DARK = {"page": "#15171c", "card": "#1e2128", "ink": "#e8e9ec", "muted": "#a3abb
 DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5d6675"}
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
-SIZE = (
-    5.2,
-    2.9,
-)  # inches. A page shows a chart about 420 pixels wide, which nearly keeps the size of its text.
+SIZE = (5.2, 2.9)
+"""Inches. A page shows a chart about 420 pixels wide, which nearly keeps the size of its text."""
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the font of the page
     "svg.hashsalt": "report",
@@ -71,9 +69,8 @@ class Plan:
 
     title: str
     unit: str
-    metrics: dict[
-        str, str
-    ]  # name in metrics.jsonl -> name in the chart. A comparison of runs draws only the first metric.
+    # Name in metrics.jsonl -> name in the chart. A comparison of runs draws only the first metric.
+    metrics: dict[str, str]
     phases: tuple[str, ...] = ("grpo",)
     is_log: bool = False
     has_markers: bool = False

@@ -19,7 +19,7 @@ class ChatConfig:
     """Use of the model's chat template."""
 
     enabled: bool = False
-    """Make a user's message of each prompt. A problem with messages of its own goes through the template in any case."""
+    """Make a user's message from each prompt. A problem with messages of its own goes through the template in any case."""
     system: str = ""
     """System message before each conversation that has none."""
     thinking: bool | None = None

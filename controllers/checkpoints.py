@@ -60,9 +60,8 @@ class Checkpoints:
         os.replace(temporary, path / STATE)
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
-            (
-                found[step] / STATE
-            ).unlink()  # first, so that a checkpoint that is only partly removed does not count as complete
+            # This file goes first, so that a checkpoint that is only partly removed does not count as complete.
+            (found[step] / STATE).unlink()
             shutil.rmtree(found[step])
 
 

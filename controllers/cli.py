@@ -1,4 +1,4 @@
-"""Command line of a run. It makes a checked config and the path of the run's folder of the flags. Starts nothing and writes nothing.
+"""Command line of a run. It turns flags into a checked config and the path of the run's folder. Starts nothing and writes nothing.
 
 A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods, which raise ValueError.
 `with_local_models()` returns the config with directories in the place of ids of models. `validate()` checks the config.

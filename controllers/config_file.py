@@ -40,7 +40,7 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 def from_values(cls: type[Config], values: object) -> Config:
     """A config from the values of a file. Types are strict: "3" and true are no integers. Raises ValueError with a line for each wrong field."""
-    # pydantic reads a dataclass that has no settings of its own with the settings of the model around it.
+    # A dataclass without settings of its own gets those of the model around it.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
         # The values go through JSON, because pydantic's strict mode takes a list for a tuple and a string for a path only in JSON.
@@ -189,7 +189,7 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """Names of the fields of a dataclass in the config. The path of field names and keys leads to it. Empty if the path leads through a list."""
+    """Names of the fields of the dataclass at the end of a path of field names and keys. Empty if the path leads through a list."""
     for part in path:
         if get_origin(cls) is dict:  # the part is a key
             cls = get_args(cls)[1]

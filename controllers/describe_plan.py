@@ -145,7 +145,7 @@ def _turns(config: "RunConfig") -> list[str]:
     lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
     lines += [f"  {phase.name.strip():<20} {size_text(phase.trainer)}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
-    return [*lines, f"  {'on the host':<20} {listed}, pinned beside a GPU, while the generator works"]
+    return [*lines, f"  {'on the host':<20} {listed}, while the generator works; the memory is pinned beside a GPU"]
 
 
 def _demand_line(demand: Demand) -> str:

@@ -122,7 +122,7 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set, by the prefix of its metrics. They get the reference's logprobs, which never change, only here."""
+    """The pairs of every validation set, by the prefix of its metrics. They get the reference's logprobs once, because these never change."""
     found = {}
     for one in run.validation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))

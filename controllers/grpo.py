@@ -35,7 +35,7 @@ class GRPOConfig(RunConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
-    """Rule that makes one number of the losses of an update's tokens. token_mean: the mean over all tokens. sequence_mean: each sample's mean
+    """Rule that makes one number from the losses of an update's tokens. token_mean: the mean over all tokens. sequence_mean: each sample's mean
     over its tokens, then the mean over samples. sequence_sum: each sample's sum over its tokens, then the mean over samples. constant: the
     sum over all tokens, divided by samples * max_tokens."""
     entropy_bonus: float = 0.0

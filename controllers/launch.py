@@ -119,7 +119,7 @@ def _first_problems(environment: Environment, validation_sets: Sequence[Validati
 
 
 def _with_alphabet(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> RunConfig:
-    """The config. If its alphabet is "auto", it gets the characters of its problems as alphabet, and a vocabulary of their number."""
+    """The config. If its alphabet is "auto", it gets the characters of its problems as alphabet, and a vocabulary of that size."""
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)
@@ -163,7 +163,7 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
 
 
 def _scorer(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> Scorer:
-    """Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
+    """The scorer of the run. Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
     environments = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
     return Scorer.of(config.environment, environments if config.has_generator else {})  # else it scores nothing

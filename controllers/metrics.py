@@ -27,7 +27,7 @@ KEYS = (
     *("tokens/trained", "tokens/generated", "tokens/s", "tflops/trained", "memory/trainer_peak"),
     *("time/generate", "time/train", "time/sync", "time/step"),
 )
-"""Keys that every record has. A value is null if the step has no such value. `validation/accuracy` is only in the records of validations."""
+"""Keys that every record has. A value is null if the step has no such value."""
 
 
 class Timer:
@@ -107,9 +107,8 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        self._last_step = (
-            steps_done or -1
-        )  # -1, because a run that has done no step writes step 0, the first validation, again
+        # -1, because a run that has done no step writes step 0, the first validation, again.
+        self._last_step = steps_done or -1
         folder.drop_after(self._last_step)
         self.folder, self._groups_per_step = folder, groups_per_step
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)

@@ -124,7 +124,7 @@ def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     _, peaks = series(records, "memory/trainer_peak")
     if peaks:
         _, shares = series(records, "mfu")
-        remark = f"MFU {fmean(shares):.1%} in the mean" if shares else "peak of its fullest process"
+        remark = f"MFU {fmean(shares):.1%} on average" if shares else "peak of its fullest process"
         shown.append(("trainer memory", f"{max(peaks):.2f} GiB", remark))
     shown.append(("outcome", run.status, str(run.outcome.get("error") or planned)))
     return shown

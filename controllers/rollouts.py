@@ -35,7 +35,7 @@ class RolloutConfig:
     top_p: float = 1.0
     """Share of the probability mass that is sampled from. Below 1 the trainer's logprobs cannot match the generator's."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """Rule that makes advantages of the rewards of a group."""
+    """Rule that makes advantages from the rewards of a group."""
     max_refills: int = 1
     """Largest number of times in a step that further groups are generated because groups had equal rewards."""
     max_staleness: int = 0
@@ -249,7 +249,7 @@ class Generating:
 
 
 Deliver = Callable[[int, Group], None]
-"""Takes the place of a problem in a list, and its group."""
+"""Function that gets the index of a problem in a list, and the group of the problem."""
 
 
 class Rollouts:

@@ -75,8 +75,8 @@ class RunConfig:
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
     """Characters of a character-level tokenizer that is made for the run. Empty: the tokenizer of trainer.hf_path. auto without
-    trainer.hf_path: the characters of the problems, whose number also gives the size of the vocabulary. auto with trainer.hf_path: its
-    tokenizer, and its size of the model."""
+    trainer.hf_path: the characters of the problems, whose number also gives the size of the vocabulary. auto with trainer.hf_path: the
+    tokenizer and the size of the model are those of trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     chat: ChatConfig = field(default_factory=ChatConfig)
     """The model's chat template: whether prompts go through it, and how."""
@@ -351,7 +351,7 @@ class Actors:
     """The transport, the trainers and the generator of a run. They are closed together."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, *, verbose: bool) -> None:
-        # Its modules are imported while the processes of the actors start.
+        # The transport's modules are imported while the processes of the actors start.
         self.transport = in_background(_open_transport(config, folder), "opening the transport")
         self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
         self.trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)

@@ -1,7 +1,7 @@
 """Trainer and generator in the memory of the same GPUs, one after the other. The choice is made once, when a run is opened.
 
-In the trainer's turn vLLM sleeps. Its calls bring back what they need: forward_backward the weights, optim_step the optimizer's state. In the
-generator's turn the parts of TurnsConfig.offload are in the host's memory.
+In the trainer's turn vLLM sleeps. The trainer's calls bring back what they need: forward_backward the weights, optim_step the optimizer's
+state. In the generator's turn the parts of TurnsConfig.offload are in the host's memory.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ class Turns(Protocol):
         """The generator works from now on. Its weights may be gone: a pull must follow."""
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
-        """The trainer works in the body, in the middle of the generator's turn. The generator then has its weights again."""
+        """The trainer works in the body, in the middle of the generator's turn. Afterwards the generator has its weights again."""
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
         """Bytes and seconds of the moves since the last call."""
@@ -79,7 +79,7 @@ class InTurn:
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
         self.trainer, self.generator, self.timer = trainer, generator, timer
         self.parts = config.parts
-        # A pull brings the whole weights after every training, so they need no copy on the host. An adapter's base comes by no pull.
+        # A pull brings the whole weights after every training, so they need no copy on the host. No pull brings the weights under an adapter.
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.is_trainers = False
@@ -93,7 +93,8 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # Now and not only before the generator's turn, so that another forward_backward has its room. A push needs the weights.
+        # The optimizer's state goes now and not only before the generator's turn, so that another forward_backward has room. The weights
+        # stay, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 

@@ -190,7 +190,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            # `validate` raises the error of a directory that is no model's. Raised here, a command line could not show it on one line.
+            # If the directory holds no model, `validate` raises the error, because a command line could not show an error from here on one line.
             with contextlib.suppress(ValueError):
                 self.model = ModelConfig.from_hf(self.hf_path)
 

@@ -215,7 +215,7 @@ class Generator(Actor):
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`, and log the path of the bytes when it is another one."""
+        """Keep the last pull for `info`, and log the path of the bytes when it changes."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)

@@ -19,7 +19,7 @@ class HostMove:
 
     @property
     def gb_per_second(self) -> float:
-        """Speed of a rank's copies, if all ranks move as many bytes in the same time: the sum over the ranks."""
+        """Bytes of all ranks divided by the seconds of the slowest rank's copies, in 10^9 bytes a second."""
         copying = self.seconds - self.buffer_seconds
         return self.num_bytes / 1e9 / copying if copying > 0 else 0.0
 
@@ -32,7 +32,7 @@ class HostMove:
         )
 
     def since(self, earlier: "HostMove") -> "HostMove":
-        """What this total has more than an earlier one."""
+        """The moves between an earlier total and this one."""
         return HostMove(
             num_bytes=self.num_bytes - earlier.num_bytes,
             seconds=self.seconds - earlier.seconds,
@@ -41,7 +41,7 @@ class HostMove:
 
 
 def of_all_ranks(moves: Iterable[HostMove]) -> HostMove:
-    """The move of all ranks from those of each rank, which ran at the same time."""
+    """One move that stands for the moves of all ranks, which ran at the same time."""
     moves = list(moves)
     slowest = max(moves, key=lambda move: move.seconds)
     return HostMove(

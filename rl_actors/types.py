@@ -155,9 +155,8 @@ class OptimParams:
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.0
-    grad_clip_norm: float | None = (
-        1.0  # largest norm of the gradient, after the division by grad_divisor; None: no clipping
-    )
+    # Largest norm of the gradient, after the division by grad_divisor. None: no clipping.
+    grad_clip_norm: float | None = 1.0
     # Divides the gradient of the summed loss. With num_loss_tokens(samples) the step uses the gradient of the mean over tokens.
     grad_divisor: float = 1.0
 
@@ -252,7 +251,7 @@ class Transfer:
     reason: str = ""  # why a pull took this path
     num_bytes: int  # of the version, over all ranks
     seconds: float  # without the wait for the version
-    # Seconds of the parts. push: collect, write. pull: read, load. A pull reads shared memory in place, so there load has the reading.
+    # Seconds of the parts. push: collect, write. pull: read, load. A pull reads shared memory while it loads, so `load` includes the reading there.
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -301,7 +300,7 @@ class TrainerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
-    """State and limits of a generator. Of several replicas, `info` gives the one with the oldest weights, and all of them in `replicas`."""
+    """State and limits of a generator. With several replicas `info` gives that of the one with the oldest weights; its `replicas` has all."""
 
     policy_version: int  # -1 before the first pull
     max_model_len: int

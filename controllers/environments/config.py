@@ -48,7 +48,7 @@ class EnvironmentConfig:
     """Column of a file or a data set with a worse answer than the one in answer_column. controllers.dpo trains on such pairs."""
     messages_column: str = "messages"
     """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. It is used in rows without a prompt column.
-    The model's chat template makes the prompt of it. If there is no answer column either, the assistant's last message is the answer."""
+    The model's chat template makes the prompt from it. If there is no answer column either, the assistant's last message is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""

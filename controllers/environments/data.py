@@ -127,7 +127,7 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
     try:
         rows = load_dataset(config.task, split=config.split, **config.options)
-    except Exception as error:  # the package raises other classes of errors for other places of the data
+    except Exception as error:  # the class of the error depends on the place of the data
         remedy = "" if os.path.isdir(config.task) else f"; to fetch it: hf download --repo-type dataset {config.task}"
         reason = str(error).split("\n")[0]
         raise ValueError(f"task={config.task!r}, split={config.split!r}: {reason}{remedy}") from None

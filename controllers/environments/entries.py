@@ -1,4 +1,4 @@
-"""Functions that make problems of the entries of a task's data, and rewards that compare texts."""
+"""Functions that make problems from the entries of a task's data, and rewards that compare texts."""
 
 import importlib
 import inspect

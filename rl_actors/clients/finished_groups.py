@@ -61,7 +61,7 @@ class FinishedGroups(Generic[T]):
             await aborting
 
     def close(self) -> None:
-        """The same, for a caller without an event loop."""
+        """`aclose` for a caller without an event loop."""
         if (aborting := self._begin_abort()) is not None:
             aborting.result()
 

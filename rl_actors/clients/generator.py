@@ -155,7 +155,7 @@ class GeneratorClient(Client):
     async def start_generate(
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
     ) -> int:
-        """The number of the call. indices: of the prompts in the caller's list, if these are only some of them; seeds depend on it."""
+        """The number of the call. indices: for each prompt its index in the caller's list, on which its seeds depend; None: its place in `prompts`."""
         return await self._one("start_generate", prompts, params, indices, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:

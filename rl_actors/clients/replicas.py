@@ -38,7 +38,7 @@ class RoutedCall:
 
 
 class ReplicatedGenerator(GeneratorClient):
-    """Spawns a process for each replica. All completions of a prompt come from one of them, and a seed gives the same ones from each.
+    """Spawns a process for each replica. All completions of a prompt come from one replica. A seed gives the same completions from each.
 
     A pull goes to all replicas at the same time.
     """
@@ -79,7 +79,7 @@ class ReplicatedGenerator(GeneratorClient):
         await asyncio.gather(*(replica.close() for replica in self.replicas))
 
     async def _info(self) -> GeneratorInfo:
-        """That of the replica with the oldest weights, with the infos of all in `replicas`."""
+        """The info of the replica with the oldest weights. Its `replicas` has the infos of all."""
         infos = await asyncio.gather(*(replica.info() for replica in self.replicas))
         oldest = min(infos, key=lambda info: info.policy_version)
         return replace(oldest, replicas=tuple(infos))
@@ -201,7 +201,7 @@ def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:
 
 
 def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """Each replica has GPUs of its own, after those of the one before it, and draws from a seed of its own where a request has none."""
+    """The config of one replica. Its GPUs follow those of the replica before it. Requests without a seed draw from a seed of the replica."""
     gpu = config.gpu
     if torch.cuda.is_available():
         gpu = (config.gpu or 0) + index * config.tensor_parallel

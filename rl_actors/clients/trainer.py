@@ -303,9 +303,8 @@ class TrainerClient(Client):
         )
 
     async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
-        if (
-            self._writing is not None
-        ):  # the ranks' wait_for_checkpoint waits for the newest checkpoint, so there is one at a time
+        # The ranks' wait_for_checkpoint waits for the newest checkpoint, so there is one at a time.
+        if self._writing is not None:
             with contextlib.suppress(Exception):
                 await self._writing
         self._raise_failed_save()
@@ -365,7 +364,7 @@ class TrainerClient(Client):
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
 
-        The host's memory is pinned beside a GPU, made at the first offload, and kept. Every later call first brings back what it needs:
+        The host's memory is made at the first offload and kept; beside a GPU it is pinned. Every later call first brings back what it needs:
         forward, pushes and exports the weights; forward_backward the weights and gradients; optim_step everything; checkpoints the weights
         and the optimizer state. Refused, by RuntimeError, while a step is broken. On a CPU it saves no memory.
         """

@@ -122,7 +122,7 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
-    """torchtitan's name -> Hugging Face's name, of the tensors that both have one by one."""
+    """torchtitan's name -> Hugging Face's name, of the tensors that torchtitan does not join."""
     adapter = hf.hf_adapter(model)
     found = {}
     for name in names:
@@ -153,7 +153,7 @@ def _whole(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model: ModelC
 
 
 def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors by the number of their block; those outside the blocks each for itself."""
+    """The tensors by the number of their block. A tensor outside the blocks has a group of its own."""
     blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = LAYER.search(name)

@@ -207,7 +207,7 @@ def require_exportable(path: str, dtype: str) -> None:
 
 
 def require_free(path: str, dtype: str) -> None:
-    """The same in a process without ranks."""
+    """require_exportable in a process without ranks."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not _is_free(path):

@@ -17,7 +17,7 @@ from rl_actors.engine.gradients import local
 from rl_actors.engine.machine import this_machine
 from rl_actors.parts import PARTS, HostMove, Part
 
-ALIGNMENT = 512  # bytes; of every storage in host memory
+ALIGNMENT = 512  # every storage begins at a multiple of this number of bytes in host memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Place:
 
 
 class Offload:
-    """Moves parts of a trainer to the host and back. Calls name the parts that they need, and what is away comes back first."""
+    """Moves parts of a trainer to the host and back. A call names the parts that it needs, and brings back those that are on the host."""
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
@@ -59,13 +59,13 @@ class Offload:
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Bring the parts back to the device. Does nothing for a part that is there.
 
-        If the device has too little memory, what came back stays there and the rest stays on the host; another call goes on.
+        If the device has too little memory, the storages that came back stay on the device and the others on the host. Another call goes on with these.
         """
         if not any(part in self.away for part in parts):
             return HostMove()
         begin = time.perf_counter()
         num_bytes = 0
-        this_machine().release_memory()  # blocks that torch keeps have sizes of other tensors
+        this_machine().release_memory()  # torch keeps freed blocks, which have the sizes of other tensors
         try:
             for part in [part for part in PARTS if part in parts and part in self.away]:
                 places = self.away[part]
@@ -102,7 +102,7 @@ class Offload:
                     yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _drop_gathered_weights(self) -> None:
-        """Free what FSDP has gathered for a next call. The modules' parameters are then the shards."""
+        """Free the weights that FSDP has gathered for the next call. The modules' parameters are then the shards."""
         for module in self.built.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -1,4 +1,7 @@
-"""torchtitan's optimizer container, extended by optimizers by import path, and the hyperparameters of each call. Knows no gradients."""
+"""torchtitan's optimizer container, which here also takes an optimizer by its import path, and the hyperparameters of each call.
+
+Knows no gradients.
+"""
 
 import pkgutil
 import re

@@ -240,11 +240,12 @@ class TrainEngine:
         self.profiler.start(directory, steps)
 
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts to host memory, pinned beside a GPU, and free their memory on the device. Does nothing for a part that is there.
+        """Move the parts to host memory and free their memory on the device. Does nothing for a part that is on the host already.
 
         Every later call first brings back the parts that it needs: forward, pushes and exports the weights; forward_backward the weights
-        and gradients; optim_step everything; save_checkpoint the weights and the optimizer's state. On a CPU the copy is in the same
-        memory as the original, so nothing is gained. Raises ValueError for an unknown part.
+        and gradients; optim_step everything; save_checkpoint the weights and the optimizer's state. Beside a GPU the
+        host memory is pinned. On a CPU the copy is in the same memory as the original, so nothing is gained.
+        Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)
         self.step.require("offload")

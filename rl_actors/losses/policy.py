@@ -34,9 +34,8 @@ class PolicyLoss:
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    corrects: ClassVar[bool] = (
-        True  # True: J contains the ratio to old_logprobs, so it corrects for the generator by itself
-    )
+    # True: J contains the ratio to old_logprobs, so it corrects for the generator by itself.
+    corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

@@ -68,9 +68,8 @@ class Process:
 
     rank: int
     pid: int
-    handle: int = field(
-        repr=False
-    )  # from pidfd_open; the system may give a pid to another process later, but not this handle
+    # From pidfd_open. The system may give the pid to another process later, but not this handle.
+    handle: int = field(repr=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"

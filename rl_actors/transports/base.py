@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 INDEX_TIMEOUT = 60.0
-"""Seconds in which a place of manifests must answer."""
+"""Seconds in which the place of the manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
@@ -75,7 +75,7 @@ class Piece:
 
 
 class OpenVersion(ABC):
-    """A version that a reader has opened. Its tensors are whole and on the CPU. They may be views that end with the reading."""
+    """A version that a reader has opened. Its tensors are whole. They may be views that end with the reading. Views of slots on a GPU are on that GPU."""
 
     path: str
     """Path by which the bytes come."""
@@ -149,7 +149,7 @@ class Transport(ABC):
     training_bytes = 0
     """What training takes of a rank's GPU at its peak, as the trainer estimates it. Slots take what is left."""
     kind: str = "other"
-    """Where the tensors of a version are, in the metrics of a push."""
+    """Name of the place where the tensors of a version are, for the metrics of a push."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
         """Start the processes or create the directories of the transport. Call it once, in the process that made the transport."""

@@ -121,7 +121,7 @@ def copies_end() -> Iterator[None]:
 
 
 def pin(data: Tensor, *, read_only: bool) -> bool:
-    """Pin memory of the host, so that copies to and from a GPU run at full speed. It is unpinned with its storage.
+    """Pin memory of the host, so that copies to and from a GPU run at full speed. The caller ends this with `unpin`.
 
     Returns False where CUDA refuses. Copies are then about four times as slow.
     """

@@ -79,7 +79,7 @@ class IndexedTransport(Transport):
         return SlotSource(manifest=manifest, path=weights.path, timeout=weights.timeout, secret=self.secret)
 
     async def delete(self, manifest: Manifest) -> None:
-        """Remove the manifest. The next version but one takes the slot."""
+        """Remove the manifest. A later version uses the slot again."""
         await self.delete_object(f"{manifest.key}/manifest")
 
     @abstractmethod

@@ -10,7 +10,7 @@ MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place for slots. One slot on a GPU means that a push waits for the readers of the version before, and that a push that fails costs it."""
+    """A place for slots. With only one slot a push waits for the readers of the version before, and a push that fails loses that version."""
 
     on_gpu: bool = False
     num_slots: int = 2
@@ -19,7 +19,7 @@ class Place:
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, only_this_host: bool, room: int) -> Place:
-    """The place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned ones on the host, the first that is possible.
+    """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
 
     room: bytes of the GPU that training leaves.
     Raises ValueError if the path is cuda_ipc and that is not possible.

@@ -25,7 +25,7 @@ class ReadableSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSource(Source):
-    """The slots of one version. `path` is the way of the bytes that the config asks for."""
+    """The slots of one version. `path` is the path of the bytes that the config asks for."""
 
     manifest: Manifest
     path: str
@@ -106,7 +106,7 @@ class OpenSlots(OpenVersion):
         return self.manifest.num_bytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A tensor that one rank holds whole is a view of the slot. Another one is put together when it is its turn."""
+        """A tensor that one rank holds whole is a view of the slot. One that several ranks share is put together when its turn comes."""
         for name, pieces in self.pieces():
             shape, dtype = self.manifest.tensors[name]
             yield name, whole(name, shape, dtype, pieces)

@@ -18,7 +18,7 @@ from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_nam
 class Snapshot:
     """One rank's part of the newest two versions.
 
-    A write goes into the slot of the older version, so a push that fails costs no version but the older. Both slots have the same layout. If
+    A write goes into the slot of the older version, so with two slots a push that fails loses only that version. Both slots have the same layout. If
     the tensors of a write need another one, the write makes a slot of that layout. Slots of the former layout are dropped when the
     second version of the new one begins.
     """
@@ -104,7 +104,7 @@ def _described(tensor: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
 
 
 def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """The places of this rank's parts in a slot. Of several replicas the first one holds a part; the others leave it out."""
+    """The places of this rank's parts in a slot. If several replicas hold the same part, only the first one puts it there."""
     shards: dict[str, Shard] = {}
     offset = 0
     for name, tensor in tensors.items():

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
 
-# Ends the core with its parent, also if that one was killed with kill -9, which vLLM's core does not notice. In a session of its own the core
-# gets no Ctrl-C from a terminal, which would end it in the middle of a step. The variables describe the actor's process group, not vLLM's.
+# A program that the core's process runs first. The kernel then ends the core with its parent. vLLM's core would not notice a parent that was
+# killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal, which would end it in the middle of a step. The
+# variables that it removes describe the actor's process group, not vLLM's.
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -61,7 +62,7 @@ class Core(Protocol):
         """Call `on_death` with an error that names the process, on another thread, when a process of the core has ended."""
 
     def death(self, error: BaseException) -> BaseException:
-        """The error that says how the core ended, for an error of a call to a core that does not recover."""
+        """The error to raise after a call to a core that does not recover has failed with `error`. It says how the core ended."""
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
         """Context manager for an update of the weights. No step runs in it."""
@@ -121,7 +122,7 @@ class OwnProcess:
     def starting(self) -> Iterator[None]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy the threads' locks of this process
-        resource_tracker.ensure_running()  # it must outlive this process, so it may not be started as a child below
+        resource_tracker.ensure_running()  # started here, because it must outlive the core, which would start it otherwise
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
             # The sockets to the core. After the start they are connected, and their names may go.
@@ -149,9 +150,8 @@ class OwnProcess:
             core.kill()
             for handle in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(
-                        handle, signal.SIGKILL
-                    )  # it may wait in a collective for a rank that has ended
+                    # The rank may wait in a collective for one that has ended.
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
             how = f"{names[0]} ended" if names and core.sentinel not in ended else describe(core)
             self._death = RuntimeError(how)
             self._has_died.set()
@@ -187,7 +187,7 @@ def _executable(directory: Path, python: str) -> str:
 
 def describe(process: BaseProcess) -> str:
     """How a process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
-    # A thread of vLLM waits for the process, too. The thread that is second sees the exit code a moment later than the end.
+    # A thread of vLLM waits for the process, too. If it is first, the exit code appears here only a moment after the end.
     deadline = time.monotonic() + DEATH_TIMEOUT
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -58,7 +58,7 @@ class EngineThread:
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
-        self.broken = ""  # why the model may hold weights of two versions; empty if it does not
+        self.broken = ""  # why the model does not hold the weights of one version; empty if it does
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of the sleep; 0: awake
@@ -225,7 +225,7 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Give all callers, those of now and those of later, an error. The thread lives on: vLLM's process would end with it."""
+        """Give all callers, those of now and those of later, an error. The thread goes on, because a process of vLLM ends with the thread that started it."""
         for call in [*self.held, *(request.call for request in self.requests.values())]:
             call.fail(RuntimeError(f"{why}; spawn the generator again"))
         for deferred in self.waiting:

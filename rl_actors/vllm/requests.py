@@ -44,8 +44,8 @@ class EngineCall(Generic[T]):
     def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
         """(index of the prompt, its results) of the prompts that have finished since the last `take`, in order of finishing.
 
-        The future is done when there are `at_least` of them, or all that are left, or when the call has failed. A later `take` ends an
-        earlier one that still waits, with nothing.
+        The future is done when there are `at_least` of them, or all that are left, or when the call has failed. If an earlier
+        `take` still waits, a later one ends it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()
         future.set_running_or_notify_cancel()  # nobody can cancel it, so the engine's thread can always set its result

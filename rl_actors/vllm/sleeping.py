@@ -1,6 +1,6 @@
 """vLLM's sleep mode: an engine without requests gives the memory of its weights and its cache back to the device, and takes it again.
 
-Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull brings them. The keys and values are dropped at both.
+Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull brings them. The keys and values are dropped at both levels.
 vLLM takes this memory from an allocator of its own, which keeps the addresses: CUDA graphs are valid after a wake.
 A CPU has no sleep mode. There nothing is released, but the calls and their refusals are the same.
 """

@@ -1,4 +1,4 @@
-"""What a vLLM worker does at a pull: it opens the version that a source names, and loads the tensors one at a time.
+"""The work of a vLLM worker at a pull: it opens the version that a source names, and loads the tensors one at a time.
 
 vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the actor's own or another one.
 A pull opens the version first, which changes nothing, and then loads it.
@@ -100,7 +100,7 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """Where the tensors are in the live parameters. Empty: vLLM must reload them. Made at the first pull."""
+        """The place of every tensor in the live parameters. Empty: vLLM must reload them. Made at the first pull."""
         if self.plan is None:
             self.plan = {}
             if is_possible(model, self.vllm_config):

@@ -149,7 +149,7 @@ def test_the_plan_of_turns_has_the_peak_of_every_phase(two_gpus):
         f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
     ]
     text = describe_plan.describe(config)
-    assert f"  on the host          optimizer {size(held.optimizer)}, pinned beside a GPU" in text
+    assert f"  on the host          optimizer {size(held.optimizer)}, while the generator works" in text
     describe_plan.require_memory(config)
     several = replace(config, updates_per_step=2)
     assert f"GPU 0 in forward_backward trainer-0 {size(passes + held.optimizer)} of" in describe_plan.describe(several)

@@ -151,7 +151,7 @@ def test_the_report_summarizes_the_run_and_draws_every_chart(written, html):
         "2 supervised, 1 skipped",
         "5,000",
         "1.50 GiB",
-        "MFU 25.0% in the mean",
+        "MFU 25.0% on average",
         "finished",
         "8,000 generated",
         "0 min 9 s",
