@@ -60,7 +60,7 @@ def parse(
 ) -> Invocation:
     """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
-    `--config` names one of `configs` (default: the first) or a config.json. Every other dotted flag edits a field of this config.
+    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit fields of this config.
     Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
     """
     try:

@@ -113,7 +113,7 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
 class _Phase:
     """A part of a step in which the processes hold the same memory."""
 
-    name: str  # as the end of a place
+    name: str  # end of Demand.place; empty without turns
     trainer: int  # bytes of a rank
     sleeps: bool = False  # whether the generator has given its memory back
 
@@ -136,7 +136,7 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 
 
 def _turns(config: "RunConfig") -> list[str]:
-    """How much memory a rank of the trainer holds in each of its turns, and how much of it is on the host meanwhile."""
+    """Lines about the memory that a rank of the trainer holds in each phase, and about its parts that are on the host while the generator works."""
     if not config.turns.enabled:
         return []
     held = memory_estimate.memory(config.trainer)

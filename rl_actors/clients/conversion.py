@@ -25,7 +25,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
             in_order = values.setdefault(name, [torch.empty(0)] * num_samples)
             for index, piece in zip(output.indices, pieces.split(output.lengths), strict=True):
                 in_order[index] = piece
-    # The outputs are in the order in which the ranks answered. A sum of floats depends on the order, so they are sorted by rank.
+    # The ranks may answer in any order, and a sum of floats depends on the order. So the metrics are merged in the order of the ranks.
     partials = metrics.merge(output.metrics for output in sorted(outputs, key=lambda output: output.rank))
     return ForwardBackwardOutput(
         logprobs=values.get("logprobs", []),
@@ -39,7 +39,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
 
 
 def _require_each_once(outputs: Sequence[RankOutput]) -> None:
-    """Raises ValueError naming the first sample that two ranks, or one rank twice, report. Its values would replace each other."""
+    """Raises ValueError naming the first sample that is reported twice, by two ranks or by one. One report would replace the other."""
     reporter: dict[int, int] = {}
     for output in outputs:
         for index in output.indices:

@@ -135,7 +135,7 @@ class GeneratorClient(Client):
     def generate_each(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
     ) -> FinishedGroups[list[Completion]]:
-        """(index of the prompt, its params.n completions), one prompt after the other, as soon as all of a prompt have finished.
+        """(index of a prompt, its params.n completions) of one prompt after the other, as soon as all completions of the prompt have finished.
 
         async for index, completions in generator.generate_each(prompts, params): …
 
@@ -273,6 +273,6 @@ def process_environment(config: GeneratorConfig) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
     own = names[config.gpu : config.gpu + config.tensor_parallel]
-    # The others come behind, because a pull opens memory of the trainer's GPUs.
+    # The other GPUs follow, because a pull opens memory of the trainer's GPUs.
     others = [name for name in names if name not in own]
     return environment | {"CUDA_VISIBLE_DEVICES": ",".join([*own, *others])}

@@ -1,4 +1,4 @@
-"""Which replica of a generator gets a prompt: the least loaded one, or the one that has the start of the prompt in its cache. Pure."""
+"""Choice of the replica that gets a prompt: the least loaded one, or the one that has the start of the prompt in its cache. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -155,7 +155,7 @@ def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str
 
 
 def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
-    """Bring the layers of a reload that failed back into a state from which another reload begins. Their weights are a mix."""
+    """Make another reload possible after one that failed. The model then holds weights of two versions."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
     logger = logging.getLogger(RELOAD_LOGGER)
