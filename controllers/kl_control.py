@@ -1,0 +1,97 @@
+"""The KL divergence from a reference as a leash: its penalty on the reward of every token, and a coefficient that follows a target.
+
+Starts no reference; reference.py does. `rl_actors.KL` has the estimators and the term of the loss.
+
+N sequences, T_n positions of sequence n.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_actors import KL
+
+
+@dataclass(kw_only=True)
+class KLControlConfig:
+    """Rule by which the coefficient of the KL divergence changes from step to step (arXiv 1909.08593, section 2.2)."""
+
+    target: float | None = None
+    """Mean KL divergence of a token that the coefficient is to keep. None: the coefficient is fixed."""
+    gain: float = 0.1
+    """Relative change of the coefficient for a relative error of 1. 0.1 is the paper's value."""
+    max_error: float = 0.2
+    """Largest relative error that counts, above and below the target. 0.2 is the paper's value."""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit."""
+        for name in ("target", "gain", "max_error"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"kl_control.{name}={value}; it must be finite and above 0")
+        if self.gain * self.max_error >= 1:
+            raise ValueError(
+                f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; it must be below "
+                "1, or the coefficient could become 0 or negative"
+            )
+
+    def next_coefficient(self, coefficient: float, divergence: float) -> float:
+        """The coefficient of the next step. divergence: the mean KL divergence of a token in this step.
+
+        coefficient * (1 + gain * e), where e = divergence / target - 1, limited to [-max_error, max_error].
+
+        target 0.01, gain 0.1, coefficient 1: a divergence of 0.02 gives 1.02, one of 0.009 gives 0.99.
+
+        Raises ValueError if the divergence is not a number.
+        """
+        if self.target is None:
+            return coefficient
+        if math.isnan(divergence):
+            raise ValueError("the KL divergence from the reference is not a number")
+        error = min(max(divergence / self.target - 1, -self.max_error), self.max_error)
+        return coefficient * (1 + self.gain * error)
+
+
+def penalised_rewards(
+    rewards: Sequence[Tensor],
+    logprobs: Sequence[Tensor],
+    ref_logprobs: Sequence[Tensor],
+    is_action: Sequence[Tensor],
+    kl: KL,
+) -> list[Tensor]:
+    """rewards - kl.coefficient * kl_t at every action, 0 at other positions; each [T_n].
+
+    kl_t is the estimate at token t from the logprobs of the policy that sampled it and of the reference. Numbers at positions that are no
+    actions are not read, so they may be NaN.
+
+    Two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, k1 with coefficient 0.1: -0.05 and 1.
+    """
+    estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
+    penalised = []
+    for reward_T, estimate_T, action_T in zip(rewards, estimates, is_action, strict=True):
+        penalised.append(torch.where(action_T.bool(), reward_T - kl.coefficient * estimate_T, 0.0))
+    return penalised
+
+
+def mean_divergence(
+    logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
+) -> float:
+    """The mean of `kl` over the actions of all sequences, without the coefficient. Raises ValueError if there is no action."""
+    num_actions = sum(int(action_T.bool().sum()) for action_T in is_action)
+    if not num_actions:
+        raise ValueError(f"{len(is_action)} sequences have no action, so they have no mean KL divergence")
+    estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
+    return math.fsum(float(estimate_T.double().sum()) for estimate_T in estimates) / num_actions
+
+
+def token_divergences(
+    logprobs: Sequence[Tensor], ref_logprobs: Sequence[Tensor], is_action: Sequence[Tensor], kl: KL
+) -> list[Tensor]:
+    """`kl` at every action, without the coefficient, and 0 at other positions; each [T_n]."""
+    found = []
+    for policy_T, reference_T, action_T in zip(logprobs, ref_logprobs, is_action, strict=True):
+        found.append(torch.where(action_T.bool(), kl(policy_T, reference_T), 0.0))
+    return found

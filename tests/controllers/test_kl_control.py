@@ -1,0 +1,123 @@
+"""The leash of a reference, beside sums written out in Python's float64."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
+from rl_actors import KL
+
+ESTIMATES = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(-d) - 1 + d,
+}
+LOGPROB = st.floats(-4, 0)
+
+
+@st.composite
+def sequences(draw):
+    """(rewards, logprobs, reference's logprobs, is_action) of one sequence."""
+    length = draw(st.integers(1, 8))
+    rows = [draw(st.lists(number, min_size=length, max_size=length)) for number in (st.floats(-2, 2), LOGPROB, LOGPROB)]
+    is_action = draw(st.lists(st.booleans(), min_size=length, max_size=length).filter(any))
+    return *rows, is_action
+
+
+def columns(batch, fill: float | None = None) -> list[list[torch.Tensor]]:
+    """The four lists of tensors. fill: the number at every position that is no action."""
+    found: list[list[torch.Tensor]] = [[], [], [], []]
+    for *numbers, is_action in batch:
+        action_T = torch.tensor(is_action)
+        for rows, row in zip(found, numbers, strict=False):
+            tensor = torch.tensor(row, dtype=torch.float64)
+            rows.append(tensor if fill is None else torch.where(action_T, tensor, fill))
+        found[3].append(action_T)
+    return found
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(sequences(), min_size=1, max_size=3), st.sampled_from(sorted(ESTIMATES)), st.floats(0, 2))
+def test_every_token_pays_for_its_own_divergence(batch, estimator, coefficient):
+    kl = KL(coefficient=coefficient, estimator=estimator)
+    rows = columns(batch)
+    estimates = []
+    for (rewards, logprobs, references, is_action), found in zip(batch, penalised_rewards(*rows, kl), strict=True):
+        expected = []
+        for reward, logprob, reference, is_one in zip(rewards, logprobs, references, is_action, strict=True):
+            divergence = ESTIMATES[estimator](logprob - reference)
+            estimates += [divergence] if is_one else []
+            expected.append(reward - coefficient * divergence if is_one else 0.0)
+        assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    mean = math.fsum(estimates) / len(estimates)
+    assert mean_divergence(*rows[1:], kl) == pytest.approx(mean, abs=1e-12)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(sequences(), min_size=1, max_size=3), st.sampled_from(sorted(ESTIMATES)))
+def test_nan_where_nothing_was_sampled_changes_nothing(batch, estimator):
+    kl = KL(coefficient=0.5, estimator=estimator)
+    plain, broken = columns(batch), columns(batch, fill=math.nan)
+    for expected, found in zip(penalised_rewards(*plain, kl), penalised_rewards(*broken, kl), strict=True):
+        assert torch.equal(expected, found)
+    assert mean_divergence(*plain[1:], kl) == mean_divergence(*broken[1:], kl)
+
+
+def test_sequences_without_an_action_have_no_mean():
+    row = torch.zeros(3)
+    with pytest.raises(ValueError, match="1 sequences have no action"):
+        mean_divergence([row], [row], [torch.zeros(3, dtype=torch.bool)], KL(coefficient=1.0))
+
+
+@given(st.floats(1e-3, 10), st.floats(-1, 10), st.floats(1e-3, 1))
+def test_the_coefficient_follows_the_papers_rule(coefficient, divergence, target):
+    config = KLControlConfig(target=target)
+    error = divergence / target - 1
+    error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
+    expected = coefficient + coefficient * 0.1 * error
+    assert config.next_coefficient(coefficient, divergence) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_coefficient_without_a_target_is_fixed():
+    assert KLControlConfig().next_coefficient(0.3, 5.0) == 0.3
+
+
+def test_the_coefficient_settles_where_the_divergence_is_its_target():
+    """A policy whose divergence falls with the coefficient as 0.03 / (1 + coefficient) is at the target 0.01 with coefficient 2."""
+    config = KLControlConfig(target=0.01, gain=0.5)
+    for start in (1e-2, 100.0):
+        coefficient = start
+        for _ in range(200):
+            coefficient = config.next_coefficient(coefficient, 0.03 / (1 + coefficient))
+        assert coefficient == pytest.approx(2.0, rel=1e-3)
+
+
+def test_the_examples_of_the_docstrings():
+    config = KLControlConfig(target=0.01)
+    assert config.next_coefficient(1.0, 0.02) == pytest.approx(1.02)
+    assert config.next_coefficient(1.0, 0.009) == pytest.approx(0.99)
+    rows = [torch.tensor([row]).double()[0] for row in ([0.0, 1.0], [-0.5, -1.0], [-1.0, -1.0])]
+    [found] = penalised_rewards(*([row] for row in rows), [torch.ones(2)], KL(coefficient=0.1, estimator="k1"))
+    assert found.tolist() == pytest.approx([-0.05, 1.0])
+
+
+def test_a_divergence_that_is_not_a_number_is_an_error():
+    with pytest.raises(ValueError, match="not a number"):
+        KLControlConfig(target=0.1).next_coefficient(1.0, math.nan)
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"target": 0.0}, "kl_control.target=0.0; it must be finite and above 0"),
+        ({"target": math.inf}, "kl_control.target=inf"),
+        ({"gain": -0.1}, "kl_control.gain=-0.1"),
+        ({"gain": 5.0, "max_error": 0.2}, "is 1; it must be below 1"),
+    ],
+)
+def test_a_rule_that_cannot_work_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        KLControlConfig(**options).validate()
