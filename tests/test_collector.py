@@ -1,4 +1,4 @@
-"""The garbage collector of our processes and of others, each in a process of its own."""
+"""The garbage collector of our processes and of others, and the start and the end of ours, each in a process of its own."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 from monarch.actor import default_bootstrap_cmd
 from waiting import GUARD
 
-from rl_actors.processes import collector
+from rl_actors.processes.bootstrap import BOOTSTRAP
 
 MODULE = """
 import gc, sys
@@ -22,14 +22,31 @@ with collector.importing():
     objects = [[] for _ in range(10_000)]
 print("imported", gc.isenabled(), gc.get_freeze_count() >= before + 10_000)
 """
+ENDING = """
+import atexit, sys, threading, time
+
+class Kept:
+    def __del__(self):
+        print("taken apart")
+
+sys.kept = Kept()
+atexit.register(print, "exit handler")
+
+def work():
+    time.sleep(0.2)
+    print("thread")
+
+threading.Thread(target=work).start()
+print("module")
+"""
 
 
 @pytest.fixture
 def output(tmp_path):
-    (tmp_path / "started_module.py").write_text(MODULE)
     path = os.pathsep.join([str(tmp_path), *sys.path])
 
-    def run(arguments: list[str], environment: dict[str, str]) -> list[str]:
+    def run(arguments: list[str], environment: dict[str, str], module: str = MODULE, status: int = 0) -> list[str]:
+        (tmp_path / "started_module.py").write_text(module)
         inherited = {name: value for name, value in os.environ.items() if name != "RL_ACTORS_PROCESS"}
         run = subprocess.run(
             [sys.executable, *arguments],
@@ -38,14 +55,14 @@ def output(tmp_path):
             text=True,
             timeout=GUARD,
         )
-        assert run.returncode == 0, run.stderr
+        assert run.returncode == status, run.stderr
         return run.stdout.splitlines()
 
     return run
 
 
 def test_our_process_starts_and_imports_without_collections_and_leaves_the_modules_out_of_later_ones(output):
-    command = ["-c", collector.BOOTSTRAP, "-m", "started_module"]
+    command = ["-c", BOOTSTRAP, "-m", "started_module"]
     assert output(command, {"RL_ACTORS_PROCESS": "trainer-0"}) == [
         "module False __main__ []",
         "kept True True",
@@ -61,6 +78,16 @@ def test_the_collector_of_another_programs_process_is_not_changed(output):
         "importing True",
         "imported True False",
     ]
+
+
+@pytest.mark.parametrize(
+    ("last_line", "status"),
+    [("", 0), ("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('text')", 1), ("raise ValueError", 1)],
+)
+def test_our_process_ends_after_its_threads_and_exit_handlers_and_takes_nothing_apart(output, last_line, status):
+    command = ["-c", BOOTSTRAP, "-m", "started_module"]
+    lines = output(command, {"RL_ACTORS_PROCESS": "trainer-0"}, ENDING + last_line, status)
+    assert lines == ["module", "thread", "exit handler"]
 
 
 def test_monarch_starts_a_process_with_python_m():

@@ -1,16 +1,9 @@
 """The garbage collector of a process that this package spawned. The collector of another program's process is not changed."""
 
-import atexit
 import contextlib
 import gc
 import os
 from collections.abc import Iterator
-
-BOOTSTRAP = (
-    "import gc, runpy, sys; gc.disable(); del sys.argv[:2]; "
-    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-)
-"""Code for `python -c CODE -m MODULE`: run the module as `python -m MODULE` does, and collect no garbage until `keep` is called."""
 
 
 @contextlib.contextmanager
@@ -40,8 +33,6 @@ def keep(*, collect: bool = False) -> None:
             gc.collect()
         gc.freeze()
         gc.enable()
-        atexit.unregister(gc.unfreeze)
-        atexit.register(gc.unfreeze)  # otherwise some C extensions report leaks when the process ends
 
 
 def _is_ours() -> bool:

@@ -32,6 +32,7 @@ from monarch.actor import (
 from torch.distributed import TCPStore
 
 from rl_actors.processes import collector, threads
+from rl_actors.processes.bootstrap import BOOTSTRAP
 from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
 
 T = TypeVar("T")
@@ -165,7 +166,7 @@ async def spawn_processes(
         if logs is not None:
             of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
         monarchs = default_bootstrap_cmd()
-        monarchs.args = ["-c", collector.BOOTSTRAP, *monarchs.args]
+        monarchs.args = ["-c", BOOTSTRAP, *monarchs.args]
         return monarchs.with_env({**common, **of_rank})
 
     bootstrap = functools.partial(_prepare_rank, name, logs)
