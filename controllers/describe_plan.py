@@ -2,7 +2,7 @@
 
 import itertools
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -120,7 +120,7 @@ class _Phase:
 
 def _phases(config: "RunConfig") -> list[_Phase]:
     """The phases of a step: one, or those of trainer and generator in turns."""
-    held, parts = memory_estimate.memory(config.trainer), config.turns.parts
+    held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
     if not config.turns.enabled:
         return [_Phase(name="", trainer=held.total)]
     weights = held.parameters + held.buffers
@@ -139,7 +139,7 @@ def _turns(config: "RunConfig") -> list[str]:
     """Lines about the memory that a rank of the trainer holds in each phase, and about its parts that are on the host while the generator works."""
     if not config.turns.enabled:
         return []
-    held = memory_estimate.memory(config.trainer)
+    held = memory_estimate.memory(config.trainer).on_device()
     sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
     on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
     lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
@@ -155,8 +155,12 @@ def _demand_line(demand: Demand) -> str:
 
 def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> list[str]:
     lines = ["memory of the fullest rank, without the memory of libraries:"]
-    for name, size in asdict(held).items():
+    on_device = held.on_device()
+    for name in ("parameters", "gradients", "optimizer", "buffers", "activations"):
+        size = getattr(held, name)
         remark = " (estimated)" if name == "activations" else ""
+        if getattr(on_device, name) != size:
+            remark = " in the host's memory, not in the total"
         lines.append(f"  {name:<12} {size_text(size)}{remark}")
     return [*lines, f"  {'total':<12} {size_text(held.total)}"]
 

@@ -176,6 +176,9 @@ class TrainerConfig:
     """Largest number of bytes of the samples of one call."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
     """None: the trainer only infers and has neither gradients nor optimizer state."""
+    fsdp_cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in pinned host memory, and step the optimizer there. The GPU holds a block at a time. Slow;
+    for a model whose training state no GPU holds. Only with data_parallel_shard, and only for dense models."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
     """Step of the routers' expert bias at every optim_step (arXiv 2408.15664). 0: no bias; transformers and vLLM route without one."""

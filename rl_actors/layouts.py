@@ -141,7 +141,15 @@ def _require_verified(config: TrainerConfig) -> None:
         f"with model.num_experts={config.model.num_experts}",
         f"with lora.rank={config.lora.rank}",
     )
+    other_degrees = [name for name, degree in degrees.items() if degree > 1 and name != "data_parallel_shard"]
+    offloads = config.fsdp_cpu_offload
     _refuse_first(
+        (
+            bool(offloads and other_degrees),
+            f"fsdp_cpu_offload=True with {_named(degrees, other_degrees)}: {NOT_VERIFIED}",
+        ),
+        (offloads and has_experts, f"fsdp_cpu_offload=True {with_experts}: {NOT_VERIFIED}"),
+        (offloads and float8, f"fsdp_cpu_offload=True with float8={float8}: {NOT_VERIFIED}"),
         (context and float8, f"{of_context} with float8={float8}: {NOT_VERIFIED}"),
         (context and compiles, f"{of_context} with compile.enable={compiles}: {NOT_VERIFIED}"),
         (expert and float8, f"{of_expert} with float8={float8}: {NOT_VERIFIED}"),

@@ -6,7 +6,7 @@ D hidden size, H query heads, K key-value heads, W head width, I MLP width, V vo
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -42,10 +42,17 @@ class Memory:
     optimizer: int
     buffers: int
     activations: int  # an estimate
+    is_on_host: bool = False  # whether parameters, gradients and optimizer are in the host's memory (fsdp_cpu_offload)
+
+    def on_device(self) -> Memory:
+        """The memory of the device."""
+        return replace(self, parameters=0, gradients=0, optimizer=0) if self.is_on_host else self
 
     @property
     def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+        """Bytes of the device."""
+        held = self.on_device()
+        return held.parameters + held.gradients + held.optimizer + held.buffers + held.activations
 
 
 def memory(config: TrainerConfig) -> Memory:
@@ -71,6 +78,7 @@ def memory(config: TrainerConfig) -> Memory:
         optimizer=FLOAT32 * (2 * num_trained_elements + num_trained_tensors),
         buffers=FLOAT32 * num_buffer_elements,
         activations=_activations(config),
+        is_on_host=config.fsdp_cpu_offload,
     )
 
 
@@ -264,7 +272,8 @@ def _gathered(config: TrainerConfig, size: int) -> float:
     by torchtitan's default, all its weights, too.
     """
     parallel = config.parallelism
-    if parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1 and size == FLOAT32:
+    is_whole = parallel.data_parallel_shard_degree * parallel.context_parallel_degree == 1
+    if is_whole and size == FLOAT32 and not config.fsdp_cpu_offload:
         return 0.0
     is_pipeline = parallel.pipeline_parallel_degree > 1
     policy = parallel.fsdp_reshard_after_forward

@@ -57,6 +57,7 @@ class BuiltModel:
     hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
     device: torch.device
+    weights_device: torch.device  # of the parameters and all that belongs to them: the host with fsdp_cpu_offload
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
     # Turns a batch of whole rows into the part that this rank holds, with attention masks.
@@ -177,9 +178,15 @@ def build(config: TrainerConfig) -> BuiltModel:
     Raises ValueError if the layout needs more or fewer processes than there are.
     """
     machine = this_machine()
+    if config.fsdp_cpu_offload:
+        machine.require_cpu_offload()
     parallel_dims, device = _join_ranks(config, machine)
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
-    training = TrainingConfig(seq_len=config.tokens_per_row, mixed_precision_param=config.compute_dtype)
+    training = TrainingConfig(
+        seq_len=config.tokens_per_row,
+        mixed_precision_param=config.compute_dtype,
+        enable_cpu_offload=config.fsdp_cpu_offload,
+    )
     model_config = _model_config(config, machine, training, debug)
     with torch.device("meta"):
         whole = model_config.build()
@@ -190,7 +197,7 @@ def build(config: TrainerConfig) -> BuiltModel:
     stages, modules = _parallelize(whole, model_config, config, training, parallel_dims, device)
     model = LocalModel(modules) if stages else modules[0]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
-    _allocate(modules, device, machine)
+    _allocate(modules, device, machine, on_host=config.fsdp_cpu_offload)
     if not config.hf_path:  # with hf_path the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
     elif config.head == "values" and model.lm_head is not None:  # no directory has the head of a value model
@@ -211,6 +218,7 @@ def build(config: TrainerConfig) -> BuiltModel:
         hyperparameters=hyperparameters,
         parallel_dims=parallel_dims,
         device=device,
+        weights_device=torch.device("cpu") if config.fsdp_cpu_offload else device,
         to_device=partial(machine.to_device, device=device),
         to_host=machine.HostCopy,
         shard_rows=_row_sharding(modules[0], parallel_dims, config, machine),
@@ -293,11 +301,11 @@ def _parallelize(
     return stages, [stage.submod for stage in stages]
 
 
-def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine) -> None:
-    """Give the modules memory on the device, and initialise their buffers."""
+def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine, *, on_host: bool) -> None:
+    """Give the modules memory on the device, and initialise their buffers. on_host: give parameters memory on the host, where FSDP pins it."""
     for module in modules:
         machine.after_parallelize(module)
         wait_for_input(module)
-        module.to_empty(device=device)
+        module.to_empty(device="cpu" if on_host else device)
         with torch.no_grad():
-            module.init_weights(buffer_device=None)
+            module.init_weights(buffer_device=device if on_host else None)

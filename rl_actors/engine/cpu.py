@@ -101,6 +101,12 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
+def require_cpu_offload() -> None:
+    raise ValueError(
+        "trainer.fsdp_cpu_offload=True on a machine without a GPU: the weights are in the host's memory already"
+    )
+
+
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The norms, computed in float64.
 

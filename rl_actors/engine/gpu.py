@@ -13,7 +13,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 from rl_actors import metrics
-from rl_actors.engine import flash4
+from rl_actors.engine import cpu, flash4
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.processes import threads
 
@@ -69,7 +69,13 @@ class HostCopy(metrics.HostCopy):
         return self.tensor
 
 
+def require_cpu_offload() -> None:
+    """Does nothing: memory can be pinned."""
+
+
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    if tensors[0].device.type == "cpu":  # with fsdp_cpu_offload
+        return cpu.norms(tensors)
     return torch._foreach_norm(tensors)
 
 

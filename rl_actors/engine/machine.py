@@ -39,6 +39,9 @@ class Machine(Protocol):
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of a host tensor on the device."""
 
+    def require_cpu_offload(self) -> None:
+        """Raises ValueError if FSDP cannot keep its shards in pinned host memory."""
+
     def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """The 2-norm of each tensor, [] each."""
 

@@ -125,7 +125,7 @@ class TrainEngine:
         self.memory.onload()
         with self._broken_on_failure():
             gradients = Gradients(
-                self.parameters_by_layout, self.pipeline_group, self.built.device, this_machine().norms
+                self.parameters_by_layout, self.pipeline_group, self.built.weights_device, this_machine().norms
             )
             norm = gradients.norm() / params.grad_divisor
             # The copy begins before the scaling, so that a GPU scales while the host waits for the norm.

@@ -136,6 +136,17 @@ def test_the_plan_has_every_replica_of_the_generator_with_its_gpus(two_gpus, mon
     ]
 
 
+def test_the_plan_leaves_what_fsdp_keeps_on_the_host_out_of_the_gpu(two_gpus):
+    config = qwen3_4b()
+    config.trainer.fsdp_cpu_offload = True
+    held = memory(config.trainer)
+    text = describe_plan.describe(config)
+    for name in ("parameters", "gradients", "optimizer"):
+        size = describe_plan.size_text(getattr(held, name))
+        assert f"  {name:<12} {size} in the host's memory, not in the total\n" in text
+    assert f"  GPU 0        trainer-0 {describe_plan.size_text(held.buffers + held.activations)} of 140.0 GiB" in text
+
+
 def test_the_plan_of_turns_has_the_peak_of_every_phase(two_gpus):
     config = qwen3_8b_one_gpu()
     held = memory(config.trainer)
