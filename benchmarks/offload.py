@@ -1,6 +1,6 @@
 """Speed of a trainer's offload and onload, beside plain copies of as many bytes through pinned memory in the same run.
 
-One rank, in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made without a forward
+The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made without a forward
 pass. A round moves everything to the host and back and then makes the plain copies, in blocks of BLOCK; the best round of each counts. On a
 CPU nothing is pinned and both sides are copies from memory to memory. The GPU part was not run yet.
 """
@@ -29,7 +29,7 @@ def model_of(name: str) -> ModelConfig:
 
 
 def make_engine(model: ModelConfig) -> TrainEngine:
-    """A trainer after a step, with gradients for another one. Nothing moves: all gradients are 0."""
+    """A trainer that has taken a step and has gradients again. All gradients are 0, so the weights do not change."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     engine = TrainEngine(TrainerConfig(model=model, max_sequence_length=128, tokens_per_row=128))
     for _ in range(2):

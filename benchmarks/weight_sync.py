@@ -154,7 +154,7 @@ class AgainTrainer(PolicyTrainer):
 def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
     """Print and record the seconds of a push and a pull between a real trainer and a real generator.
 
-    On a machine with GPUs the generator has the first one after those of the trainer's ranks, or the first one if there is no other.
+    On a machine with GPUs the trainer's ranks have the first ones, and the generator has the next one. If there is no other GPU, they share the last.
     """
     limits = {"max_sequence_length": 128, "tokens_per_row": 128}
     config = TrainerConfig(model=model_of(size), optimizer=None, **limits)
@@ -175,7 +175,7 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
     mesh = processes.mesh.spawn("trainer", AgainTrainer, config, transport)
     try:
         with TrainerClient(mesh) as trainer:
-            trainer.ready().result()  # it takes memory of a GPU, which vLLM must see when it starts there
+            trainer.ready().result()  # before vLLM starts, which measures the free memory of its GPU
             with GeneratorClient.spawn(generator_config, transport=transport) as generator:
                 generator.ready().result()
                 syncs = _syncs(trainer, generator, mesh, rounds)
@@ -188,7 +188,7 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
 
 
 def plain_seconds(num_bytes: int, device: str) -> float:
-    """Seconds of plain copies of as many bytes from the first GPU to another device and back, at the rate of 1 GiB. "cpu": pinned memory."""
+    """Seconds of plain copies of num_bytes from the first GPU to another device and back, computed from copies of 1 GiB. "cpu": pinned memory."""
     here = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
     there = torch.empty(1 << 30, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
     num_rounds = 5

@@ -1,4 +1,4 @@
-"""Configs by name. Each config is a function that returns it. A variant edits the result of another function."""
+"""Configs by name. For each config there is a function that makes it. The function of a variant edits the result of another one."""
 
 from configs import qwen3
 from configs.blank import blank, blank_sft

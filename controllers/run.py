@@ -88,9 +88,9 @@ class RunConfig:
     """Place of the weights' versions. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
     take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    """How the bytes of the weights get from the trainer to the generator."""
+    """The way of the weights' bytes from the trainer to the generator."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
-    """Whether trainer and generator use the memory of the same GPUs one after the other."""
+    """Turns of trainer and generator in the memory of the same GPUs."""
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10

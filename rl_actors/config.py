@@ -164,7 +164,8 @@ class TrainerConfig:
     max_sequence_length: int = 4096
     """Longest sample in positions. Longer samples are refused."""
     tokens_per_row: int = 4096
-    """Largest number of positions in a row. It is rounded down to a multiple of 64, or of 128 for each context-parallel rank."""
+    """Largest number of positions in a row. It is rounded down to a multiple of 64, or under context parallelism of 128 times
+    its degree."""
     rows_per_microbatch: int = 1
     """Largest number of rows in one forward and backward pass of a data-parallel rank."""
     packing: PackingPolicy = "packed"
@@ -193,7 +194,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            # If the directory holds no model, `validate` raises the error, because a command line could not show an error from here on one line.
+            # If the directory holds no model, `validate` raises the error, which a command line shows on one line. An error that was raised here
+            # would be a traceback.
             with contextlib.suppress(ValueError):
                 self.model = ModelConfig.from_hf(self.hf_path)
 
@@ -275,10 +277,10 @@ WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "tcp"]
 
 @dataclass(kw_only=True)
 class WeightsConfig:
-    """How weights get from a trainer to generators."""
+    """The way of the weights from a trainer to generators."""
 
     path: WeightsPath = "auto"
-    """Path of the bytes. auto: the fastest path that trainer and generator share, chosen when they meet. cuda_ipc: from GPU to GPU of one host.
+    """Path of the bytes. auto: the fastest path that trainer and generator share. cuda_ipc: from GPU to GPU of one host.
     shared_memory: one host. tcp: any two hosts, and also one host, to try it."""
     address: str = ""
     """Address at which every rank of the trainer serves weights to generators on other hosts; "hostname": the name of the rank's host. The

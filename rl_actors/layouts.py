@@ -58,7 +58,7 @@ def described(layout: dict[str, int]) -> str:
 
 
 def validate(config: TrainerConfig) -> None:
-    """Raises ValueError if no trainer can have this layout. The text has its numbers and the nearest possible layouts of as many processes."""
+    """Raises ValueError if no trainer can have this layout. The text has its numbers, and the nearest possible layouts of the same number of processes."""
     num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
     if expert < 1:
         raise ValueError(f"parallelism.expert_parallel_degree={expert}; it must be at least 1")

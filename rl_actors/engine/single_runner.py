@@ -30,7 +30,7 @@ class SingleRunner:
         self.built, self.head = built, head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # FSDP gathers a tied embedding together with the output projection. The head decides how long that one stays gathered.
+        # FSDP gathers a tied embedding together with the output projection. The head decides how long the output projection stays gathered.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 

@@ -119,7 +119,7 @@ class RoutedOutput(AbstractContextManager):
 
 
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
-    """Append everything to a file that this process and its later children write to fd 1 and 2, also from C++ and Rust.
+    """Append to a file everything that this process and its later children write to fd 1 and 2, also from C++ and Rust.
 
     With tee_prefix="[trainer 0] " each line also appears on the former fd 2, after this prefix and within 0.2 s.
     """

@@ -41,9 +41,9 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 logger = logging.getLogger(__name__)
 
-# By default Monarch notices a dead process after nine seconds. With this value it takes about one. A user's own value is kept. Monarch's
-# limits for the answer to such a question stay as they are: a process of an overloaded machine was silent for over three seconds while it
-# imported vLLM, and was taken for dead.
+# By default Monarch notices a dead process after nine seconds. With this value it takes about one. A user's own value is kept. Monarch asks
+# its processes whether they live, and its time limits for their answers stay as they are. With shorter limits a process of an overloaded
+# machine was taken for dead, because it was silent for over three seconds while it imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
 

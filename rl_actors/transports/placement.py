@@ -1,4 +1,4 @@
-"""Where a rank's slots are: on its GPU, or in the host's memory. The rule knows numbers only, so it runs without a GPU."""
+"""The place of a rank's slots: its GPU, or the host's memory. The rule knows numbers only, so it runs without a GPU."""
 
 from dataclasses import dataclass
 

@@ -91,14 +91,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotAddress:
-    """Where a slot is. It travels in the manifest of the version that the slot holds."""
+    """The place of a slot. It travels in the manifest of the version that the slot holds."""
 
     rank: int  # of the trainer
     slot: int
     machine: str  # machine() of the rank
     pid: int
     fd: int
-    token: bytes = b""  # drawn for the slot; another process with the same pid and fd has another one
+    token: bytes = b""  # drawn at random for the slot, because a later process may have the same pid and fd
     num_bytes: int  # of the tensors
     address: tuple[str, int] | None = None  # host and port of the rank's server; None: it has none
     # If the tensors are on a GPU: its id, and the handle of their memory. The memfd then has only the lock, the key and the layout.

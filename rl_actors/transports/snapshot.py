@@ -83,7 +83,7 @@ class Snapshot:
 
 
 class Plan:
-    """Which part of every tensor this rank holds, and its place in a slot. It is made at the first write and kept while the tensors stay."""
+    """The part of every tensor that this rank holds, and its place in a slot. The plan is made at the first write and kept while the tensors stay."""
 
     def __init__(self) -> None:
         self._made_for: dict[str, tuple[object, ...]] = {}

@@ -1,4 +1,4 @@
-"""Where vLLM's engine core runs: on the engine's thread, or in a process of its own. Knows no requests and no weights.
+"""The place of vLLM's engine core: the engine's thread, or a process of its own. Knows no requests and no weights.
 
 In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster (docs/loop.md).
 On a CPU the two processes share the cores: it is not faster, and it takes 10 s longer to start.

@@ -62,8 +62,8 @@ class EngineThread:
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of the sleep; 0: awake
-        self.waiting: list[Deferred[Any]] = []  # it begins when no request runs
-        self.held: list[EngineCall[Any]] = []  # they start after this work
+        self.waiting: list[Deferred[Any]] = []  # work that begins when no request runs
+        self.held: list[EngineCall[Any]] = []  # calls that start after this work
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
         started: Future[None] = Future()
@@ -225,7 +225,10 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Give all callers, those of now and those of later, an error. The thread goes on, because a process of vLLM ends with the thread that started it."""
+        """Give all callers, those of now and those of later, an error.
+
+        The thread goes on, because a process of vLLM ends with the thread that started it.
+        """
         for call in [*self.held, *(request.call for request in self.requests.values())]:
             call.fail(RuntimeError(f"{why}; spawn the generator again"))
         for deferred in self.waiting:
