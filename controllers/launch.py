@@ -185,7 +185,7 @@ def _run(
         terminal = sys.stdout if output is None else output.terminal
         route_logs(log_file, label="controller", verbose=invocation.verbose)
         try:
-            scorer.start()  # its processes take their output from this one, so it comes after the routing
+            scorer.start()  # after the routing, because the scorer's processes inherit the output of this one
         except ValueError as error:
             print(f"error: {error}", file=terminal)
             return 2

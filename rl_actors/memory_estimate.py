@@ -127,7 +127,7 @@ def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
     """Adapters A [rank, inputs] and B [outputs, rank] of each weight [outputs, inputs].
 
     Tensor parallelism splits a weight along its inputs or its outputs. In the first case it splits A along the inputs, in the second B
-    along the outputs. It does not split the other one.
+    along the outputs. The other adapter of the weight is not split.
     """
     if not rank:
         return []

@@ -57,7 +57,7 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """Endpoints take an Order. A call without one runs as soon as it arrives, so its caller must be the only caller."""
+    """The calls of a trainer are endpoints that take an Order. A call without one runs as soon as it arrives, so its caller must be the only one."""
 
     # These three exist after setup.
     engine: "TrainEngine"
@@ -134,7 +134,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
-        """Divide and clip the gradients, step the optimizer, clear the gradients. Advances policy_version by one."""
+        """Divide and clip the gradients, step the optimizer, clear the gradients. Advances policy_version by one unless the gradient is not finite."""
         return await self.in_order(order, lambda: self.engine.optim_step(params))
 
     @endpoint

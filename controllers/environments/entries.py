@@ -85,7 +85,7 @@ def text_score(config: EnvironmentConfig) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """The score of a function of (answer, completion)."""
+    """The score that a function of (answer, completion) gives."""
 
     compare: Callable[[str, str], float]
 
@@ -95,7 +95,7 @@ class TextScore:
 
 @dataclass(frozen=True, slots=True)
 class LaterTextScore:
-    """The score of an `async` function of (answer, completion)."""
+    """The score that an `async` function of (answer, completion) gives."""
 
     compare: Callable[[str, str], Awaitable[float]]
 

@@ -388,7 +388,7 @@ class TrainerClient(Client):
     ) -> GeneratorClient:
         """Spawn a generator of the trainer's model, with its current weights. Returns at once; the answer to its first call waits for the start.
 
-        Raises ValueError if vLLM would route tokens to other experts than the trainer.
+        Raises ValueError for a model that vLLM cannot run as the trainer does: one with values, or one with an expert bias.
         """
         if self.config is not None:
             self.config.require_hf("spawn_generator")

@@ -133,7 +133,7 @@ class _WholeDirectoryWriter(FileSystemWriter):
         self.target, self.extra_files = Path(path), extra_files
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Delete the files that a killed save left. If it had more ranks, the save of now would not overwrite all of them.
+        # Delete the files that a killed save left. A save with fewer ranks would not overwrite all of them.
         shutil.rmtree(self.path)
         self.path.mkdir()
         return super().prepare_global_plan(plans)

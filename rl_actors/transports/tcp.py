@@ -35,7 +35,7 @@ MIN_STREAM_BYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A range of the tensors' bytes of a slot, as long as the slot holds the version `key`."""
+    """A range of the tensors' bytes of a slot. It is served only while the slot holds the version `key`."""
 
     token: str  # of the slot, in hexadecimal digits
     key: str
@@ -223,6 +223,6 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
     while len(block) < num_bytes:
         part = connection.recv(num_bytes - len(block))
         if not part:
-            raise ConnectionError("the other side closed the connection; the secret may be another one")
+            raise ConnectionError("the other side closed the connection; it may have another secret")
         block += part
     return bytes(block)

@@ -89,7 +89,7 @@ def test_a_path_that_the_two_do_not_share_is_an_error_that_says_what_to_set(path
 def test_a_reader_without_the_secret_gets_nothing():
     served = Served()
     manifest = served.write(1)
-    with pytest.raises(ConnectionError, match="read of slot 0 of trainer rank 0 .* the secret may be another one"):
+    with pytest.raises(ConnectionError, match="read of slot 0 of trainer rank 0 .* it may have another secret"):
         over_tcp(manifest, secret=b"x" * 32)
     assert versions_in(over_tcp(manifest)[0]) == {1.0}
 
