@@ -13,7 +13,7 @@ from rl_actors.config import WeightsConfig
 from rl_actors.transports.base import Manifest, Source, Transport
 from rl_actors.transports.placement import Place, choose, room_for_slots
 from rl_actors.transports.reader import SlotSource
-from rl_actors.transports.slots import SlotAddress
+from rl_actors.transports.slots import Slot, SlotAddress
 from rl_actors.transports.snapshot import Snapshot
 from rl_actors.transports.tcp import SlotServer
 
@@ -41,8 +41,9 @@ class IndexedTransport(Transport):
     ) -> SlotAddress:
         if rank not in self._snapshots:
             self._snapshots[rank] = Snapshot(rank=rank, timeout=self.weights.timeout, choose_place=self._choose_place)
-            self._serve(rank)
         slot = self._snapshots[rank].write(key, tensors, dtype)
+        if rank not in self._servers and self._needs_server(slot):
+            self._serve(rank)
         return slot.address(self._servers[rank].address if rank in self._servers else None)
 
     def _choose_place(self, num_bytes: int, device: torch.device) -> Place:
@@ -61,10 +62,16 @@ class IndexedTransport(Transport):
         logger.info("%d slots of %.3f GB %s: %s", place.num_slots, num_bytes / 1e9, where, place.reason)
         return place
 
+    def _needs_server(self, slot: Slot) -> bool:
+        """True if a reader may have no other path: one on another host, or one on this host that cannot open memory of this rank's GPU."""
+        return (
+            self.weights.path == "tcp"
+            or bool(self.weights.address)
+            or (slot.on_gpu is not None and self.weights.path == "auto")
+        )
+
     def _serve(self, rank: int) -> None:
-        """Start the server of this rank's slots, if a reader may need it."""
-        if self.weights.path != "tcp" and not self.weights.address:
-            return
+        """Start the server of this rank's slots."""
         host = self.weights.address or LOOPBACK
         host = socket.gethostname() if host == "hostname" else host
         find, timeout = self._snapshots[rank].find, self.weights.timeout

@@ -72,6 +72,8 @@ class SlotSource(Source):
                 return MAPPINGS.of(self.manifest.parts), "the trainer is on this host"
             except PermissionError as error:
                 reason = f"{actor_name()} may not open the memory of the trainer: {error}"
+                if any(address.handle for address in self.manifest.parts):
+                    reason += '; weights.path="shared_memory" would be faster'
         if self.path in ("shared_memory", "cuda_ipc"):
             raise ValueError(f'weights.path="{self.path}": {reason}')
         return [], reason

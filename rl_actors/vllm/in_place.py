@@ -93,6 +93,8 @@ def _target(model: nn.Module, modules: Mapping[str, nn.Module], name: str, shape
 
     module_name, _, parameter_name = name.rpartition(".")
     layer, part = _layer(model, modules, module_name)
+    if not hasattr(layer, parameter_name):
+        raise ValueError(f"the model's {type(layer).__name__} {module_name} has no {parameter_name}")
     parameter: Tensor = getattr(layer, parameter_name).data
     if part is not None:
         offset, start, size = _fused_rows(layer, part)

@@ -1,7 +1,8 @@
 """The work of a vLLM worker at a pull: it opens the version that a source names, and loads the tensors one at a time.
 
 vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the actor's own or another one.
-A pull opens the version first, which changes nothing, and then loads it.
+A pull opens the version first, which changes nothing, and then loads it. Workers answer with their errors and do not raise them, so that an
+error of one of them leaves no answer of the others unread.
 """
 
 import contextlib
@@ -63,6 +64,14 @@ class WeightsExtension:
         from vllm.device_allocator import get_mem_allocator_instance
 
         return get_mem_allocator_instance().get_current_usage()
+
+    def answer(self, method: str, *arguments: object) -> tuple[object, bytes]:
+        """Call a method below. Returns (its result, b"") or (None, its error, pickled)."""
+        try:
+            return getattr(self, method)(*arguments), b""
+        except Exception as error:
+            logger.exception("%s failed", method)
+            return None, pickled(error)
 
     def open_version(self, payload: bytes) -> tuple[str, str, int, float]:
         """Open the version of a pickled Source, and keep it open. The model does not change.
@@ -148,10 +157,22 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
 
+def pickled(error: Exception) -> bytes:
+    """The error, or one with its text if it cannot be pickled and made again."""
+    try:
+        data = pickle.dumps(error)
+        if type(pickle.loads(data)) is type(error):
+            return data
+    except Exception:
+        logger.info("%r cannot be pickled", error)
+    return pickle.dumps(RuntimeError(repr(error)))
+
+
 def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a version in this dtype, one at a time."""
     for name, tensor in version.tensors():
         yield name, tensor.to(dtype)
+        del tensor  # before the next one is put together
 
 
 def _end_reload(model: nn.Module, config: "ModelConfig") -> None:

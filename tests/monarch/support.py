@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import logging
 import os
+import signal
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -18,18 +19,21 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.distributed as dist
 from monarch.actor import concurrent_endpoint, endpoint
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from waiting import wait_until
+from waiting import GUARD, wait_until
 
 from rl_actors import Completion, GeneratorConfig, ModelConfig, OptimParams, Sample, TrainerConfig
 from rl_actors.engine import checkpoint
 from rl_actors.engine.collectives import by_rank
 from rl_actors.generator import Generator
 from rl_actors.policy_trainer import PolicyTrainer
-from rl_actors.transports.base import Manifest, Transport, find, publish
+from rl_actors.transports.base import LoadedTensors, Manifest, Transport, find, publish
+from rl_actors.transports.memory import MemoryTransport
 from rl_actors.transports.publisher import Publisher
+from rl_actors.transports.snapshot import Snapshot
 from rl_actors.vllm import weights
 from rl_actors.vllm.start import this_machine
 
@@ -203,6 +207,23 @@ def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, strea
 # --- actors that fail and wait on request -------------------------------------------------------------------------
 
 
+class DyingTensors(dict):
+    """Tensors of a push. The process is killed when this many of them have been copied."""
+
+    def __init__(self, tensors: dict[str, Tensor], copied: int) -> None:
+        super().__init__(tensors)
+        self.copied = copied
+        self.num_walks = 0
+
+    def items(self):
+        self.num_walks += 1
+        for number, item in enumerate([*super().items(), None]):
+            if self.num_walks == 2 and number == self.copied:  # the first walk compares the tensors with the plan
+                os.kill(os.getpid(), signal.SIGKILL)
+            if item is not None:
+                yield item
+
+
 class TestTrainer(PolicyTrainer):
     __test__ = False  # not a class of tests
 
@@ -218,6 +239,19 @@ class TestTrainer(PolicyTrainer):
         inner = transport.inner if isinstance(transport, FailingTransport) else transport
         failing = None if failing_rank is None else FailingTransport(inner=inner, failing_rank=failing_rank)
         self.publisher.transport = failing or inner
+
+    @endpoint
+    async def die_in_push(self, rank: int, copied: int | str) -> None:
+        """Kill the process of this rank in its next write, after this many tensors. "written": when it has written all of them."""
+        if self.rank != rank:
+            return
+        write = Snapshot.write
+
+        def write_and_die(snapshot, key, tensors, dtype):
+            write(snapshot, key, tensors if copied == "written" else DyingTensors(tensors, copied), dtype)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        Snapshot.write = write_and_die
 
     @endpoint
     async def shown(self) -> str:
@@ -395,6 +429,17 @@ class TestGenerator(Generator):
         weights.cast_tensors = broken
 
     @concurrent_endpoint
+    async def die_in_load(self, num_tensors: int) -> None:
+        """Kill this process in the next load of weights, after this many tensors."""
+        whole = weights.cast_tensors
+
+        def dying(version, dtype):
+            yield from itertools.islice(whole(version, dtype), num_tensors)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        weights.cast_tensors = dying
+
+    @concurrent_endpoint
     async def fail_next_forward(self, message: str) -> None:
         """Make vLLM's next step raise in the middle, after its scheduler has planned the step."""
         executor = self.engine.engine.model_executor
@@ -434,6 +479,34 @@ class FailingTransport(Transport):
 
     async def delete(self, manifest) -> None:
         await self.inner.delete(manifest)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadableTensors(LoadedTensors):
+    """Tensors that one of vLLM's workers cannot open, or does not open in time."""
+
+    worker: int
+    hangs: bool = False
+
+    def open(self):
+        if dist.get_rank() == self.worker and self.hangs:
+            time.sleep(GUARD)
+        if dist.get_rank() == self.worker:
+            raise OSError(f"worker {self.worker} lost its disk")
+        return super().open()
+
+
+class WorkersFail(MemoryTransport):
+    """A transport whose versions one of vLLM's workers cannot open, as long as the object "failing_worker" or "hanging_worker" names it."""
+
+    async def source(self, manifest):
+        source = await super().source(manifest)
+        failing, hanging = [await self.get_object(f"{how}_worker") for how in ("failing", "hanging")]
+        if hanging is not None:
+            return UnreadableTensors(source.loaded, key=source.key, timeout=2.0, worker=hanging, hangs=True)
+        if failing is not None:
+            return UnreadableTensors(source.loaded, key=source.key, worker=failing)
+        return source
 
 
 @dataclass(frozen=True, kw_only=True)

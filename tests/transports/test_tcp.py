@@ -13,9 +13,10 @@ from test_slots import manifest_of, read, start, tensors_of, versions_in
 from waiting import GUARD, wait_until
 
 from rl_actors import WeightsConfig
-from rl_actors.transports import tcp
-from rl_actors.transports.base import Manifest
+from rl_actors.transports import cuda_ipc, tcp
+from rl_actors.transports.base import Manifest, publish
 from rl_actors.transports.indexed import IndexedTransport
+from rl_actors.transports.placement import Place
 from rl_actors.transports.reader import SlotSource
 from rl_actors.transports.slots import VersionGoneError
 from rl_actors.transports.snapshot import Snapshot
@@ -183,6 +184,32 @@ def test_ranks_serve_tcp_only_where_the_config_asks_for_it(path, address, host):
     assert slot.address == host or slot.address[0] == host
     copy = pickle.loads(pickle.dumps(transport))
     assert copy.secret == transport.secret and len(copy.secret) == 32 and not copy._servers
+
+
+class GPUMemory:
+    """Memory of a GPU that this process does not see. There is no GPU here, so the bytes are the host's."""
+
+    handle = b"h" * cuda_ipc.HANDLE_BYTES
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.data = torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+def test_a_reader_that_cannot_open_the_trainers_gpu_takes_tcp_and_says_what_is_faster(monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "DeviceMemory", GPUMemory)
+    monkeypatch.setattr(cuda_ipc, "gpu_id", lambda device: "GPU-7")
+    transport = IndexHere(WeightsConfig())
+    transport._choose_place = lambda num_bytes, device: Place(on_gpu=True)
+    tensors = tensors_of(1)
+    manifest = asyncio.run(publish(transport, tensors, stream="s", version=1, rank=0, gather=lambda value: [value]))
+    source = asyncio.run(transport.source(manifest))
+    with source.open() as version:
+        assert version.path == "tcp"
+        assert "it does not see the GPU GPU-7" in version.reason
+        assert 'weights.path="shared_memory" would be faster' in version.reason
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in version.tensors())
+    with pytest.raises(ValueError, match='weights.path="cuda_ipc": .* it does not see the GPU GPU-7'):
+        over_tcp(manifest, path="cuda_ipc")
 
 
 def test_a_server_ends_with_its_transport():

@@ -1,0 +1,116 @@
+"""Memory of a push and of a pull. Slots hold two versions; beside them a reader has one tensor at a time, and a writer nothing."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from waiting import GUARD
+
+from rl_actors.transports.base import Manifest
+from rl_actors.transports.placement import Place
+from rl_actors.transports.slots import Layout, Shard, Slot
+
+NUM_TENSORS, ROWS, COLUMNS = 6, 2048, 1024  # 4 MiB of bfloat16 each
+TENSOR = ROWS * COLUMNS * 2
+VERSION = NUM_TENSORS * TENSOR
+SLACK = TENSOR // 2  # of Python and of the allocator
+
+PEAK = """
+import os, pickle, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+
+
+def peak() -> int:
+    fields = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields["VmHWM"].split()[0]) * 1024
+
+
+def reset_peak() -> int:
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+"""
+
+WRITER = (
+    PEAK
+    + """
+from rl_actors.transports.snapshot import Snapshot
+from test_slot_memory import COLUMNS, NUM_TENSORS, ROWS
+weights = {f"w{i}": torch.ones(ROWS, COLUMNS) for i in range(NUM_TENSORS)}
+snapshot = Snapshot(rank=0, timeout=60.0)
+snapshot.write("s/0", {"w": torch.ones(8)}, torch.bfloat16)  # loads what a write needs
+before = reset_peak()
+for version in range(1, 5):
+    snapshot.write(f"s/{version}", weights, torch.bfloat16)
+print(peak() - before)
+"""
+)
+
+READER = (
+    PEAK
+    + """
+from rl_actors.transports.reader import SlotSource
+
+
+def tensors(manifest):
+    with SlotSource(manifest=manifest, path="shared_memory", timeout=60.0).open() as version:
+        for _, tensor in version.tensors():
+            assert float(tensor[0, 0]) == float(tensor[-1, -1]) == manifest.version
+            del tensor
+
+
+warm_up, *manifests = pickle.loads(Path(sys.argv[1]).read_bytes())
+tensors(warm_up)  # loads what a read needs
+before = reset_peak()
+for manifest in manifests * 2:
+    tensors(manifest)
+print(peak() - before)
+"""
+)
+
+
+def growth(program: str, *arguments: object) -> int:
+    """Bytes by which a program raised its own peak, as it prints them."""
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
+    # Freed tensors go back to the system at once, so the peak shows what was held at the same time.
+    allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}
+    environment = {**os.environ, **allocator, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=GUARD)
+    return int(done.stdout)
+
+
+def halves(version: int, num_tensors: int) -> tuple[Manifest, list[Slot]]:
+    """A version of which two ranks hold the upper and the lower rows of every tensor, and their slots."""
+    slots = []
+    for rank in range(2):
+        half = (ROWS // 2, COLUMNS)
+        shards = {}
+        for index in range(num_tensors):
+            shards[f"w{index}"] = Shard((ROWS, COLUMNS), (rank * half[0], 0), half, torch.bfloat16, index * TENSOR // 2)
+        layout = Layout(shards, num_tensors * TENSOR // 2)
+        slot = Slot(layout, rank=rank, number=version, place=Place(), device=torch.device("cpu"))
+        with slot.writing(f"s/{version}", GUARD):
+            for view in slot.views.values():
+                view.fill_(version)
+        slots.append(slot)
+    shapes = {name: ((ROWS, COLUMNS), torch.bfloat16) for name in shards}
+    parts = tuple(slot.address(None) for slot in slots)
+    return Manifest(stream="s", version=version, tensors=shapes, parts=parts), slots
+
+
+def test_pushes_take_the_memory_of_two_versions():
+    taken = growth(WRITER)
+    assert 2 * VERSION - SLACK <= taken <= 2 * VERSION + SLACK
+
+
+def test_pulls_take_the_memory_of_one_tensor_beside_the_slots(tmp_path):
+    warm_up, two_versions = halves(0, 1), [halves(version, NUM_TENSORS) for version in (1, 2)]
+    manifests = [manifest for manifest, _ in (warm_up, *two_versions)]
+    (tmp_path / "manifests").write_bytes(pickle.dumps(manifests))
+    taken = growth(READER, tmp_path / "manifests")
+    assert 2 * VERSION - SLACK <= taken <= 2 * VERSION + TENSOR + SLACK
