@@ -1,7 +1,7 @@
 # DEVICE=cpu or DEVICE=cuda overrides the detected device; use the same one for every target. ARGS="..." is passed to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor check test test-all grpo sft bench clean
+.PHONY: help setup doctor check test test-all grpo ppo sft bench clean
 ifdef DEVICE
 export DEVICE
 endif
@@ -29,6 +29,9 @@ test-all: setup ## every test that needs no GPU
 
 grpo: setup ## the main job: GRPO on a tiny model
 	$(PYTHON_IN_VENV) -m controllers.grpo --config tiny $(ARGS)
+
+ppo: setup ## PPO with a value model on the same task
+	$(PYTHON_IN_VENV) -m controllers.ppo --config tiny_ppo $(ARGS)
 
 sft: setup ## supervised training of the same model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)

@@ -61,6 +61,8 @@ STYLE = {
     "ytick.minor.size": 0,
 }
 Records = Sequence[Record]
+ROLLOUT_PHASES = ("grpo", "ppo")
+TRAINED_PHASES = ("sft", *ROLLOUT_PHASES, "dpo")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +73,7 @@ class Plan:
     unit: str
     # Name in metrics.jsonl -> name in the chart. A comparison of runs draws only the first metric.
     metrics: dict[str, str]
-    phases: tuple[str, ...] = ("grpo",)
+    phases: tuple[str, ...] = ROLLOUT_PHASES
     is_log: bool = False
     has_markers: bool = False
     starts_at_zero: bool = False
@@ -85,7 +87,7 @@ class Curve:
     values: list[float]
 
 
-ALL = ("start", "sft", "grpo", "dpo")
+ALL = ("start", "sft", *ROLLOUT_PHASES, "dpo")
 PLANS = (
     Plan(title="Reward, mean and standard deviation", unit="reward", metrics={"reward/mean": "reward"}),
     Plan(
@@ -112,6 +114,16 @@ PLANS = (
         title="KL divergence",
         unit="nats a token",
         metrics={"kl/policy_generator": "generator from trainer", "kl/reference": "policy from reference"},
+    ),
+    Plan(
+        title="Variance that the critic explains",
+        unit="share of the returns' variance",
+        metrics={"critic/explained_variance": "explained variance"},
+    ),
+    Plan(
+        title="Values and returns",
+        unit="reward",
+        metrics={"critic/value_mean": "value", "critic/return_mean": "return"},
     ),
     Plan(
         title="Logprob difference of trainer and generator",
@@ -257,7 +269,7 @@ def timeline_chart(lines: Records) -> str:
 
 def ages_chart(records: Records) -> str:
     """The number of groups of each age in every step, as a chart in SVG. Empty if all groups have the age 0."""
-    steps = [record for record in of_phases(records, "grpo") if record.get("age/max") is not None]
+    steps = [record for record in of_phases(records, *ROLLOUT_PHASES) if record.get("age/max") is not None]
     oldest = int(max((record["age/max"] for record in steps), default=0))
     if oldest == 0:
         return ""
@@ -323,7 +335,7 @@ def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
 
 def times_chart(records: Records) -> str:
     """The seconds of the steps as a chart in SVG. Empty if no step has a time."""
-    timed = [record for record in of_phases(records, "sft", "grpo", "dpo") if record.get("time/step") is not None]
+    timed = [record for record in of_phases(records, *TRAINED_PHASES) if record.get("time/step") is not None]
     if not timed:
         return ""
     figure, axes = new_chart("Time of a step", "seconds")
@@ -355,7 +367,7 @@ def compared_charts(runs: dict[str, Records]) -> list[str]:
         title = "Validation " + name.removeprefix("validation/")
         unit = "probability" if "pass@" in name else "mean reward"
         validations.append(Plan(title=title, unit=unit, metrics={name: ""}, phases=ALL, has_markers=True))
-    times = Plan(title="Time of a step", unit="seconds", metrics={"time/step": ""}, phases=("sft", "grpo", "dpo"))
+    times = Plan(title="Time of a step", unit="seconds", metrics={"time/step": ""}, phases=TRAINED_PHASES)
     charts = []
     for plan in [reward, *validations, *plans, times]:
         drawn = []
@@ -389,5 +401,5 @@ def around_rewards(records: Records) -> Records:
 
     Supervised steps come first and have no reward. If all were shown, many of them would leave no room for the curve of rewards.
     """
-    num_others = len(of_phases(records, "grpo"))
+    num_others = len(of_phases(records, *ROLLOUT_PHASES))
     return records[-2 * num_others :] if num_others else records

@@ -1,7 +1,7 @@
-"""Checkpoints of a run: the trainer's weights and the controller's own state.
+"""Checkpoints of a run: the trainers' weights and the controller's own state.
 
-checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. state.json is written
-last, so a checkpoint with a state.json is complete.
+checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. A run with a critic
+also has checkpoints/step-N/critic. state.json is written last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +32,10 @@ class Checkpoints:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
         self._writing: asyncio.Task[None] | None = None
 
-    async def save(self, trainer: "TrainerClient", state: State) -> None:
+    async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
         """Begin to write step-N, where N is state["step"], the number of steps done. Returns when all state is copied.
+
+        trainers: by the names of their folders in the checkpoint.
 
         First waits for the previous checkpoint. Raises RuntimeError or OSError if that one could not be written.
         """
@@ -41,7 +43,8 @@ class Checkpoints:
         path = self.folder / f"step-{state['step']}"
         text = json.dumps(state, indent=2, default=str) + "\n"
         shutil.rmtree(path, ignore_errors=True)
-        saved = await trainer.save_checkpoint(str(path / "trainer"))
+        copying = [trainer.save_checkpoint(str(path / name)) for name, trainer in trainers.items()]
+        saved = await asyncio.gather(*copying)
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
@@ -49,8 +52,8 @@ class Checkpoints:
         if self._writing is not None:
             await asyncio.shield(self._writing)  # so that a caller that stops waiting does not cancel the writing
 
-    async def _commit(self, saved: "SavedCheckpoint", path: Path, text: str) -> None:
-        await saved.wait()
+    async def _commit(self, saved: Sequence["SavedCheckpoint"], path: Path, text: str) -> None:
+        await asyncio.gather(*(part.wait() for part in saved))
         temporary = path / f"{STATE}.tmp"
         with temporary.open("w") as file:
             file.write(text)

@@ -18,6 +18,7 @@ import rl_actors
 
 LOOPS = {
     "grpo": "train by group-relative policy optimization and its relatives",
+    "ppo": "train by proximal policy optimization with a value model",
     "sft": "train on the answers of problems",
     "dpo": "train on pairs of a chosen and a rejected answer",
 }

@@ -64,7 +64,7 @@ def describe(config: "RunConfig") -> str:
         "processes:",
         f"  {'controller':<12} this machine",
         *_ranks(trainer),
-        *_reference(config),
+        *_partners(config),
         *_generator(config),
         "totals, without the memory of libraries:",
         *(_demand_line(demand) for demand in demands(config)),
@@ -87,10 +87,10 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     """The memory that a run takes. There is one Demand for each GPU that the run uses, or one for a machine without GPUs."""
     phases = _phases(config) if trains else [_Phase(name="", trainer=0)]
-    reference = _held_by_reference(config) if trains else 0
+    partners = _held_by_partners(config) if trains else {}
     ranks, generators = config.trainer.num_processes(), _gpus_of_generators(config)
     if not torch.cuda.is_available():
-        held = {"trainer": max(phase.trainer for phase in phases), "reference": reference}
+        held = {"trainer": max(phase.trainer for phase in phases), **partners}
         taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}
         for name in generators:
             taken[name] = _held_by_generator(config)
@@ -100,7 +100,7 @@ def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     for gpu in range(min(max(ranks, last + 1), torch.cuda.device_count())):
         capacity = torch.cuda.get_device_properties(gpu).total_memory
         for phase in phases:
-            held = {"trainer": phase.trainer, "reference": reference}
+            held = {"trainer": phase.trainer, **partners}
             taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
             for name, gpus in generators.items():
                 if gpu in gpus and not phase.sleeps:
@@ -214,19 +214,20 @@ def _generator(config: "RunConfig") -> list[str]:
     return lines
 
 
-def _reference(config: "RunConfig") -> list[str]:
-    held = _held_by_reference(config)
-    if not held:
-        return []
-    return [
-        f"  {'reference':<12} as many processes as the trainer has, on the same devices, each with at most {size_text(held)}"
-    ]
+def _partners(config: "RunConfig") -> list[str]:
+    devices = "as many processes as the trainer has, on the same devices"
+    partners = _held_by_partners(config)
+    return [f"  {name:<12} {devices}, each with at most {size_text(held)}" for name, held in partners.items()]
 
 
-def _held_by_reference(config: "RunConfig") -> int:
-    if not config.has_reference:
-        return 0
-    return memory_estimate.memory(replace(config.trainer, optimizer=None)).total
+def _held_by_partners(config: "RunConfig") -> dict[str, int]:
+    """Bytes of a rank of every other trainer of the run, by name."""
+    held = {}
+    if config.has_reference:
+        held["reference"] = memory_estimate.memory(replace(config.trainer, optimizer=None)).total
+    if config.has_critic:
+        held["critic"] = memory_estimate.memory(replace(config.trainer, head="values")).total
+    return held
 
 
 def _held_by_generator(config: "RunConfig") -> int:

@@ -29,6 +29,12 @@ class GAEConfig:
     """α of λ = 1 - 1 / (α * number of actions), which takes the place of actor_lambda (VAPO, arXiv 2504.05118, with α = 0.05). A sequence
     of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
 
+    bootstrap: bool = True
+    """A sequence that a limit has cut off goes on with the value of its last state, as if it had not ended (arXiv 1712.00378). False: the
+    limit is an end, whose value is 0."""
+    whiten: bool = True
+    """Advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
+
     def validate(self) -> None:
         for name in ("gamma", "actor_lambda", "critic_lambda"):
             if not 0 <= getattr(self, name) <= 1:

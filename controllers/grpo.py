@@ -4,9 +4,9 @@ python -m controllers.grpo --config tiny
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypeVar
 
 from controllers.algorithms import ALGORITHMS, Algorithm
 from controllers.launch import main
@@ -84,6 +84,8 @@ class GRPOConfig(RunConfig):
     def validate(self) -> None:
         super().validate()
         self.rollouts.validate()
+        if self.rollouts.advantage == "gae" and not self.has_critic:
+            raise ValueError("rollouts.advantage='gae' needs a value model; python -m controllers.ppo has one")
         self.schedule.validate()
         self.sft.validate()
         if not 0 <= self.reference_kl < math.inf:
@@ -135,6 +137,10 @@ class GRPOConfig(RunConfig):
         return grad_divisor(self.aggregation, samples, self.max_tokens)
 
 
+ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)
+"""The config of this loop, or of one that has its parts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """One optimizer step and the forward_backward calls that it took."""
@@ -167,7 +173,7 @@ async def train(run: Run[GRPOConfig]) -> None:
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)
                 async with run.training():
-                    updates = await train_step(run, samples, learning_rate)
+                    updates = await train_step(run, parts_of(config, samples), learning_rate)
                 async with rollouts.update():
                     version = await sync(run)
                 values |= report(config, batch, updates) | {"learning_rate": learning_rate}
@@ -183,7 +189,7 @@ async def train(run: Run[GRPOConfig]) -> None:
             await run.end_step(state, phase_step=grpo_step, is_last=is_last)
 
 
-def make_queue(run: Run[GRPOConfig], cursor: int, reference: Reference | None) -> RolloutQueue:
+def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None) -> RolloutQueue:
     """The queue of rollouts, which go on where the resumed run was."""
     config = run.config
     rollouts = Rollouts(
@@ -201,26 +207,29 @@ def make_queue(run: Run[GRPOConfig], cursor: int, reference: Reference | None) -
     return RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
 
 
-async def train_step(run: Run[GRPOConfig], samples: Sequence[Sample], learning_rate: float) -> list[Update]:
-    """Pass epochs_per_step times over the samples. Each pass divides them into at most updates_per_step parts, and each part gets one
-    optimizer step. The gradient of a step is the sum over the tokens of its part, divided by `config.divisor(part)`.
-    """
-    config, loss = run.config, run.config.make_loss()
+def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
+    """The parts of epochs_per_step passes over the samples. Each pass divides them into at most updates_per_step parts."""
     part_size = math.ceil(len(samples) / config.updates_per_step)
-    updates = []
     for _ in range(config.epochs_per_step):
-        for part in split(samples, part_size):
-            outputs = []
-            for chunk in split(part, config.samples_per_forward_backward):
-                outputs.append(await run.trainer.forward_backward(chunk, loss=loss))
-            params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.divisor(part))
-            result = await run.trainer.optim_step(params)
-            updates.append(Update(outputs=outputs, result=result))
+        yield from split(samples, part_size)
+
+
+async def train_step(run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], learning_rate: float) -> list[Update]:
+    """Take one optimizer step on each part. Its gradient is the sum over the tokens of the part, divided by `config.divisor(part)`."""
+    config, loss = run.config, run.config.make_loss()
+    updates = []
+    for part in parts:
+        outputs = []
+        for chunk in split(part, config.samples_per_forward_backward):
+            outputs.append(await run.trainer.forward_backward(chunk, loss=loss))
+        params = config.optimizer.params(learning_rate=learning_rate, grad_divisor=config.divisor(part))
+        result = await run.trainer.optim_step(params)
+        updates.append(Update(outputs=outputs, result=result))
     return updates
 
 
 async def with_columns_of_loss(
-    run: Run[GRPOConfig], samples: Sequence[Sample], reference: Reference | None
+    run: Run[ConfigOfLoop], samples: Sequence[Sample], reference: Reference | None
 ) -> Sequence[Sample]:
     """The samples, with the columns added that the loss reads and that rollouts do not have.
 
@@ -236,7 +245,7 @@ async def with_columns_of_loss(
     return samples
 
 
-async def with_trainer_logprobs(run: Run[GRPOConfig], samples: Sequence[Sample]) -> list[Sample]:
+async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
     """The samples with the trainer's current logprobs as old_logprobs, and with the generator's as generator_logprobs."""
     extended = []
     for chunk in split(samples, run.config.samples_per_forward_backward):
@@ -247,7 +256,7 @@ async def with_trainer_logprobs(run: Run[GRPOConfig], samples: Sequence[Sample])
     return extended
 
 
-async def sync(run: Run[GRPOConfig]) -> int:
+async def sync(run: Run[ConfigOfLoop]) -> int:
     """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller. Returns their version."""
     with run.timer("sync"):
         version = await run.trainer.push_model_state_dict()
@@ -256,7 +265,7 @@ async def sync(run: Run[GRPOConfig]) -> int:
     return version
 
 
-async def train_sft_phase(run: Run[GRPOConfig]) -> tuple[int, int]:
+async def train_sft_phase(run: Run[ConfigOfLoop]) -> tuple[int, int]:
     """Take the supervised steps that are left.
 
     Returns two numbers: the supervised steps that are done, those before a resume included, and the index of the next problem.

@@ -127,7 +127,7 @@ class MetricsLogger(AbstractContextManager):
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step of phase "start", "sft", "grpo" or "dpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
+        """Record one step of phase "start", "sft", "grpo", "ppo" or "dpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"

@@ -111,7 +111,7 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     return FrozenPolicy(trainer=trainer, samples_per_forward=run.config.samples_per_forward_backward, timer=run.timer)
 
 
-async def start_reference(run: "Run[GRPOConfig]", *, has_begun: bool, sft_steps: int) -> Reference:
+async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -> Reference:
     """Start a second trainer with the policy that GRPO begins with."""
     config = run.config
     frozen = await start_frozen(run, has_begun=has_begun, is_saved=_is_saved(config, sft_steps))

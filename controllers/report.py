@@ -12,7 +12,7 @@ from statistics import fmean
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from controllers.charts import DARK, LIGHT, Records, of_phases, run_charts, save_reward_png, series
+from controllers.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, run_charts, save_reward_png, series
 from controllers.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
@@ -110,7 +110,7 @@ def _read_json(file: Path) -> dict[str, object]:
 def tiles(run: RunFiles) -> list[tuple[str, str, str]]:
     """The tiles of the summary, each as (name, value, remark)."""
     records = run.records
-    num_supervised, num_steps = len(of_phases(records, "sft")), len(of_phases(records, "sft", "grpo", "dpo"))
+    num_supervised, num_steps = len(of_phases(records, "sft")), len(of_phases(records, *TRAINED_PHASES))
     num_skipped = sum(bool(record.get("skipped")) for record in records)
     trained, generated = total(records, "tokens/trained"), total(records, "tokens/generated")
     seconds = total(records, "time/step")

@@ -34,8 +34,9 @@ class RolloutConfig:
     """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: float = 1.0
     """Share of the probability mass that is sampled from. Below 1 the trainer's logprobs cannot match the generator's."""
-    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus"] = "grpo"
-    """Rule that makes advantages from the rewards of a group."""
+    advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
+    """Rule that makes advantages from the rewards of a group. gae is PPO's and no other loop's: a value model makes the advantages, every group
+    is trained on, and a group may have one completion."""
     max_refills: int = 1
     """Largest number of times in a step that further groups are generated because groups had equal rewards."""
     max_staleness: int = 0
@@ -53,7 +54,8 @@ class RolloutConfig:
     """Penalty on the reward of a completion of max_tokens tokens. It needs an overlong_buffer above 0."""
 
     def validate(self) -> None:
-        limits = {"groups_per_step": 1, "group_size": 2, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
+        limits = {"groups_per_step": 1, "max_refills": 0, "max_staleness": 0, "max_retries": 0}
+        limits["group_size"] = 1 if self.advantage == "gae" else 2
         for name, limit in limits.items():
             if getattr(self, name) < limit:
                 raise ValueError(f"rollouts.{name}={getattr(self, name)}; it must be at least {limit}")
@@ -88,6 +90,7 @@ class Group:
     overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
     num_retries: int = 0  # times that a reward was asked for again
+    needs_difference: bool = True  # whether rewards that are all equal leave nothing to learn
     # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
 
@@ -97,8 +100,8 @@ class Group:
         return min(min(completion.policy_versions) for completion in self.completions)
 
     def has_signal(self) -> bool:
-        """True if the rewards differ. Equal rewards give zero advantages under every estimator."""
-        return len(set(self.rewards)) > 1
+        """True if the group can be trained on. Equal rewards give zero advantages under every estimator that compares a group's rewards."""
+        return not self.needs_difference or len(set(self.rewards)) > 1
 
 
 Penalty = Callable[[Sequence[Group]], Awaitable[list[Group]]]
@@ -345,6 +348,7 @@ class Rollouts:
             overlong_penalties=overlong,
             components=found.components,
             num_retries=found.num_retries,
+            needs_difference=self.config.advantage != "gae",
         )
 
 
@@ -358,7 +362,12 @@ def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
-    """The advantages of the completions, one list for each group. They are computed by the rule config.advantage."""
+    """The advantages of the completions, one list for each group. They are computed by the rule config.advantage.
+
+    With the rule gae they are the rewards, from which PPO computes advantages when it has the values.
+    """
+    if config.advantage == "gae":
+        return [group.rewards for group in groups]
     return ADVANTAGES[config.advantage](torch.tensor([group.rewards for group in groups])).tolist()
 
 

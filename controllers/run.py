@@ -145,6 +145,11 @@ class RunConfig:
         return False
 
     @property
+    def has_critic(self) -> bool:
+        """True if the run starts a value model."""
+        return False
+
+    @property
     def versions_per_step(self) -> int:
         """Largest number of versions by which one step advances the policy."""
         return 1
@@ -240,6 +245,10 @@ class Run(Generic[Config]):
     checkpoints: Checkpoints
     spawn_reference: Callable[[], TrainerClient]
     """Spawns another trainer with the same config, but without an optimizer. The end of the run closes it."""
+    spawn_critic: Callable[[], TrainerClient]
+    """Spawns a value model with the trainer's config. The end of the run closes it."""
+    partners: dict[str, TrainerClient] = field(default_factory=dict)
+    """Other trainers whose state belongs to the run's checkpoints, by the names of their folders there."""
     interruption: Interruption = field(default_factory=Interruption)
     scorer: Scorer = field(default_factory=Scorer)
     log: MetricsLogger = field(init=False)  # an evaluation has none
@@ -318,7 +327,7 @@ class Run(Generic[Config]):
             return
         with self.timer("checkpoint"):
             async with self.turns.borrowed():
-                await self.checkpoints.save(self.trainer, self.last_state)
+                await self.checkpoints.save({"trainer": self.trainer, **self.partners}, self.last_state)
         self.saved_step = self.last_state["step"]
 
 
@@ -366,6 +375,9 @@ class Actors:
 
     def spawn_reference(self) -> TrainerClient:
         return self._spawn_trainer(replace(self.trainer_config, optimizer=None), "reference")
+
+    def spawn_critic(self) -> TrainerClient:
+        return self._spawn_trainer(replace(self.trainer_config, head="values"), "critic")
 
     def spawn_generator(self) -> GeneratorClient:
         generator = rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
@@ -425,6 +437,7 @@ async def open_run(
             timer=timer,
             turns=InTurn(config.turns, trainer, generator, timer) if config.turns.enabled else SideBySide(),
             spawn_reference=actors.spawn_reference,
+            spawn_critic=actors.spawn_critic,
         )
     finally:
         with contextlib.suppress(Exception):

@@ -108,7 +108,7 @@ def test_the_metrics_page_explains_what_a_loss_reports(name):
 
 
 def test_the_metrics_page_explains_every_name_that_a_controller_writes():
-    modules = ("grpo", "sft", "dpo", "preferences", "rollouts", "reference", "run", "metrics", "turns")
+    modules = ("grpo", "ppo", "critic", "sft", "dpo", "preferences", "rollouts", "reference", "run", "metrics", "turns")
     source = "\n".join((ROOT / "controllers" / f"{module}.py").read_text() for module in modules)
     written = set(KEYS) | set(re.findall(r'"([a-z_]+/[a-z_]+)"', source))
     written |= {f"time/{name}" for name in re.findall(r'timer\("(\w+)"\)', source)}

@@ -42,7 +42,7 @@ def test_a_checkpoint_is_complete_when_the_trainers_part_is_on_disk_and_has_the_
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
         state = {"step": 3, "cursor": 12, "config": {"path": Path("x")}}
-        await saver.save(trainer, state)
+        await saver.save({"trainer": trainer}, state)
         state["cursor"] = 16  # training continues
         await asyncio.sleep(0.05)
         assert names(tmp_path) == []
@@ -58,8 +58,8 @@ def test_a_checkpoint_is_complete_when_the_trainers_part_is_on_disk_and_has_the_
 def test_a_second_save_waits_for_the_first(tmp_path):
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
-        await saver.save(trainer, {"step": 1})
-        second = asyncio.create_task(saver.save(trainer, {"step": 2}))
+        await saver.save({"trainer": trainer}, {"step": 1})
+        second = asyncio.create_task(saver.save({"trainer": trainer}, {"step": 2}))
         await asyncio.sleep(0.05)
         assert not second.done()
         trainer.durable.set()
@@ -76,9 +76,9 @@ def test_a_failed_write_is_raised_by_the_next_call_and_is_no_checkpoint(tmp_path
     async def run():
         trainer, saver = FakeTrainer(error=RuntimeError("saving x failed on rank 0")), Checkpoints(tmp_path, keep=2)
         trainer.durable.set()
-        await saver.save(trainer, {"step": 1})
+        await saver.save({"trainer": trainer}, {"step": 1})
         with pytest.raises(RuntimeError, match="saving x failed on rank 0"):
-            await (saver.save(trainer, {"step": 2}) if next_call == "save" else saver.finish())
+            await (saver.save({"trainer": trainer}, {"step": 2}) if next_call == "save" else saver.finish())
 
     asyncio.run(run())
     assert names(tmp_path) == []
@@ -87,7 +87,7 @@ def test_a_failed_write_is_raised_by_the_next_call_and_is_no_checkpoint(tmp_path
 def test_a_caller_that_stops_waiting_does_not_cancel_the_checkpoint(tmp_path):
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
-        await saver.save(trainer, {"step": 1})
+        await saver.save({"trainer": trainer}, {"step": 1})
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(saver.finish(), 0.05)
         trainer.durable.set()
@@ -112,7 +112,7 @@ def test_the_newest_checkpoints_and_those_kept_for_good_stay(tmp_path, keep, kee
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=keep, keep_every=keep_every)
         trainer.durable.set()
         for step in range(1, 8):
-            await saver.save(trainer, {"step": step})
+            await saver.save({"trainer": trainer}, {"step": step})
         await saver.finish()
 
     asyncio.run(run())
@@ -146,7 +146,9 @@ def test_checkpoints_are_written_every_so_many_steps_and_after_the_last_or_never
     trainer = FakeTrainer()
     trainer.durable.set()
     kept = Checkpoints(tmp_path, keep=100, keep_every=0)
-    unused = dict.fromkeys(("folder", "environment", "validation_sets", "tokenizer", "generator", "spawn_reference"))
+    unused = dict.fromkeys(
+        ("folder", "environment", "validation_sets", "tokenizer", "generator", "spawn_reference", "spawn_critic")
+    )
     run = Run(config=config, checkpoints=kept, trainer=trainer, **unused)
 
     async def seven_steps() -> None:

@@ -213,7 +213,13 @@ def run(make_engine, monkeypatch):
         async def open_run(config, folder, environment, validation_sets, tokenizer, setup, *, verbose):
             saver_class = Checkpoints if written else LateCheckpoints
             saver = saver_class(folder.checkpoints, keep=config.keep_checkpoints)
-            parts = {"config": config, "folder": folder, "environment": environment, "spawn_reference": None}
+            parts = {
+                "config": config,
+                "folder": folder,
+                "environment": environment,
+                "spawn_reference": None,
+                "spawn_critic": None,
+            }
             parts |= {"validation_sets": validation_sets, "tokenizer": tokenizer, "checkpoints": saver}
             trainer = EngineTrainer(make_engine(), last, before, interruption)
             try:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs.tiny import tiny
-from controllers.grpo import train_step
+from controllers.grpo import parts_of, train_step
 from controllers.rollouts import RolloutConfig
 from controllers.run import Run
 from rl_actors import OptimParams, Sample
@@ -45,6 +45,10 @@ def run_with(trainer: RecordingTrainer, **options) -> Run:
     return SimpleNamespace(config=config, trainer=trainer)
 
 
+async def train_on(run: Run, names: str):
+    return await train_step(run, parts_of(run.config, [named_sample(name) for name in names]), 0.5)
+
+
 @pytest.mark.parametrize(
     ("updates", "epochs", "expected"),
     [
@@ -57,7 +61,7 @@ def run_with(trainer: RecordingTrainer, **options) -> Run:
 def test_all_samples_are_taken_in_up_to_so_many_parts_in_every_epoch(updates, epochs, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=updates, epochs_per_step=epochs)
-    made = asyncio.run(train_step(run, [named_sample(name) for name in "abcde"], 0.5))
+    made = asyncio.run(train_on(run, "abcde"))
     assert trainer.calls == [call for part in expected for call in (f"forward_backward {part}", "optim_step")]
     assert [output.loss for update in made for output in update.outputs] == [run.config.make_loss()] * len(expected)
     assert [params.learning_rate for params in trainer.params] == [0.5] * len(expected)
@@ -70,7 +74,7 @@ def test_all_samples_are_taken_in_up_to_so_many_parts_in_every_epoch(updates, ep
 def test_the_aggregation_says_by_what_the_summed_gradient_is_divided(aggregation, expected):
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=1, epochs_per_step=1, aggregation=aggregation, max_tokens=50)
-    asyncio.run(train_step(run, [named_sample(name) for name in "abc"], 0.5))
+    asyncio.run(train_on(run, "abc"))
     assert [params.grad_divisor for params in trainer.params] == [expected]
     assert run.config.make_loss().sequence_mean == (aggregation == "sequence_mean")
 
@@ -83,7 +87,7 @@ def test_the_penalty_on_long_completions_grows_over_the_last_tokens():
 def test_a_part_is_accumulated_in_calls_and_divided_once_by_its_number_of_loss_tokens():
     trainer = RecordingTrainer()
     run = run_with(trainer, updates_per_step=2, epochs_per_step=1, samples_per_forward_backward=2)
-    asyncio.run(train_step(run, [named_sample(name) for name in "abcde"], 0.5))
+    asyncio.run(train_on(run, "abcde"))
     assert trainer.calls == [
         "forward_backward ab",
         "forward_backward c",

@@ -79,6 +79,7 @@ def take_steps(trainer, generator, reference_mesh, tmp_path):
             generator=generator,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
             spawn_reference=lambda: TrainerClient(reference_mesh),
+            spawn_critic=pytest.fail,
         )
         with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
             asyncio.run(train(run))

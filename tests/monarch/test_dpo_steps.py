@@ -69,6 +69,7 @@ def take_steps(trainer, ranks, transport, tmp_path):
             generator=None,
             checkpoints=Checkpoints(folder.checkpoints, keep=1, keep_every=0),
             spawn_reference=lambda: TrainerClient(mesh),
+            spawn_critic=pytest.fail,
             state=state,
         )
         console = Console(file=io.StringIO())

@@ -1,0 +1,143 @@
+"""The critic of a PPO run: a value model in processes of its own. Gives values, and is trained on returns. Knows nothing of policies.
+
+T positions of a sample.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from controllers import checkpoints
+from controllers.gae import GAEConfig, estimate, whiten
+from controllers.run import Run, RunConfig, split
+from controllers.schedules import ScheduleConfig
+from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
+from rl_actors.losses import explained_variance
+
+FOLDER = "critic"
+"""Folder of the critic's part in a checkpoint."""
+
+
+@dataclass(kw_only=True)
+class CriticConfig:
+    schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
+    """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's, ten times its policy's."""
+    clip: float | None = 0.5
+    """Largest change of a value in a step before its loss stops to fall: verl's and OpenRLHF's 0.5. None: no limit."""
+    warmup_steps: int = 0
+    """Steps before the first policy step, in which only the critic is trained, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
+
+    def validate(self) -> None:
+        self.schedule.validate()
+        self.loss()
+        if self.warmup_steps < 0:
+            raise ValueError(f"critic.warmup_steps={self.warmup_steps}; it must be at least 0")
+
+    def loss(self) -> ValueLoss:
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise ValueError(f"critic.clip={self.clip}; it must be finite and above 0, or None")
+        return ValueLoss(clip=self.clip)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """The samples of a step with what the critic made of them."""
+
+    for_policy: list[Sample]  # with the column advantages
+    for_critic: list[Sample]  # with the columns returns and old_values
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Critic:
+    trainer: TrainerClient
+    config: CriticConfig
+    gae: GAEConfig
+    run_config: RunConfig
+
+    async def judge(self, samples: Sequence[Sample], rewards: Sequence[Tensor], is_cut_off: Sequence[bool]) -> Judged:
+        """Advantages and returns of the samples, from their rewards and the critic's current values.
+
+        An action is a position whose loss weight is not 0. rewards: [T] of every sample, the reward for each action. is_cut_off: True for
+        a sample that a limit has ended and not the policy or the environment; gae.bootstrap says whether its last state has a value.
+        """
+        rows = await self.values(samples)
+        values = [row[:-1] for row in rows]
+        is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
+        last_values = []
+        for row, was_cut_off in zip(rows, is_cut_off, strict=True):
+            last_values.append(float(row[-1]) if was_cut_off and self.gae.bootstrap else 0.0)
+        advantages, returns = estimate(values, rewards, is_action, last_values, self.gae)
+        if self.gae.whiten:
+            advantages = whiten(advantages, is_action)
+        for_policy, for_critic = [], []
+        for sample, advantage, target, value in zip(samples, advantages, returns, values, strict=True):
+            for_policy.append(replace(sample, columns={**sample.columns, "advantages": advantage.float()}))
+            columns = {"loss_weights": (sample.columns["loss_weights"] != 0).float(), "returns": target.float()}
+            if self.config.clip is not None:
+                columns["old_values"] = value
+            for_critic.append(replace(sample, columns=columns))
+        return Judged(for_policy=for_policy, for_critic=for_critic)
+
+    async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """[T + 1] for each sample: the value of the state before each target, and that of the state after the last one."""
+        rows: list[Tensor] = []
+        for chunk in split(
+            [_with_last_state(sample) for sample in samples], self.run_config.samples_per_forward_backward
+        ):
+            output = await self.trainer.forward(chunk)
+            assert output.values is not None
+            rows += output.values
+        return rows
+
+    async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
+        """Take one optimizer step on each part. Returns the metrics of the step."""
+        loss = self.config.loss()
+        outputs: list[ForwardBackwardOutput] = []
+        results: list[OptimResult] = []
+        for part in parts:
+            for chunk in split(part, self.run_config.samples_per_forward_backward):
+                outputs.append(await self.trainer.forward_backward(chunk, loss=loss))
+            divisor = num_loss_tokens(part)
+            params = self.run_config.optimizer.params(learning_rate=learning_rate, grad_divisor=divisor)
+            results.append(await self.trainer.optim_step(params))
+        found = metrics.finish(metrics.merge(output.partials for output in outputs))
+        return {
+            "critic/loss": found["loss:sum"] / found["num_loss_tokens:sum"],
+            "critic/explained_variance": explained_variance(found),
+            "critic/value_mean": found["value:mean"],
+            "critic/return_mean": found["return:mean"],
+            "critic/clip_fraction": found["value_clip_fraction:mean"],
+            "critic/grad_norm": max(result.grad_norm for result in results),
+            "critic/learning_rate": learning_rate,
+        }
+
+
+def _with_last_state(sample: Sample) -> Sample:
+    """The sample with one more position, which reads the last target. Its own target says nothing; only the value before it is used."""
+    tokens = torch.cat([sample.tokens, sample.targets[-1:]])
+    return replace(sample, tokens=tokens, targets=torch.cat([sample.targets, sample.targets[-1:]]), columns={})
+
+
+async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
+    """Start the critic with the weights of the policy and a head of zeros, or with its part of the checkpoint that is resumed.
+
+    has_begun: True if a part of the run that is resumed has trained the critic.
+    """
+    trainer = run.spawn_critic()
+    with run.log.setup("starting critic"):
+        await trainer.ready()
+        if has_begun:
+            newest = checkpoints.newest(run.folder.checkpoints)
+            assert newest is not None  # the state of the run comes from it
+            await trainer.load_checkpoint(str(newest / FOLDER))
+        else:
+            path = str(run.folder.path / "policy_before_critic")
+            saved = await run.trainer.save_checkpoint(path, optimizer=False)
+            await saved.wait()
+            await trainer.load_checkpoint(path, optimizer=False)
+    run.partners[FOLDER] = trainer
+    return Critic(trainer=trainer, config=config, gae=gae, run_config=run.config)

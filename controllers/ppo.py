@@ -1,0 +1,146 @@
+"""Proximal policy optimization with a value model: the training loop and its command line.
+
+python -m controllers.ppo --config tiny_ppo
+"""
+
+import asyncio
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from controllers.critic import CriticConfig, start_critic
+from controllers.gae import GAEConfig
+from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
+from controllers.launch import main
+from controllers.reference import Reference, start_reference
+from controllers.rollouts import RolloutBatch, RolloutConfig
+from controllers.run import Run
+from rl_actors import Sample
+
+
+def _rollouts() -> RolloutConfig:
+    return RolloutConfig(groups_per_step=512, group_size=1, advantage="gae", max_refills=0)
+
+
+@dataclass(kw_only=True)
+class PPOConfig(GRPOConfig):
+    rollouts: RolloutConfig = field(default_factory=_rollouts)
+    gae: GAEConfig = field(default_factory=GAEConfig)
+    """Advantages and returns from rewards and values."""
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The value model and its training."""
+
+    short_flags: ClassVar[dict[str, str]] = GRPOConfig.short_flags | {"--critic-lr": "--critic.schedule.learning-rate"}
+
+    @property
+    def has_critic(self) -> bool:
+        return True
+
+    def validate(self) -> None:
+        super().validate()
+        self.gae.validate()
+        self.critic.validate()
+        if self.rollouts.advantage != "gae":
+            raise ValueError(f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'")
+        if self.trainer.lora.rank:
+            raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
+        if self.turns.enabled:
+            raise ValueError("turns.enabled=True; PPO needs False: the critic keeps its memory")
+
+
+async def train(run: Run[PPOConfig]) -> None:
+    """Take supervised steps until the policy is worth sampling, then PPO steps. In the first critic.warmup_steps of them only the critic
+    is trained.
+    """
+    config = run.config
+    if config.validate_first and not run.state:  # a resumed run has a state
+        await sync(run)
+        await run.record(0, await run.validate(0), phase="start")
+    sft_steps, cursor = await train_sft_phase(run)
+    steps_done = max(run.state.get("step", 0), sft_steps)
+    num_steps = config.critic.warmup_steps + config.steps
+    last_step = sft_steps + num_steps
+    run.log.display.total_steps = last_step
+    has_begun = steps_done > sft_steps
+    reference = None
+    if config.reference_kl:
+        reference = await start_reference(run, has_begun=has_begun, sft_steps=sft_steps)
+    critic = await start_critic(run, config.critic, config.gae, has_begun=has_begun)
+    policy_schedule, critic_schedule = config.schedule.build(config.steps), config.critic.schedule.build(num_steps)
+    version = await sync(run)
+    async with make_queue(run, cursor, reference=None) as rollouts:
+        for step in range(steps_done + 1, last_step + 1):
+            ppo_step, is_last = step - sft_steps, step == last_step
+            with run.timer("generate"):
+                batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
+            values = batch.metrics()
+            samples = await with_columns_of_loss(run, batch.samples, reference)
+            async with run.training():
+                rewards = await token_rewards(config, batch, samples, reference)
+                judged = await critic.judge(samples, rewards, is_cut_off(batch))
+                fit = critic.fit(minibatches(config, judged.for_critic, step), critic_schedule(ppo_step))
+                if ppo_step <= config.critic.warmup_steps:
+                    values |= await fit
+                else:
+                    learning_rate = policy_schedule(ppo_step - config.critic.warmup_steps)
+                    policy = train_step(run, minibatches(config, judged.for_policy, step), learning_rate)
+                    # Policy and critic have processes of their own, so both are trained at the same time.
+                    updates, fitted = await asyncio.gather(policy, fit)
+                    values |= fitted | report(config, batch, updates) | {"learning_rate": learning_rate}
+            async with rollouts.update():
+                version = await sync(run)
+            values |= run.trained(samples, num_epochs=config.epochs_per_step)
+            if is_last or ppo_step % config.validate_every == 0:
+                values |= await run.validate(step)
+            await run.record(step, values, phase="ppo")
+            run.log.rollouts(step, batch.shown())
+            # The checkpoint follows the step's record, as in GRPO.
+            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
+            await run.end_step(state, phase_step=ppo_step, is_last=is_last)
+
+
+def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
+    """The parts of epochs_per_step passes over the samples. Each pass shuffles them and divides them into at most updates_per_step parts.
+
+    The order depends only on the run's seed and the step, so policy and critic get the same parts, and a resumed run the former ones.
+    """
+    draw = Random(f"{config.seed} {step}")
+    part_size = math.ceil(len(samples) / config.updates_per_step)
+    for _ in range(config.epochs_per_step):
+        order = draw.sample(range(len(samples)), k=len(samples))
+        for start in range(0, len(order), part_size):
+            yield [samples[index] for index in order[start : start + part_size]]
+
+
+async def token_rewards(
+    config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None
+) -> list[Tensor]:
+    """The reward for every token, [T] of each sample: the completion's at its last token, 0 before.
+
+    With reference_kl_in="reward" every token's estimated KL divergence from the reference, times reference_kl, is subtracted.
+    """
+    rewards = [reward for group in batch.groups for reward in group.rewards]
+    rows = []
+    for sample, reward in zip(samples, rewards, strict=True):
+        row = torch.zeros(len(sample), dtype=torch.float64)
+        row[sample.columns["loss_weights"].nonzero()[-1]] = reward
+        rows.append(row)
+    if reference is not None and config.reference_kl_in == "reward":
+        for sample, row, ref_logprobs in zip(samples, rows, await reference.logprobs(samples), strict=True):
+            row -= reference.kl.coefficient * reference.kl(sample.columns["old_logprobs"], ref_logprobs)
+    return rows
+
+
+def is_cut_off(batch: RolloutBatch) -> list[bool]:
+    """True for each completion that max_tokens has ended."""
+    completions = [completion for group in batch.groups for completion in group.completions]
+    return [completion.finish_reason == "length" for completion in completions]
+
+
+if __name__ == "__main__":
+    main("controllers.ppo")

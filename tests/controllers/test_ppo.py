@@ -1,0 +1,134 @@
+"""The parts of PPO's loop: minibatches, rewards of tokens, and what the critic makes of them. The value models are stand-ins with known values."""
+
+import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from configs.tiny_ppo import tiny_ppo
+from controllers.critic import Critic, CriticConfig
+from controllers.environments import Problem
+from controllers.gae import GAEConfig
+from controllers.ppo import is_cut_off, minibatches, token_rewards
+from controllers.rollouts import Group, RolloutBatch, RolloutConfig
+from rl_actors import KL, Completion, Sample
+from rl_actors.types import ForwardBackwardOutput
+
+
+def completion(tokens: list[int], reason: str = "stop") -> Completion:
+    return Completion(
+        tokens=tokens, logprobs=[-0.5] * len(tokens), policy_versions=[3] * len(tokens), finish_reason=reason
+    )
+
+
+def batch_of(*rewards: float) -> RolloutBatch:
+    """One group for each reward. The first completion ends by itself, the others are cut off."""
+    groups = []
+    for index, reward in enumerate(rewards):
+        one = completion([7, 8, 9][: index + 1], "stop" if index == 0 else "length")
+        group = Group(
+            problem=Problem(prompt="p", answer="a", key="k"),
+            prompt=[5, 6],
+            completions=[one],
+            texts=["x"],
+            task_rewards=[reward],
+            rewards=[reward],
+            needs_difference=False,
+        )
+        groups.append(group)
+    config = RolloutConfig(advantage="gae", group_size=1, max_refills=0)
+    return RolloutBatch.of(groups, config, num_refills=0, num_retries=0, version=3)
+
+
+class ValueModel:
+    """A client of a value model that gives each state the number of tokens in it, and records what it is trained on."""
+
+    def __init__(self) -> None:
+        self.trained: list[tuple[list[Sample], float]] = []
+
+    async def forward(self, samples):
+        rows = [torch.arange(1, len(sample) + 1, dtype=torch.float32) for sample in samples]
+        return ForwardBackwardOutput(metrics={}, partials={}, logprobs=[], values=rows, policy_version=0)
+
+
+def critic(**fields) -> Critic:
+    gae = GAEConfig(**({"whiten": False, "actor_lambda": 1.0} | fields))
+    run_config = SimpleNamespace(samples_per_forward_backward=2)
+    return Critic(trainer=ValueModel(), config=CriticConfig(), gae=gae, run_config=run_config)
+
+
+def test_every_group_of_a_ppo_batch_is_trained_on_and_its_reward_is_at_its_last_token():
+    batch = batch_of(1.0, 0.0, 0.25)
+    assert len(batch.samples) == 3 and is_cut_off(batch) == [False, True, True]
+    rows = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
+    assert [row.tolist() for row in rows] == [[0, 1.0], [0, 0, 0], [0, 0, 0, 0.25]]
+
+
+def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
+    batch = batch_of(1.0, 0.5)
+
+    async def logprobs(samples):
+        return [torch.full((len(sample),), -0.75) for sample in samples]
+
+    reference = SimpleNamespace(kl=KL(coefficient=0.1, estimator="k1"), logprobs=logprobs)
+    config = replace(tiny_ppo(), reference_kl=0.1, reference_kl_in="reward")
+    rows = asyncio.run(token_rewards(config, batch, batch.samples, reference))
+    # The policy's logprob is 0.25 above the reference's at each token of the completion. Prompts have the old logprob 0 and are no actions.
+    assert rows[0][1:].tolist() == pytest.approx([1 - 0.025]) and rows[1][1:].tolist() == pytest.approx([-0.025, 0.475])
+
+
+def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
+    batch = batch_of(1.0, 0.5)
+    rewards = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
+    judged = asyncio.run(critic().judge(batch.samples, rewards, is_cut_off(batch)))
+    # Position i reads i + 1 tokens. The first sample has ended; the second goes on with the value 4 of its last state.
+    assert [sample.columns["returns"].tolist() for sample in judged.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]
+    assert [sample.columns["advantages"].tolist() for sample in judged.for_policy] == [[0, -1.0], [0, 2.5, 1.5]]
+    assert judged.for_critic[1].columns["old_values"].tolist() == [1, 2, 3]
+    ended = asyncio.run(critic(bootstrap=False).judge(batch.samples, rewards, is_cut_off(batch)))
+    assert ended.for_critic[1].columns["returns"].tolist() == [0, 0.5, 0.5]
+    whitened = asyncio.run(critic(whiten=True).judge(batch.samples, rewards, is_cut_off(batch)))
+    actions = torch.tensor([-1.0, 2.5, 1.5])
+    found = torch.cat([sample.columns["advantages"][1:] for sample in whitened.for_policy])
+    torch.testing.assert_close(found, (actions - actions.mean()) / actions.std())
+
+
+def test_every_epoch_shuffles_all_samples_into_parts_that_the_seed_and_the_step_decide():
+    config = replace(tiny_ppo(), updates_per_step=3, epochs_per_step=2)
+    samples = [Sample.from_tokens([index], [1]) for index in range(8)]
+
+    def orders(step: int, seed: int = 0) -> list[list[int]]:
+        parts = minibatches(replace(config, seed=seed), samples, step)
+        return [[int(sample.tokens[0]) for sample in part] for part in parts]
+
+    parts = orders(5)
+    assert [len(part) for part in parts] == [3, 3, 2, 3, 3, 2]
+    first, second = sum(parts[:3], []), sum(parts[3:], [])
+    assert sorted(first) == sorted(second) == list(range(8)) and first != second
+    assert orders(5) == parts and orders(6) != parts and orders(5, seed=1) != parts
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rollouts": RolloutConfig(group_size=2)}, "rollouts.advantage='grpo'; PPO needs 'gae'"),
+        ({"critic": CriticConfig(clip=0.0)}, "critic.clip=0.0; it must be finite and above 0, or None"),
+        ({"critic": CriticConfig(warmup_steps=-1)}, "critic.warmup_steps=-1; it must be at least 0"),
+        ({"gae": GAEConfig(gamma=2.0)}, r"gae.gamma=2.0; it must be in \[0, 1\]"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        replace(tiny_ppo(), **fields).validate()
+
+
+def test_only_ppo_takes_advantages_from_a_value_model():
+    from configs.tiny import tiny
+
+    with pytest.raises(
+        ValueError, match="rollouts.advantage='gae' needs a value model; python -m controllers.ppo has one"
+    ):
+        replace(tiny(), rollouts=RolloutConfig(advantage="gae", group_size=1)).validate()
+    tiny_ppo().validate()

@@ -1,0 +1,59 @@
+"""Whole runs of PPO as a user starts them, with real actors."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.resume import differences
+from controllers.run_folder import read_jsonl
+
+pytestmark = pytest.mark.slow
+GUARD = 550  # seconds
+FLAGS = "--steps 3 --sft-steps 2 --critic.warmup-steps 1 --checkpoint-every 1 --keep-checkpoints 9 --validate-every 2"
+
+
+def run(*arguments: str) -> str:
+    command = [sys.executable, "-m", "controllers.ppo", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo") / "run"
+    run("--config", "tiny_ppo", *FLAGS.split(), "--output-dir", str(folder))
+    return folder
+
+
+def test_a_run_trains_critic_and_policy_and_shows_both(folder):
+    records = read_jsonl(folder / "metrics.jsonl")
+    assert [record["phase"] for record in records] == ["start", "sft", "sft", *["ppo"] * 4]
+    warm_up, first, *_, last = records[3:]
+    assert warm_up["grad_norm"] is None and warm_up["critic/grad_norm"] > 0
+    assert warm_up["policy_version"] is None and first["policy_version"] == 2 + 6
+    assert last["critic/explained_variance"] is not None and last["validation/accuracy"] is not None
+    page = (folder / "report.html").read_text()
+    assert "Variance that the critic explains" in page and "Values and returns" in page
+
+
+def test_a_resumed_run_restores_policy_critic_and_data_and_ends_with_the_same_metrics(folder, tmp_path):
+    resumed = tmp_path / "resumed"
+    shutil.copytree(folder, resumed)
+    for step in (5, 6):
+        shutil.rmtree(resumed / "checkpoints" / f"step-{step}")
+    assert {path.name for path in (resumed / "checkpoints" / "step-4").iterdir()} == {"critic", "trainer", "state.json"}
+    run("--resume", str(resumed))
+    assert differences(read_jsonl(folder / "metrics.jsonl"), read_jsonl(resumed / "metrics.jsonl")) == []
+    assert json.loads((resumed / "checkpoints" / "step-6" / "state.json").read_text())["step"] == 6
+
+
+def test_a_run_ahead_with_a_reference_in_the_reward_ends(tmp_path):
+    ahead = ["--rollouts.max-staleness", "6", "--reference-kl", "0.05", "--reference-kl-in", "reward"]
+    run("--config", "tiny_ppo", *FLAGS.split(), *ahead, "--output-dir", str(tmp_path / "run"))
+    records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "ppo"]
+    assert len(records) == 4 and max(record["age/max"] for record in records) > 0
