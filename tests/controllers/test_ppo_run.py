@@ -1,24 +1,31 @@
 """Whole runs of PPO as a user starts them, with real actors."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from waiting import GUARD
 
 from benchmarks.resume import differences
 from controllers.run_folder import read_jsonl
 
 pytestmark = pytest.mark.slow
-GUARD = 550  # seconds
-FLAGS = "--steps 3 --sft-steps 2 --critic.warmup-steps 1 --checkpoint-every 1 --keep-checkpoints 9 --validate-every 2"
+ROOT = Path(__file__).parents[2]
+FLAGS = (
+    "--steps 3 --sft-steps 2 --critic.warmup-steps 1 --checkpoint-every 1 --keep-checkpoints 9 --validate-every 2 "
+    # A reward that random weights earn half of the time.
+    "--environment.task tests.fakes:parity_reward --environment.options {}"
+)
 
 
 def run(*arguments: str) -> str:
     command = [sys.executable, "-m", "controllers.ppo", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=GUARD)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
