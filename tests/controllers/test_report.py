@@ -24,6 +24,8 @@ def grpo_record(step: int) -> dict:
     record |= {"time/generate": 1.0, "time/train": 0.5, "time/sync": 0.1, "time/step": 2.0, "tokens/s": 500.0}
     record |= {"entropy": 0.4, "kl/policy_generator": 1e-9, "kl/reference": 1e-3, "policy_lag": 2}
     record |= {"age/max": 2, "age/mean": 1.5, "age/1": 2, "age/2": 2, "busy/trainer": 0.5, "busy/generator": 0.9}
+    # The critic's metrics are PPO's, so that one record has a value for every chart.
+    record |= {"critic/explained_variance": 0.2, "critic/value_mean": 0.4, "critic/return_mean": 0.5}
     record |= {"clip_fraction": 0.3, "clip_fraction/low": 0.1, "clip_fraction/high": 0.2}
     record |= {"completion/length_mean": 2.5, "completion/length_max": 3, "completion/truncated": 0.1}
     return record | {"memory/trainer_peak": 1.5, "mfu": 0.25, "validation/accuracy": 0.125 * step}
