@@ -259,6 +259,7 @@ async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample
 async def sync(run: Run[ConfigOfLoop]) -> int:
     """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller. Returns their version."""
     with run.timer("sync"):
+        await run.turns.to_trainer()
         version = await run.trainer.push_model_state_dict()
         await run.turns.to_generator()
         await run.generator.pull_model_state_dict(version)

@@ -105,7 +105,8 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     if is_saved:
         path = str(run.folder.reference)
         if not has_begun:
-            saved = await run.trainer.save_checkpoint(path, optimizer=False)
+            async with run.turns.borrowed():
+                saved = await run.trainer.save_checkpoint(path, optimizer=False)
             await saved.wait()
         await trainer.load_checkpoint(path, optimizer=False)
     return FrozenPolicy(trainer=trainer, samples_per_forward=run.config.samples_per_forward_backward, timer=run.timer)

@@ -125,6 +125,7 @@ async def train(run: Run[SFTConfig]) -> None:
 async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
     """Give the trainer's weights to the generator and score them."""
     with run.timer("sync"):
+        await run.turns.to_trainer()
         version = await run.trainer.push_model_state_dict()
         await run.turns.to_generator()
         await run.generator.pull_model_state_dict(version)

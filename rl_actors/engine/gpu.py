@@ -1,5 +1,6 @@
 """The functions that a machine with a GPU needs. cpu.py has functions of the same names for a CPU. machine.py says what each does."""
 
+import contextlib
 import mmap
 import os
 import weakref
@@ -112,7 +113,8 @@ def memory_bytes() -> int:
 def host_buffer(num_bytes: int) -> Tensor:
     """Pinned memory of this size. torch's own pinned memory has a power of two as its size, which may be nearly twice as much."""
     memory = mmap.mmap(-1, num_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
+    with contextlib.suppress(OSError):  # of a kernel without huge pages
+        memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     buffer.zero_()  # several threads touch the pages; pinning would touch them one after another
     error = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), num_bytes, 0)

@@ -41,6 +41,7 @@ class Offload:
         """Copy the parts to the host, and give their memory on the device back. Does nothing for a part that is away."""
         begin = time.perf_counter()
         num_bytes, buffer_seconds = 0, 0.0
+        this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
         wanted = [part for part in PARTS if part in parts and part not in self.away]
         if "weights" in wanted:
             self._drop_gathered_weights()

@@ -72,6 +72,10 @@ class OffloadingTrainer(NearTrainer):
         self.is_on_host = False
         return await super().optim_step(params)
 
+    async def push_model_state_dict(self) -> int:
+        self.gpu.require(False, "push")
+        return await super().push_model_state_dict()
+
     async def save_checkpoint(self, path: str, *, optimizer: bool = True):
         self.gpu.require(False, "save_checkpoint")
         self.gpu.calls.append("save")
@@ -155,11 +159,16 @@ def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_s
     assert without_times(found.records) == without_times(usual.records)
     step = ["optim_step", "offload optimizer"]
     turns = [*step, "offload optimizer weights", "wake"]
+    push = [
+        "sleep 2",
+        "offload optimizer weights",
+        "wake",
+    ]  # the weights come back for a push, so the generator makes room
     assert gpu.calls == [
         "offload optimizer weights",  # before the generator starts
-        "pull 0",
+        *[*push, "pull 0"],
         *["sleep 2", *step, *turns, "pull 2"],  # supervised steps
-        "pull 2",  # the first GRPO step asks for the newest version, which is there
+        *[*push, "pull 2"],  # the first GRPO step asks for the newest version
         *["sleep 2", *turns, "pull 3"],
         *["sleep 2", *turns, "pull 4"],
         *["sleep 2", *turns, "pull 5"],
@@ -170,7 +179,7 @@ def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_s
         assert record["offload/gigabytes"] == record["onload/gigabytes"] == 1
         assert (record["time/offload"], record["time/onload"]) == (1.0, 0.5)
         assert record["time/sleep"] >= 0 and record["time/sync"] >= record["time/wake"] >= 0
-    assert found.records[0]["sleep/gigabytes"] == found.records[0]["offload/gigabytes"] == 0
+    assert found.records[0]["offload/gigabytes"] == 0
 
 
 def test_a_checkpoint_borrows_the_memory_and_the_generator_gets_its_version_again(gpu, tmp_path):
