@@ -4,6 +4,7 @@ from configs import qwen3
 from configs.blank import blank, blank_sft
 from configs.small import small
 from configs.tiny import tiny, tiny_dpo, tiny_sft
+from configs.tiny_game import tiny_game, tiny_tool
 from configs.tiny_ppo import tiny_ppo
 
 _QWEN3 = (
@@ -18,7 +19,8 @@ _QWEN3 = (
     qwen3.qwen3_8b_one_gpu,
 )
 CONFIGS = {
-    "controllers.grpo": {"tiny": tiny, "blank": blank, "small": small} | {make.__name__: make for make in _QWEN3},
+    "controllers.grpo": {"tiny": tiny, "tiny_game": tiny_game, "tiny_tool": tiny_tool, "blank": blank, "small": small}
+    | {make.__name__: make for make in _QWEN3},
     "controllers.ppo": {"tiny_ppo": tiny_ppo},
     "controllers.dpo": {"tiny": tiny_dpo},
     "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
 """Mark that templates for transformers may have around the assistant's text."""
 
+FORMER_TURN = "former turn of the assistant"
+"""Text in the place of a turn whose tokens are known."""
+
 
 @dataclass(kw_only=True)
 class ChatConfig:
@@ -56,6 +59,23 @@ class ChatTemplate:
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]
         return self._tokens(conversation, starts_turn=True)
+
+    def continuation(self, messages: Sequence[Message], *, has_ended: bool) -> list[int]:
+        """The tokens between a turn of the assistant and its next one, with these messages between them. The former turn is not encoded.
+
+        has_ended: True if the former turn has the stop token already. Otherwise the tokens begin with it.
+        """
+        former = [Message(role="user", content="?"), Message(role="assistant", content=FORMER_TURN)]
+        text = self._apply_template([*former, *messages], tokenize=False, add_generation_prompt=True)
+        _, _, rest = cast(str, text).rpartition(FORMER_TURN)
+        tokens = self.hf.encode(rest, add_special_tokens=False)
+        ends = [i for i, token in enumerate(tokens) if token in self.stop_token_ids]
+        if not ends:
+            raise ValueError(
+                f"the chat template of {self.hf.name_or_path} ends a turn of the assistant with none of the stop tokens "
+                f"{list(self.stop_token_ids)}"
+            )
+        return tokens[ends[0] + has_ended :]
 
     def turns(self, messages: Sequence[Message]) -> Turns:
         """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
@@ -108,18 +128,21 @@ class ChatTemplate:
         return self._apply(conversation, add_generation_prompt=starts_turn)["input_ids"]
 
     def _apply(self, conversation: list[Message], **options: bool) -> Mapping[str, list[int]]:
+        answer = self._apply_template(conversation, tokenize=True, return_dict=True, **options)
+        return cast(Mapping[str, list[int]], answer)
+
+    def _apply_template(self, conversation: list[Message], **options: bool) -> object:
         from jinja2 import TemplateError
 
         self._text()
         if self.config.thinking is not None:
             options["enable_thinking"] = self.config.thinking
         try:
-            answer = self.hf.apply_chat_template(cast(list, conversation), tokenize=True, return_dict=True, **options)
+            return self.hf.apply_chat_template(cast(list, conversation), **options)
         except (TemplateError, TypeError) as error:
             raise ValueError(
                 f"the chat template of {self.hf.name_or_path} does not take the conversation {_shown(conversation)}: {error}"
             ) from error
-        return cast(Mapping[str, list[int]], answer)
 
     def _text(self) -> str:
         try:

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, TypeVar
 
 from controllers.algorithms import ALGORITHMS, Algorithm
+from controllers.episode_rollouts import make_rollouts
 from controllers.launch import main
 from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
 from controllers.reference import Reference, require_reference, start_reference
 from controllers.rollout_queue import RolloutQueue
-from controllers.rollouts import RolloutBatch, RolloutConfig, Rollouts
+from controllers.rollouts import RolloutBatch, RolloutConfig
 from controllers.run import Run, RunConfig, split
 from controllers.run_folder import RunFolder
 from controllers.schedules import ScheduleConfig
@@ -192,16 +193,10 @@ async def train(run: Run[GRPOConfig]) -> None:
 def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None) -> RolloutQueue:
     """The queue of rollouts, which go on where the resumed run was."""
     config = run.config
-    rollouts = Rollouts(
+    rollouts = make_rollouts(
+        run,
         config.rollouts,
-        run.environment,
-        run.tokenizer,
-        run.generator,
-        max_tokens=config.max_tokens,
-        seed=config.seed,
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
-        scorer=run.scorer,
-        timeline=run.timer.timeline,
     )
     pending = run.state.get("pending", ())
     return RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)

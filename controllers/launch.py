@@ -24,7 +24,7 @@ from rich.console import Console
 from controllers import checkpoints, cli, config_file, describe_plan
 from controllers.command import started_as
 from controllers.display import LineDisplay
-from controllers.environments import Environment, Problem, RewardError, Scorer, build_environment
+from controllers.environments import AnyEnvironment, EpisodeError, Problem, RewardError, Scorer, build_environment
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
@@ -106,19 +106,21 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
     return ""
 
 
-def _task(config: RunConfig) -> tuple[Environment, list[ValidationSet]]:
+def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
     """The environment of the run and its validation sets. Raises ValueError for a task that cannot be built."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
     return environment, build_sets(environment, config.validation, seed=config.seed)
 
 
-def _first_problems(environment: Environment, validation_sets: Sequence[ValidationSet]) -> list[Problem]:
+def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> list[Problem]:
     """The problems that are checked before a run: all held-out problems, and the first PROBLEMS_CHECKED training problems."""
     held_out = [problem for each in validation_sets for problem in each.problems]
     return [*held_out, *map(environment.problem, range(PROBLEMS_CHECKED))]
 
 
-def _with_alphabet(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> RunConfig:
+def _with_alphabet(
+    config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
+) -> RunConfig:
     """The config. If its alphabet is "auto", it gets the characters of its problems as alphabet, and a vocabulary of that size."""
     if config.alphabet != "auto":
         return config
@@ -131,7 +133,7 @@ def _with_alphabet(config: RunConfig, environment: Environment, validation_sets:
     return replace(config, alphabet=alphabet, trainer=replace(config.trainer, model=model))
 
 
-def _tokenizer(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
+def _tokenizer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Tokenizer:
     """The tokenizer of the config. Raises ValueError for problems that the tokenizer, the trainer or the generator cannot take."""
     if config.alphabet:
         with tempfile.TemporaryDirectory() as directory:
@@ -162,16 +164,16 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
             )
 
 
-def _scorer(config: RunConfig, environment: Environment, validation_sets: Sequence[ValidationSet]) -> Scorer:
+def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
     """The scorer of the run. Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
-    environments = {"environment": environment}
+    environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
     return Scorer.of(config.environment, environments if config.has_generator else {})  # else it scores nothing
 
 
 def _run(
     invocation: cli.Invocation,
-    environment: Environment,
+    environment: AnyEnvironment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     scorer: Scorer,
@@ -222,7 +224,7 @@ async def _train(
     train: Train,
     invocation: cli.Invocation,
     folder: RunFolder,
-    environment: Environment,
+    environment: AnyEnvironment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     scorer: Scorer,
@@ -298,7 +300,7 @@ async def _train_until_asked(run: Run, train: Train) -> None:
                 await run.save()
                 await run.checkpoints.finish()
         raise
-    except RewardError as error:
+    except (RewardError, EpisodeError) as error:
         step = (run.last_state or run.state).get("step", 0) + 1
         raise ValueError(f"step {step}, environment {run.config.environment.task}: {error}") from None
     await run.checkpoints.finish()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from controllers import checkpoints
 from controllers.metrics import Timer
-from controllers.rollouts import Group, to_sample
+from controllers.rollouts import Group
 from controllers.run import Run, split
 from controllers.run_folder import RunFolder
 from rl_actors import KL, Sample, TrainerClient
@@ -67,10 +67,9 @@ class Reference(FrozenPolicy):
         One group, two completions of two tokens, rewards 1 and 0, old - ref 0.5 and 0 at each token, coefficient 0.1:
         R = 0.9 and 0.
         """
-        samples = []
+        samples: list[Sample] = []
         for group in groups:
-            for completion in group.completions:
-                samples.append(to_sample(group.prompt, completion, advantage=0.0, temperature=self.temperature))
+            samples += group.to_samples([0.0] * len(group.completions), self.temperature)
         rows = await self.logprobs(samples)
         found = iter(divergences(samples, rows, self.kl))
         penalised = []

@@ -9,12 +9,13 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 from controllers.advantages import ADVANTAGES
-from controllers.environments import Environment, Problem, Scorer
+from controllers.environments import AnyEnvironment, Environment, Problem, Scorer
+from controllers.episodes import PlayedEpisode
 from controllers.run_folder import Record
 from controllers.timeline import Timeline
 from controllers.tokenizer import Tokenizer
@@ -89,10 +90,54 @@ class Group:
     rewards: list[float]  # task_rewards minus all penalties. Advantages are computed from these rewards.
     overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
-    num_retries: int = 0  # times that a reward was asked for again
+    num_retries: int = 0  # times that a reward was asked for again, or an episode was played again
     needs_difference: bool = True  # whether rewards that are all equal leave nothing to learn
     # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
+    # One for each completion, which then has the tokens of all turns and of the replies between them. Empty for a task of single turns.
+    episodes: list[PlayedEpisode] = field(default_factory=list)
+
+    @property
+    def is_action(self) -> list[list[bool]]:
+        """For each completion and each of its tokens: True if the policy sampled it."""
+        if self.episodes:
+            return [episode.is_action for episode in self.episodes]
+        return [[True] * len(completion.tokens) for completion in self.completions]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Number of tokens of each completion that the policy sampled."""
+        return [sum(row) for row in self.is_action]
+
+    @property
+    def truncated(self) -> list[bool]:
+        """For each completion: True if it was cut off."""
+        return [completion.finish_reason == "length" for completion in self.completions]
+
+    @property
+    def rewards_per_token(self) -> list[list[float]]:
+        """For each completion and each of its tokens: its part of `rewards`. A turn's reward is at the turn's last token, and the penalties
+        are at the completion's.
+        """
+        rows = []
+        for place, completion in enumerate(self.completions):
+            row, rest = [0.0] * len(completion.tokens), self.rewards[place]
+            if self.episodes:
+                row = list(self.episodes[place].rewards_per_token)
+                rest -= self.task_rewards[place]
+            row[-1] += rest
+            rows.append(row)
+        return rows
+
+    def to_samples(self, advantages: Sequence[float], temperature: float) -> list[Sample]:
+        """A sample of each completion, which trains the tokens that the policy sampled."""
+        if self.episodes:
+            pairs = zip(self.episodes, advantages, strict=True)
+            return [episode.to_sample(temperature, advantages=advantage) for episode, advantage in pairs]
+        samples = []
+        for completion, advantage in zip(self.completions, advantages, strict=True):
+            samples.append(to_sample(self.prompt, completion, advantage, temperature))
+        return samples
 
     @property
     def oldest_version(self) -> int:
@@ -144,8 +189,7 @@ class RolloutBatch:
 
     def metrics(self) -> dict[str, float]:
         rewards = [reward for group in self.groups for reward in group.task_rewards]
-        completions = [completion for group in self.groups for completion in group.completions]
-        lengths = [len(completion.tokens) for completion in completions]
+        lengths = [length for group in self.groups for length in group.lengths]
         num_tokens = sum(lengths)
         values: dict[str, float] = {
             "reward/mean": fmean(rewards),
@@ -155,7 +199,7 @@ class RolloutBatch:
             "tokens/generated": num_tokens,
             "completion/length_mean": fmean(lengths),
             "completion/length_max": max(lengths),
-            "completion/truncated": fmean(completion.finish_reason == "length" for completion in completions),
+            "completion/truncated": fmean(is_cut for group in self.groups for is_cut in group.truncated),
         }
         values |= self._age_metrics()
         for source in sorted({group.problem.source for group in self.groups} - {""}):
@@ -164,9 +208,12 @@ class RolloutBatch:
         for name in sorted({name for group in self.groups for name in group.components}):
             of_name = [group.components.get(name, []) for group in self.groups]
             values[f"reward/component/{name}"] = fmean(value for row in of_name for value in row)
+        episodes = [episode for group in self.groups for episode in group.episodes]
+        if episodes:
+            values["episode/turns_mean"] = fmean(episode.num_turns for episode in episodes)
         num_retries = sum(group.num_retries for group in self.groups)
         if num_retries:
-            values["reward/retries"] = num_retries
+            values["episode/retries" if episodes else "reward/retries"] = num_retries
         overlong = [penalty for group in self.groups for penalty in group.overlong_penalties]
         if overlong:
             values["reward/overlong_penalty"] = fmean(overlong)
@@ -191,15 +238,17 @@ class RolloutBatch:
         """The records of all groups for rollouts.jsonl."""
         shown: list[Record] = []
         for group, advantages in zip(self.groups, self.advantages, strict=True):
+            record: Record = {"conversations": [each.shown() for each in group.episodes]} if group.episodes else {}
             shown.append(
-                {
+                record
+                | {
                     "prompt": group.problem.prompt,
                     "answer": group.problem.answer,
                     "completions": group.texts,
                     "rewards": group.task_rewards,
                     "advantages": advantages,
-                    "lengths": [len(completion.tokens) for completion in group.completions],
-                    "truncated": [completion.finish_reason == "length" for completion in group.completions],
+                    "lengths": group.lengths,
+                    "truncated": group.truncated,
                     "is_trained": group.has_signal(),
                 }
             )
@@ -261,7 +310,7 @@ class Rollouts:
     def __init__(
         self,
         config: RolloutConfig,
-        environment: Environment,
+        environment: AnyEnvironment,
         tokenizer: Tokenizer,
         generator: GeneratorClient,
         *,
@@ -309,14 +358,8 @@ class Rollouts:
         """
         problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
-        params = SamplingParams(
-            n=self.config.group_size,
-            max_tokens=self.max_tokens,
-            temperature=self.config.temperature,
-            top_p=self.config.top_p,
-            stop_token_ids=self.tokenizer.stop_token_ids,
-            seed=(self.seed * SEEDS_PER_RUN + indices[0] * self.config.group_size) % 2**62,
-        )
+        size = self.config.group_size
+        params = self.sampling_params(n=size, seed=(self.seed * SEEDS_PER_RUN + indices[0] * size) % 2**62)
 
         async def score(place: int, completions: list[Completion]) -> None:
             keep(first + place, await self._scored(problems[place], prompts[place], completions))
@@ -330,14 +373,30 @@ class Rollouts:
         except Exception as error:
             raise GenerationError(error) from error
 
+    def sampling_params(self, *, n: int, seed: int) -> SamplingParams:
+        return SamplingParams(
+            n=n,
+            max_tokens=self.max_tokens,
+            temperature=self.config.temperature,
+            top_p=self.config.top_p,
+            stop_token_ids=self.tokenizer.stop_token_ids,
+            seed=seed,
+        )
+
+    def penalised(
+        self, totals: list[float], lengths: Sequence[int], max_tokens: int
+    ) -> tuple[list[float], list[float]]:
+        """The rewards minus the penalties on long completions, and these penalties. There are none without overlong_buffer."""
+        if not self.config.overlong_buffer:
+            return totals, []
+        overlong = [self.config.overlong(length, max_tokens) for length in lengths]
+        return [reward - penalty for reward, penalty in zip(totals, overlong, strict=True)], overlong
+
     async def _scored(self, problem: Problem, prompt: list[int], completions: list[Completion]) -> Group:
         texts = [self.tokenizer.decode(completion.tokens) for completion in completions]
-        found = await self.scorer.score(self.environment, problem, texts)
-        rewards: list[float] = found.totals
-        overlong: list[float] = []
-        if self.config.overlong_buffer:
-            overlong = [self.config.overlong(len(completion.tokens), self.max_tokens) for completion in completions]
-            rewards = [reward - penalty for reward, penalty in zip(found.totals, overlong, strict=True)]
+        found = await self.scorer.score(cast(Environment, self.environment), problem, texts)
+        lengths = [len(completion.tokens) for completion in completions]
+        rewards, overlong = self.penalised(found.totals, lengths, self.max_tokens)
         return Group(
             problem=problem,
             prompt=prompt,
@@ -373,12 +432,10 @@ def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[lis
 
 def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
     """The completions of the groups with a signal as samples with advantages."""
-    samples = []
+    samples: list[Sample] = []
     for group, advantages in zip(groups, group_advantages(groups, config), strict=True):
-        if not group.has_signal():
-            continue
-        for completion, advantage in zip(group.completions, advantages, strict=True):
-            samples.append(to_sample(group.prompt, completion, advantage, config.temperature))
+        if group.has_signal():
+            samples += group.to_samples(advantages, config.temperature)
     return samples
 
 

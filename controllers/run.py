@@ -14,7 +14,8 @@ import rl_actors
 from controllers.algorithms import Algorithm
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
-from controllers.environments import Environment, EnvironmentConfig, Problem, Scorer
+from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
+from controllers.episodes import EpisodeConfig, EpisodeLimits, Player
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
@@ -78,6 +79,8 @@ class RunConfig:
     trainer.hf_path: the characters of the problems, whose number also gives the size of the vocabulary. auto with trainer.hf_path: the
     tokenizer and the size of the model are those of trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
+    """Limits of the episodes of a task that takes several turns."""
     chat: ChatConfig = field(default_factory=ChatConfig)
     """The model's chat template: whether prompts go through it, and how."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -158,6 +161,15 @@ class RunConfig:
         """Lines of --plan about what this kind of run does."""
         return []
 
+    def episode_limits(self) -> EpisodeLimits:
+        """The limits of an episode, in which max_tokens is that of a turn."""
+        longest = min(self.generator.max_model_len, self.trainer.max_sequence_length)
+        return EpisodeLimits(
+            max_turns=self.episodes.max_turns,
+            max_tokens=min(self.episodes.max_tokens or longest, longest),
+            max_tokens_per_turn=self.max_tokens,
+        )
+
     def with_all_answers(self, problem: Problem) -> list[Problem]:
         """The problem once for each text that the run may train as its answer."""
         return [problem]
@@ -193,6 +205,7 @@ class RunConfig:
             raise ValueError(
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
             )
+        self.episodes.validate()
         self.weights.validate()
         self._validate_turns()
         self.environment.validate()
@@ -237,7 +250,7 @@ class Run(Generic[Config]):
 
     config: Config
     folder: RunFolder
-    environment: Environment
+    environment: AnyEnvironment
     validation_sets: Sequence[ValidationSet]
     tokenizer: Tokenizer
     trainer: TrainerClient
@@ -264,6 +277,10 @@ class Run(Generic[Config]):
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
         return await make_validator(self.config, self.validation_sets, self.generator, self.tokenizer, self.scorer)()
+
+    def player(self) -> Player:
+        """Plays the episodes of a task that takes several turns."""
+        return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
 
     async def validate(self, step: int) -> dict[str, float]:
         """Score the generator's current weights, and write some completions to validation.jsonl. Returns the metrics of the step."""
@@ -346,6 +363,7 @@ def make_validator(
         max_tokens=config.max_tokens,
         seed=config.seed,
         pass_at_k=config.pass_at_k,
+        player=Player(tokenizer=tokenizer, limits=config.episode_limits(), scorer=scorer),
         scorer=scorer,
     )
 
@@ -405,7 +423,7 @@ class Actors:
 async def open_run(
     config: Config,
     folder: RunFolder,
-    environment: Environment,
+    environment: AnyEnvironment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
     setup: Callable[[str], AbstractContextManager[None]],

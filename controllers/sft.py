@@ -11,6 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from controllers.checkpoints import State
+from controllers.environments import EpisodeEnvironment
+from controllers.episodes import together
 from controllers.launch import main
 from controllers.run import Run, RunConfig, split
 from controllers.schedules import ScheduleConfig
@@ -70,7 +72,7 @@ class SFTPhase:
     async def train_step(self, step: int) -> dict[str, float]:
         """Take one optimizer step on the next problems. Returns the metrics of the step."""
         run = self.run
-        samples = self._next_samples()
+        samples = await self._next_samples()
         learning_rate = self.schedule(step)
         outputs = []
         async with run.training():
@@ -90,9 +92,13 @@ class SFTPhase:
             **run.trained(samples),
         }
 
-    def _next_samples(self) -> list[Sample]:
+    async def _next_samples(self) -> list[Sample]:
         first, self.cursor = self.cursor, self.cursor + self.config.batch_size
-        problems = [self.run.environment.problem(index) for index in range(first, self.cursor)]
+        environment = self.run.environment
+        problems = [environment.problem(index) for index in range(first, self.cursor)]
+        if isinstance(environment, EpisodeEnvironment):
+            player = self.run.player()
+            return await together(player.demonstrate(environment, problem) for problem in problems)
         return [self.run.tokenizer.to_sample(problem) for problem in problems]
 
 

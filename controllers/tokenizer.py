@@ -8,10 +8,10 @@ import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from controllers.chat import ChatConfig, ChatTemplate
-from controllers.environments import Message, Problem
+from controllers.environments import Message, Observation, Problem
 from rl_actors import Sample
 
 if TYPE_CHECKING:
@@ -95,6 +95,23 @@ class Tokenizer:
         """The tokens that a completion of this problem continues. A problem with messages goes through the chat template."""
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
+
+    def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
+        """The tokens that the policy reads before a turn. Token ids stay as they are.
+
+        after: the last token of the policy's turn before; None if this is its first turn. Messages continue that turn by the chat template.
+        """
+        messages = observation
+        if isinstance(observation, str):
+            if not self.chat.config.enabled:
+                return self.encode(observation)
+            messages = [Message(role="user", content=observation)]
+        if not messages or not isinstance(messages[0], dict):
+            return cast(list[int], list(observation))
+        messages = cast(list[Message], messages)
+        if after is None:
+            return self.chat.prompt(messages)
+        return self.chat.continuation(messages, has_ended=after in self.stop_token_ids)
 
     def to_sample(self, problem: Problem) -> Sample:
         """A sample that trains the answer and the token that ends it. In a conversation all turns of the assistant are trained.

@@ -14,8 +14,16 @@ from statistics import fmean
 from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers import config_file
-from controllers.environments import Environment, EnvironmentConfig, Problem, Scorer, build_environment
+from controllers.environments import (
+    AnyEnvironment,
+    EnvironmentConfig,
+    EpisodeEnvironment,
+    Problem,
+    Scorer,
+    build_environment,
+)
 from controllers.environments.config import LIMITS_OF_RUN
+from controllers.episodes import Player, Sampled, TurnSender, together
 from controllers.run_folder import Record
 from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
@@ -66,7 +74,7 @@ class ValidationSet:
     """Held-out problems of an environment. The set of the run's own task has the name ""."""
 
     name: str
-    environment: Environment
+    environment: AnyEnvironment
     problems: list[Problem]
 
     def metric(self, name: str) -> str:
@@ -102,7 +110,7 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
             raise ValueError(f"{given} holds for all rewards of a run: set environment.{name}")
 
 
-def build_sets(environment: Environment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:
+def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:
     """The held-out problems of the run's own environment, and those of every named set. `seed` is added to the sets' seeds.
 
     Raises ValueError, naming the set, for an environment that cannot be built.
@@ -138,6 +146,7 @@ class Validator:
     max_tokens: int
     seed: int
     pass_at_k: PassAtKConfig
+    player: Player  # of tasks that take several turns
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:
@@ -158,11 +167,28 @@ class Validator:
 
     async def _answers(self, one: ValidationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
         """Texts and rewards of the completions of every problem."""
+        environment = one.environment
+        if isinstance(environment, EpisodeEnvironment):
+            return await self._played(environment, one.problems, params)
         prompts = [self.tokenizer.encode_prompt(problem) for problem in one.problems]
         answers = await self.generator.generate(prompts, params)
         texts = [[self.tokenizer.decode(completion.tokens) for completion in completions] for completions in answers]
-        asked = [self.scorer.score(one.environment, *pair) for pair in zip(one.problems, texts, strict=True)]
+        asked = [self.scorer.score(environment, *pair) for pair in zip(one.problems, texts, strict=True)]
         return texts, [found.totals for found in await asyncio.gather(*asked)]
+
+    async def _played(
+        self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
+    ) -> tuple[list[list[str]], list[list[float]]]:
+        """Texts and rewards of params.n episodes of every problem."""
+        async with TurnSender(self.generator, replace(params, n=1)) as sender:
+            games = []
+            for place in range(len(problems) * params.n):
+                policy = Sampled(sender=sender, first_number=place * self.player.limits.max_turns)
+                games.append(self.player.play(environment, problems[place // params.n], policy))
+            played = await together(games)
+        by_problem = [played[start : start + params.n] for start in range(0, len(played), params.n)]
+        texts = [[episode.text for episode in episodes] for episodes in by_problem]
+        return texts, [[episode.reward for episode in episodes] for episodes in by_problem]
 
     async def _passed(self, one: ValidationSet) -> list[int]:
         """For each problem, the number of its num_samples completions that pass."""

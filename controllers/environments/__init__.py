@@ -3,14 +3,30 @@
 from controllers.environments.base import Environment, Message, Problem, RewardError
 from controllers.environments.build import build_environment
 from controllers.environments.config import EnvironmentConfig
+from controllers.environments.episode import (
+    AnyEnvironment,
+    Demonstrating,
+    Episode,
+    EpisodeEnvironment,
+    EpisodeError,
+    Observation,
+    Reply,
+)
 from controllers.environments.scorer import Rewards, Scorer
 from controllers.environments.scores import math_verify
 
 __all__ = [
+    "AnyEnvironment",
+    "Demonstrating",
     "Environment",
     "EnvironmentConfig",
+    "Episode",
+    "EpisodeEnvironment",
+    "EpisodeError",
     "Message",
+    "Observation",
     "Problem",
+    "Reply",
     "RewardError",
     "Rewards",
     "Scorer",

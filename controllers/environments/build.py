@@ -4,11 +4,12 @@ from controllers.environments.base import Environment
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.data import DataEnvironment
 from controllers.environments.entries import imported
+from controllers.environments.episode import AnyEnvironment, EpisodeEnvironment
 from controllers.environments.generated import reasoning_gym
 from controllers.environments.mixture import MixedEnvironment, read_parts
 
 
-def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> Environment:
+def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyEnvironment:
     """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems.
 
     trains=False: the environment serves no training problems, so all problems of a file or a data set may be held out.
@@ -16,10 +17,15 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> Envi
     config.validate()
     if config.mixture:
         parts = read_parts(config)
-        environments = []
+        environments: list[Environment] = []
         for part in parts:
             try:
-                environments.append(build_environment(part.config, trains=trains))
+                environment = build_environment(part.config, trains=trains)
+                if not isinstance(environment, Environment):
+                    raise ValueError(
+                        f"task={part.config.task!r} has episodes, and a mixture takes only tasks with a reward"
+                    )
+                environments.append(environment)
             except ValueError as error:
                 raise ValueError(f"mixture, {part.name}: {error}") from None
         return MixedEnvironment(parts, environments, config.seed)
@@ -30,10 +36,10 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> Envi
     return reasoning_gym(config)
 
 
-def _of_function(config: EnvironmentConfig) -> Environment:
+def _of_function(config: EnvironmentConfig) -> AnyEnvironment:
     function = imported("task", config.task)
     environment = function(seed=config.seed, num_held_out=config.num_held_out, **config.options)
-    if not isinstance(environment, Environment):
+    if not isinstance(environment, Environment | EpisodeEnvironment):
         missing = [name for name in ("problem", "held_out", "reward") if not hasattr(environment, name)]
         raise ValueError(f"task={config.task!r} returned {type(environment).__name__} without {', '.join(missing)}")
     return environment

@@ -14,6 +14,7 @@ from typing import Any
 
 from controllers.environments.base import Environment, Problem, RewardError
 from controllers.environments.config import EnvironmentConfig
+from controllers.environments.episode import AnyEnvironment
 from controllers.environments.mixture import MixedEnvironment
 from controllers.environments.pool import RewardPool, reward_function
 
@@ -42,12 +43,20 @@ class Scorer:
     pool: RewardPool | None = None  # calls the rewards of some environments; the caller starts and closes it
 
     @staticmethod
-    def of(config: EnvironmentConfig, environments: Mapping[str, Environment] | None = None) -> "Scorer":
+    def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
         """A scorer with the limits of a config. With reward_workers it has a pool for the rewards of these environments.
 
         environments: each with the name that it has in errors. Raises ValueError for a reward that cannot be sent to a process.
         """
-        single = _without_mixtures(environments or {})
+        with_reward: dict[str, Environment] = {}
+        for name, environment in (environments or {}).items():
+            if isinstance(environment, Environment):
+                with_reward[name] = environment
+            elif config.reward_workers:
+                raise ValueError(
+                    f"reward_workers={config.reward_workers}, but {name} has episodes, which the controller plays itself"
+                )
+        single = _without_mixtures(with_reward)
         return Scorer(
             timeout=config.reward_timeout,
             max_retries=config.reward_retries,
@@ -96,7 +105,7 @@ class Scorer:
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
         """The answer, and how often it was asked for again. A function that answers at once is asked once."""
-        limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self._limits
+        limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
@@ -114,7 +123,8 @@ class Scorer:
         raise RewardError(f"the reward of {where} failed {self.max_retries + 1} times, the last time with {failure}")
 
     @contextlib.asynccontextmanager
-    async def _limits(self) -> AsyncIterator[None]:
+    async def limits(self) -> AsyncIterator[None]:
+        """Context manager for an awaited answer. Raises TimeoutError in its body after `timeout` seconds."""
         async with self.slots, asyncio.timeout(self.timeout):
             yield
 

@@ -133,7 +133,10 @@ class GeneratorClient(Client):
         return [groups[index] for index in range(len(prompts))]
 
     def generate_each(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        indices: Sequence[int] | None = None,
     ) -> FinishedGroups[list[Completion]]:
         """(index of a prompt, its params.n completions) of one prompt after the other, as soon as all completions of the prompt have finished.
 
@@ -141,12 +144,21 @@ class GeneratorClient(Client):
 
         The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends what is
         left of them in the engine. A plain `for` works, too. A seeded call gives the same completions in every order of finishing.
+        indices: for each prompt its index p in the seeds of SamplingParams; None: its place in the list.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits; in the loop, the error of the call.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)
+        numbers = None if indices is None else list(indices)
+        if numbers is not None and len(numbers) != len(copies):
+            raise ValueError(f"generate_each got {len(copies)} prompts and {len(numbers)} indices")
         started = self._call(
-            "generate", self.start_generate, copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
+            "generate",
+            self.start_generate,
+            copies,
+            chosen,
+            numbers,
+            check=lambda limits: limits.check_prompts(copies, chosen),
         )
         return FinishedGroups(
             started, len(copies), fetch=self.finished_groups, abort=self.abort_generate, what=f"{self.name}: generate"

@@ -90,7 +90,8 @@ class ReplicatedGenerator(GeneratorClient):
         by_replica: dict[int, list[int]] = {}
         for index, prompt in enumerate(prompts):
             by_replica.setdefault(self._router.assign(prompt, params.n), []).append(index)
-        starts = [self._start_part(replica, prompts, params, part) for replica, part in by_replica.items()]
+        numbers = list(range(len(prompts))) if indices is None else indices
+        starts = [self._start_part(replica, prompts, params, part, numbers) for replica, part in by_replica.items()]
         results = await asyncio.gather(*starts, return_exceptions=True)
         routed = RoutedCall(n=params.n, parts=[part for part in results if isinstance(part, Part)])
         number = next(self._numbers)
@@ -102,11 +103,13 @@ class ReplicatedGenerator(GeneratorClient):
         return number
 
     async def _start_part(
-        self, replica: int, prompts: list[list[int]], params: SamplingParams, indices: list[int]
+        self, replica: int, prompts: list[list[int]], params: SamplingParams, indices: list[int], numbers: list[int]
     ) -> Part:
+        """numbers: for each prompt of the whole call, its index in the seeds."""
         try:
             part = [prompts[index] for index in indices]
-            call = await self.replicas[replica].start_generate(part, params, indices)
+            of_part = [numbers[index] for index in indices]
+            call = await self.replicas[replica].start_generate(part, params, of_part)
         except BaseException:
             self._router.finish(replica, params.n * len(indices))
             raise

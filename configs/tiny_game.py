@@ -1,0 +1,47 @@
+"""Tasks of several turns for the tiny model, on two cores: a guessing game, and products with a calculator."""
+
+from dataclasses import replace
+
+from configs.tiny import sft_phase, tiny
+from controllers.environments import EnvironmentConfig
+from controllers.episodes import EpisodeConfig
+from controllers.grpo import GRPOConfig
+from controllers.rollouts import RolloutConfig
+from controllers.schedules import ScheduleConfig
+
+
+def tiny_game() -> GRPOConfig:
+    """A secret digit is found by four guesses of one token each, from random weights."""
+    return replace(
+        tiny(),
+        alphabet="0123456789?+-=",
+        max_tokens=1,
+        episodes=EpisodeConfig(max_turns=4),
+        environment=EnvironmentConfig(task="controllers.environments.guessing:GuessingGame", num_held_out=10),
+        steps=120,
+        updates_per_step=2,
+        epochs_per_step=1,
+        rollouts=RolloutConfig(groups_per_step=60, group_size=8, max_refills=0),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.1),
+        sft_steps=0,
+        checkpoint_every=40,
+    )
+
+
+def tiny_tool() -> GRPOConfig:
+    """Products of two-digit numbers with a calculator: supervised steps until some episodes succeed, and then GRPO."""
+    return replace(
+        tiny(),
+        alphabet="0123456789*c=?",
+        max_tokens=7,
+        episodes=EpisodeConfig(max_turns=3),
+        environment=EnvironmentConfig(task="controllers.environments.calculator:Products", num_held_out=256),
+        steps=60,
+        updates_per_step=2,
+        epochs_per_step=1,
+        rollouts=RolloutConfig(groups_per_step=64, group_size=8, max_refills=0),
+        schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
+        sft=sft_phase(stop_at=0.05),
+        sft_steps=600,
+        checkpoint_every=20,
+    )

@@ -1,0 +1,111 @@
+"""A tool and a task that needs it: a calculator that computes nothing but arithmetic, and products that the policy asks it for."""
+
+import ast
+import operator
+from collections.abc import Callable, Sequence
+from random import Random
+
+from controllers.environments.base import Problem
+from controllers.environments.episode import Reply
+from controllers.environments.held_out import fraction
+
+LONGEST_EXPRESSION = 200
+LARGEST_NUMBER = 10**30
+
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+class CalculatorError(ValueError):
+    """The calculator refuses an expression."""
+
+
+def calculate(expression: str) -> int:
+    """The value of an expression of whole numbers, + - * // % and parentheses: calculate("12*34") -> 408
+
+    Names, calls, powers and everything else that Python has are refused, so no expression runs code, or takes long: an expression has at
+    most LONGEST_EXPRESSION characters, and no number in between may exceed LARGEST_NUMBER. Raises CalculatorError.
+    """
+    if len(expression) > LONGEST_EXPRESSION:
+        raise CalculatorError(
+            f"the expression has {len(expression)} characters; at most {LONGEST_EXPRESSION} are allowed"
+        )
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError, ZeroDivisionError) as error:
+        raise CalculatorError(f"{expression!r}: {error}") from None
+
+
+def _value(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=value) if type(value) is int:
+            found = value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            found = -_value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATORS:
+            found = OPERATORS[type(op)](_value(left), _value(right))
+        case _:
+            raise CalculatorError(f"{type(node).__name__} is no arithmetic")
+    if abs(found) > LARGEST_NUMBER:
+        raise CalculatorError(f"a number is larger than {LARGEST_NUMBER:.0e}")
+    return found
+
+
+class Calculation:
+    """One problem. A turn that begins with "c" asks the calculator for the rest of its text. Any other turn is the answer, and the end.
+
+    The calculator answers "=" and the value, or "!" if it refuses the expression.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+    def reset(self) -> str:
+        return self.problem.prompt
+
+    def step(self, completion: str) -> Reply:
+        if not completion.startswith("c"):
+            return Reply(reward=float(completion == self.problem.answer), is_over=True)
+        try:
+            return Reply(observation=f"={calculate(completion[1:])}?")
+        except CalculatorError:
+            return Reply(observation="!?")
+
+
+class Products:
+    """Products of two numbers of two digits, such as "47*83?". The reward is 1 for the right number. An eighth of them is held out."""
+
+    def __init__(self, *, seed: int, num_held_out: int) -> None:
+        self.seed = seed
+        factors = range(10, 100)
+        self._all = [_product(a, b) for a in factors for b in factors]
+
+        # a*b and b*a have the same key, so they are on the same side.
+        kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
+        if not 1 <= num_held_out <= len(kept) // 2:
+            raise ValueError(f"num_held_out={num_held_out}; it must be in [1, {len(kept) // 2}], half of all products")
+        held_out = set(kept[:num_held_out])
+        self._held_out = list({problem.key: problem for problem in self._all if problem.key in held_out}.values())
+        self._training = [problem for problem in self._all if problem.key not in held_out]
+
+    def problem(self, index: int) -> Problem:
+        return Random(f"{self.seed}/{index}").choice(self._training)
+
+    def held_out(self) -> list[Problem]:
+        return list(self._held_out)
+
+    def episode(self, problem: Problem) -> Calculation:
+        return Calculation(problem)
+
+    def demonstration(self, problem: Problem) -> Sequence[str]:
+        """The policy asks the calculator, and says what it answered."""
+        return [f"c{problem.prompt.removesuffix('?')}", problem.answer]
+
+
+def _product(a: int, b: int) -> Problem:
+    return Problem(prompt=f"{a}*{b}?", answer=str(a * b), key=f"{min(a, b)}*{max(a, b)}")

@@ -1,0 +1,56 @@
+"""The protocol of a task that takes several turns: an object for every episode. Knows no tokens and no model."""
+
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from controllers.environments.base import Environment, Message, Problem
+
+Observation = str | list[Message] | list[int]
+"""Text, messages for the model's chat template, or token ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """The answer of an episode to a turn of the policy."""
+
+    observation: Observation = ""  # the policy reads it before its next turn; nobody reads it after the end
+    reward: float = 0.0  # of the turn
+    is_over: bool = False
+
+
+class Episode(Protocol):
+    """One conversation with the policy. Both methods may return an awaitable, so that a tool may take its time."""
+
+    def reset(self) -> Observation | Awaitable[Observation]:
+        """The beginning, which is called once, before the first turn."""
+
+    def step(self, completion: str) -> Reply | Awaitable[Reply]:
+        """The reply to a turn. completion: its text, without the token that ends it."""
+
+
+@runtime_checkable
+class EpisodeEnvironment(Protocol):
+    def problem(self, index: int) -> Problem:
+        """Training problem number `index`, as in Environment. Its prompt is what `reset` says: reports show it, and its length is checked."""
+
+    def held_out(self) -> list[Problem]:
+        """`num_held_out` problems with distinct keys."""
+
+    def episode(self, problem: Problem) -> Episode:
+        """A fresh episode of this problem. Every completion of a group has its own."""
+
+
+@runtime_checkable
+class Demonstrating(Protocol):
+    """An environment that can show episodes to a supervised phase."""
+
+    def demonstration(self, problem: Problem) -> Sequence[str]:
+        """The texts of the policy's turns in an episode of this problem."""
+
+
+AnyEnvironment = Environment | EpisodeEnvironment
+
+
+class EpisodeError(ValueError):
+    """An episode returned something else than its protocol says, or failed too often."""

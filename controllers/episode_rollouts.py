@@ -1,0 +1,102 @@
+"""Rollouts of a task with episodes: problems -> episodes of several turns -> groups. The queue and the training treat them as all groups."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from controllers.environments import EpisodeEnvironment
+from controllers.episodes import Player, Sampled, TurnSender, together
+from controllers.rollouts import SEEDS_PER_RUN, Deliver, GenerationError, Group, Penalty, RolloutConfig, Rollouts
+from controllers.run import Config, Run
+from controllers.timeline import Timeline
+from rl_actors import Completion, GeneratorClient
+
+
+class EpisodeRollouts(Rollouts):
+    """Plays group_size episodes of every problem, all at the same time. The seeds of an episode depend only on its problem's index."""
+
+    def __init__(
+        self,
+        config: RolloutConfig,
+        environment: EpisodeEnvironment,
+        generator: GeneratorClient,
+        player: Player,
+        *,
+        seed: int,
+        penalty: Penalty | None = None,
+        timeline: Timeline | None = None,
+    ) -> None:
+        super().__init__(
+            config,
+            environment,
+            player.tokenizer,
+            generator,
+            max_tokens=player.limits.max_tokens_per_turn,
+            seed=seed,
+            penalty=penalty,
+            scorer=player.scorer,
+            timeline=timeline,
+        )
+        self.episodes, self.player = environment, player
+
+    async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
+        """Play the episodes of these problems. `tasks` is not needed, because the next turn of an episode waits for its reply."""
+
+        async def play(place: int, index: int) -> None:
+            keep(first + place, await self._play(index, sender))
+
+        params = self.sampling_params(n=1, seed=self.seed * SEEDS_PER_RUN % 2**62)
+        async with TurnSender(self.generator, params, self.generating.call) as sender:
+            await together(play(place, index) for place, index in enumerate(indices))
+
+    async def _play(self, index: int, sender: TurnSender) -> Group:
+        problem, size, max_turns = self.episodes.problem(index), self.config.group_size, self.player.limits.max_turns
+        policies = [_Policy(sender=sender, first_number=(index * size + place) * max_turns) for place in range(size)]
+        played = await together(self.player.play(self.episodes, problem, policy) for policy in policies)
+        totals = [episode.reward for episode in played]
+        lengths = [len(episode.prompt) + len(episode.completion.tokens) for episode in played]
+        rewards, overlong = self.penalised(totals, lengths, self.player.limits.max_tokens)
+        return Group(
+            problem=problem,
+            prompt=played[0].prompt,
+            completions=[episode.completion for episode in played],
+            texts=[episode.text for episode in played],
+            task_rewards=totals,
+            rewards=rewards,
+            overlong_penalties=overlong,
+            num_retries=sum(episode.num_retries for episode in played),
+            episodes=played,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Policy(Sampled):
+    """After an error of the generator the queue asks for the problem again, which then gets fresh episodes."""
+
+    async def __call__(self, tokens: list[int], turn: int) -> Completion:
+        try:
+            return await super().__call__(tokens, turn)
+        except (ValueError, TypeError):
+            raise  # the generator refuses the input, and would refuse it again
+        except Exception as error:
+            raise GenerationError(error) from error
+
+
+def make_rollouts(run: Run[Config], config: RolloutConfig, *, penalty: Penalty | None = None) -> Rollouts:
+    """The rollouts of the run's task."""
+    seed, timeline = run.config.seed, run.timer.timeline
+    if isinstance(run.environment, EpisodeEnvironment):
+        return EpisodeRollouts(
+            config, run.environment, run.generator, run.player(), seed=seed, penalty=penalty, timeline=timeline
+        )
+    return Rollouts(
+        config,
+        run.environment,
+        run.tokenizer,
+        run.generator,
+        max_tokens=run.config.max_tokens,
+        seed=seed,
+        penalty=penalty,
+        scorer=run.scorer,
+        timeline=timeline,
+    )

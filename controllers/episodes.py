@@ -1,0 +1,368 @@
+"""Plays episodes: an environment and a policy take turns. Knows no groups and no advantages.
+
+The tokens of an episode grow turn by turn and are never encoded again: those that the policy sampled stay as they are. Text that is decoded
+and encoded again can have other tokens, which the policy did not sample.
+"""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol, Self, TypeVar, cast
+
+from controllers.environments import (
+    Demonstrating,
+    Episode,
+    EpisodeEnvironment,
+    EpisodeError,
+    Observation,
+    Problem,
+    Reply,
+    Scorer,
+)
+from controllers.run_folder import Record
+from controllers.tokenizer import Tokenizer
+from rl_actors import Completion, GeneratorClient, Sample, SamplingParams
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class EpisodeConfig:
+    max_turns: int = 8
+    """Largest number of turns of an episode. One that is not over by then is cut off."""
+    max_tokens: int = 0
+    """Largest number of tokens of an episode: its beginning, turns and replies. A turn begins only if max_tokens of the run are left. 0: as
+    many as trainer and generator take."""
+
+    def validate(self) -> None:
+        if self.max_turns < 1 or self.max_tokens < 0:
+            given = f"episodes.max_turns={self.max_turns}, episodes.max_tokens={self.max_tokens}"
+            raise ValueError(f"{given}; the first must be at least 1, the second at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    max_turns: int
+    max_tokens: int  # of a whole episode
+    max_tokens_per_turn: int
+
+
+class Policy(Protocol):
+    """Takes the policy's turns in one episode."""
+
+    async def __call__(self, tokens: list[int], turn: int) -> Completion:
+        """A completion of these tokens. turn: 0 for the first turn of the episode."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """What one side said."""
+
+    role: str  # "environment" or "policy"
+    text: str
+    reward: float | None = None  # of a turn of the policy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayedEpisode:
+    prompt: list[int]  # tokens of the beginning
+    # All tokens after the prompt, up to the last one that the policy sampled. Tokens of observations have logprob 0, and the version of
+    # the turn before. finish_reason is "length" if the episode was cut off.
+    completion: Completion
+    is_action: list[bool]  # of each token of the completion: True if the policy sampled it
+    rewards_per_token: list[float]  # of each token of the completion: the turn's reward at its last token
+    lines: list[Line]
+    num_retries: int = 0  # episodes that failed before
+
+    @property
+    def reward(self) -> float:
+        return sum(self.rewards_per_token)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(line.role == "policy" for line in self.lines)
+
+    @property
+    def text(self) -> str:
+        """What both sides said after the beginning, one line for each."""
+        return "\n".join(line.text for line in self.lines[1:])
+
+    def shown(self) -> list[Record]:
+        """The lines as a record has them."""
+        return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
+
+    def to_sample(self, temperature: float, **columns: float) -> Sample:
+        """A sample that trains the policy's own tokens. The columns are 0 at all others."""
+        weights = [float(is_action) for is_action in self.is_action]
+        masked = {name: [value * weight for weight in weights] for name, value in columns.items()}
+        return Sample.from_tokens(
+            self.prompt,
+            self.completion.tokens,
+            temperature=temperature,
+            loss_weights=weights,
+            old_logprobs=self.completion.logprobs,
+            **masked,
+        )
+
+
+class _Failed(Exception):
+    """A method of an episode raised an exception or did not answer in time."""
+
+
+class _Playing:
+    """An episode while it is played."""
+
+    def __init__(self, prompt: list[int], beginning: str) -> None:
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.is_action: list[bool] = []
+        self.rewards: list[float] = []
+        self.lines = [Line(role="environment", text=beginning)]
+
+    def add_turn(self, completion: Completion, text: str, reward: float) -> None:
+        self.tokens += completion.tokens
+        self.logprobs += completion.logprobs
+        self.versions += completion.policy_versions
+        self.is_action += [True] * len(completion.tokens)
+        self.rewards += [0.0] * (len(completion.tokens) - 1) + [reward]
+        self.lines.append(Line(role="policy", text=text, reward=reward))
+
+    def add_observation(self, tokens: list[int], text: str) -> None:
+        self.tokens += tokens
+        self.logprobs += [0.0] * len(tokens)
+        self.versions += [self.versions[-1]] * len(tokens)
+        self.is_action += [False] * len(tokens)
+        self.rewards += [0.0] * len(tokens)
+        self.lines.append(Line(role="environment", text=text))
+
+    def finish(self, *, is_cut_off: bool, last: Line | None, num_retries: int) -> PlayedEpisode:
+        completion = Completion(
+            tokens=self.tokens,
+            logprobs=self.logprobs,
+            policy_versions=self.versions,
+            finish_reason="length" if is_cut_off else "stop",
+        )
+        return PlayedEpisode(
+            prompt=self.prompt,
+            completion=completion,
+            is_action=self.is_action,
+            rewards_per_token=self.rewards,
+            lines=self.lines if last is None else [*self.lines, last],
+            num_retries=num_retries,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Player:
+    """Plays episodes. One that raises an exception or hangs is played again from its beginning, as often as the scorer's limits say."""
+
+    tokenizer: Tokenizer
+    limits: EpisodeLimits
+    scorer: Scorer
+
+    async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
+        """One episode of the problem.
+
+        Raises EpisodeError for an answer of the episode that its protocol does not have, and if the last new attempt fails too. Raises the
+        errors of the policy.
+        """
+        for num_retries in range(self.scorer.max_retries + 1):
+            try:
+                return await self._play(environment, problem, policy, num_retries)
+            except _Failed as error:
+                failure = error
+        times = self.scorer.max_retries + 1
+        raise EpisodeError(f"the episode of {problem.prompt!r} failed {times} times, the last time in {failure}")
+
+    async def demonstrate(self, environment: EpisodeEnvironment, problem: Problem) -> Sample:
+        """A sample that trains the turns of the environment's demonstration, each with the token that ends it.
+
+        Raises ValueError if the environment has no demonstration.
+        """
+        if not isinstance(environment, Demonstrating):
+            raise ValueError(f"{type(environment).__name__} has no method demonstration, so it has no supervised phase")
+        episode = await self.play(environment, problem, Scripted(environment.demonstration(problem), self))
+        return episode.to_sample(1.0)
+
+    async def _play(
+        self, environment: EpisodeEnvironment, problem: Problem, policy: Policy, num_retries: int
+    ) -> PlayedEpisode:
+        episode: Episode = await self._ask("episode", lambda: environment.episode(problem))
+        where = f"reset of {problem.prompt!r}"
+        observation: Observation = await self._ask("reset", episode.reset)
+        prompt = self._tokens_of(observation, where)
+        playing = _Playing(prompt, shown(observation, self.tokenizer))
+        if not prompt or len(prompt) + self.limits.max_tokens_per_turn > self.limits.max_tokens:
+            raise EpisodeError(
+                f"{where} gave {len(prompt)} tokens; it must give at least 1, and leave max_tokens={self.limits.max_tokens_per_turn} of "
+                f"an episode's {self.limits.max_tokens}"
+            )
+        for turn in range(self.limits.max_turns):
+            completion = await policy(prompt + playing.tokens, turn)
+            text = self.tokenizer.decode(completion.tokens)
+            where = f"step after turn {turn + 1} of {problem.prompt!r}"
+            reply = _checked(await self._ask(f"turn {turn + 1}", lambda text=text: episode.step(text)), where)  # type: ignore[misc]
+            playing.add_turn(completion, text, float(reply.reward))
+            said = shown(reply.observation, self.tokenizer)
+            if reply.is_over:
+                last = Line(role="environment", text=said) if said else None
+                return playing.finish(is_cut_off=False, last=last, num_retries=num_retries)
+            tokens = self._tokens_of(reply.observation, where, after=completion.tokens[-1])
+            length = len(prompt) + len(playing.tokens) + len(tokens) + self.limits.max_tokens_per_turn
+            if turn + 1 == self.limits.max_turns or length > self.limits.max_tokens:
+                # The reply is no part of the tokens, because nothing follows it.
+                last = Line(role="environment", text=said)
+                return playing.finish(is_cut_off=True, last=last, num_retries=num_retries)
+            playing.add_observation(tokens, said)
+        raise AssertionError("the last turn returns")
+
+    async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
+        """The answer of a method. An awaited one has the scorer's time limit."""
+        try:
+            answer = ask()
+            if inspect.isawaitable(answer):
+                async with self.scorer.limits():
+                    return await answer
+            return answer
+        except TimeoutError:
+            raise _Failed(f"{what}: no answer within {self.scorer.timeout:g} s") from None
+        except Exception as error:
+            raise _Failed(f"{what}: {error!r}") from error
+
+    def _tokens_of(self, observation: object, where: str, after: int | None = None) -> list[int]:
+        checked = _checked_observation(observation, where, num_tokens=len(self.tokenizer))
+        try:
+            return self.tokenizer.encode_observation(checked, after=after)
+        except ValueError as error:
+            raise EpisodeError(f"{where}: {error}") from None
+
+
+def _checked(reply: object, where: str) -> Reply:
+    if not isinstance(reply, Reply):
+        raise EpisodeError(f"{where} returned {reply!r}; it must be a Reply")
+    reward = reply.reward
+    if not isinstance(reward, int | float) or not math.isfinite(reward):
+        raise EpisodeError(f"{where} returned the reward {reward!r}; it must be a finite number")
+    if not isinstance(reply.is_over, bool):
+        raise EpisodeError(f"{where} returned is_over={reply.is_over!r}; it must be True or False")
+    return reply
+
+
+def _checked_observation(observation: object, where: str, *, num_tokens: int) -> Observation:
+    if isinstance(observation, str):
+        return observation
+    if isinstance(observation, list):
+        if all(type(each) is int and 0 <= each < num_tokens for each in observation):
+            return observation
+        if all(isinstance(each, dict) and {"role", "content"} <= each.keys() for each in observation):
+            return observation
+    raise EpisodeError(
+        f"{where} gave the observation {observation!r}; it must be a text, a list of messages with role and content, or a list of token "
+        f"ids from 0 to {num_tokens - 1}"
+    )
+
+
+def shown(observation: Observation, tokenizer: Tokenizer) -> str:
+    """The text of an observation, for reports."""
+    if isinstance(observation, str):
+        return observation
+    if observation and isinstance(observation[0], dict):
+        return "\n".join(f"{message['role']}: {message['content']}" for message in cast(list, observation))
+    return tokenizer.decode(cast(list[int], observation))
+
+
+class Scripted:
+    """A policy that says given texts."""
+
+    def __init__(self, texts: Sequence[str], player: Player) -> None:
+        self.texts, self.player = list(texts), player
+
+    async def __call__(self, tokens: list[int], turn: int) -> Completion:
+        if turn >= len(self.texts):
+            raise ValueError(f"a demonstration of {len(self.texts)} turns ended before its episode: {self.texts}")
+        tokenizer = self.player.tokenizer
+        said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
+        said = said[: self.player.limits.max_tokens_per_turn]  # as if it were sampled
+        zeros = [0] * len(said)
+        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
+
+
+Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
+
+
+class TurnSender:
+    """Sends the turns of many episodes to the generator as they come. Turns that are ready at the same moment go in one call.
+
+    Use it in an `async with` block, whose end drops the calls that are under way.
+    """
+
+    def __init__(
+        self,
+        generator: GeneratorClient,
+        params: SamplingParams,
+        call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    ) -> None:
+        """params: of every turn. call: context manager of each call."""
+        self.generator, self.params, self.call = generator, params, call
+        self._waiting: list[Waiting] = []
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+    async def complete(self, tokens: list[int], number: int) -> Completion:
+        """A completion. number: the index of the turn in the seeds of `params`, so that it does not matter which turns share a call."""
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((tokens, number, answer))
+        if len(self._waiting) == 1:
+            call = asyncio.create_task(self._send())
+            self._calls.add(call)
+            call.add_done_callback(self._calls.discard)
+        return await answer
+
+    async def _send(self) -> None:
+        await asyncio.sleep(0)  # turns of other episodes become ready in this round of the event loop
+        async with self.call():
+            turns, self._waiting = self._waiting, []
+            prompts = [tokens for tokens, _, _ in turns]
+            numbers = [number for _, number, _ in turns]
+            answers = [answer for _, _, answer in turns]
+            try:
+                async for place, completions in self.generator.generate_each(prompts, self.params, numbers):
+                    if not answers[place].done():  # the episode may have ended
+                        answers[place].set_result(completions[0])
+            except Exception as error:
+                for answer in answers:
+                    if not answer.done():
+                        answer.set_exception(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """The policy of one episode, whose turns the generator samples."""
+
+    sender: TurnSender
+    first_number: int  # index of the first turn in the seeds; the others follow
+
+    async def __call__(self, tokens: list[int], turn: int) -> Completion:
+        return await self.sender.complete(tokens, self.first_number + turn)
+
+
+async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
+    """The results of all, in their order. The first error ends the others and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
