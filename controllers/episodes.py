@@ -10,9 +10,11 @@ import math
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, Self, TypeVar, cast
 
 from controllers.environments import (
+    AnyEnvironment,
     Demonstrating,
     Episode,
     EpisodeEnvironment,
@@ -140,7 +142,8 @@ class _Playing:
         self.rewards += [0.0] * len(tokens)
         self.lines.append(Line(role="environment", text=text))
 
-    def finish(self, *, is_cut_off: bool, last: Line | None, num_retries: int) -> PlayedEpisode:
+    def finish(self, last: str, *, is_cut_off: bool, num_retries: int) -> PlayedEpisode:
+        """last: text of the last reply."""
         completion = Completion(
             tokens=self.tokens,
             logprobs=self.logprobs,
@@ -152,7 +155,7 @@ class _Playing:
             completion=completion,
             is_action=self.is_action,
             rewards_per_token=self.rewards,
-            lines=self.lines if last is None else [*self.lines, last],
+            lines=[*self.lines, Line(role="environment", text=last)] if last else self.lines,
             num_retries=num_retries,
         )
 
@@ -184,42 +187,39 @@ class Player:
 
         Raises ValueError if the environment has no demonstration.
         """
-        if not isinstance(environment, Demonstrating):
-            raise ValueError(f"{type(environment).__name__} has no method demonstration, so it has no supervised phase")
-        episode = await self.play(environment, problem, Scripted(environment.demonstration(problem), self))
+        require_demonstrations(environment)
+        shown_turns = cast(Demonstrating, environment).demonstration(problem)
+        episode = await self.play(environment, problem, Scripted(shown_turns, self))
         return episode.to_sample(1.0)
 
     async def _play(
         self, environment: EpisodeEnvironment, problem: Problem, policy: Policy, num_retries: int
     ) -> PlayedEpisode:
         episode: Episode = await self._ask("episode", lambda: environment.episode(problem))
-        where = f"reset of {problem.prompt!r}"
-        observation: Observation = await self._ask("reset", episode.reset)
-        prompt = self._tokens_of(observation, where)
-        playing = _Playing(prompt, shown(observation, self.tokenizer))
-        if not prompt or len(prompt) + self.limits.max_tokens_per_turn > self.limits.max_tokens:
+        beginning: Observation = await self._ask("reset", episode.reset)
+        prompt, text = self._read(beginning, f"reset of {problem.prompt!r}")
+        limits, playing = self.limits, _Playing(prompt, text)
+        if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
             raise EpisodeError(
-                f"{where} gave {len(prompt)} tokens; it must give at least 1, and leave max_tokens={self.limits.max_tokens_per_turn} of "
-                f"an episode's {self.limits.max_tokens}"
+                f"reset of {problem.prompt!r} gave {len(prompt)} tokens; it must give at least 1, and leave "
+                f"max_tokens={limits.max_tokens_per_turn} of an episode's {limits.max_tokens}"
             )
-        for turn in range(self.limits.max_turns):
+        for turn in range(limits.max_turns):
             completion = await policy(prompt + playing.tokens, turn)
-            text = self.tokenizer.decode(completion.tokens)
+            said = self.tokenizer.decode(completion.tokens)
             where = f"step after turn {turn + 1} of {problem.prompt!r}"
-            reply = _checked(await self._ask(f"turn {turn + 1}", lambda text=text: episode.step(text)), where)  # type: ignore[misc]
-            playing.add_turn(completion, text, float(reply.reward))
-            said = shown(reply.observation, self.tokenizer)
+            reply = _checked(await self._ask(f"turn {turn + 1}", partial(episode.step, said)), where)
+            playing.add_turn(completion, said, float(reply.reward))
             if reply.is_over:
-                last = Line(role="environment", text=said) if said else None
-                return playing.finish(is_cut_off=False, last=last, num_retries=num_retries)
-            tokens = self._tokens_of(reply.observation, where, after=completion.tokens[-1])
-            length = len(prompt) + len(playing.tokens) + len(tokens) + self.limits.max_tokens_per_turn
-            if turn + 1 == self.limits.max_turns or length > self.limits.max_tokens:
-                # The reply is no part of the tokens, because nothing follows it.
-                last = Line(role="environment", text=said)
-                return playing.finish(is_cut_off=True, last=last, num_retries=num_retries)
-            playing.add_observation(tokens, said)
-        raise AssertionError("the last turn returns")
+                break
+            tokens, text = self._read(reply.observation, where, after=completion.tokens[-1])
+            length = len(prompt) + len(playing.tokens) + len(tokens)
+            if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
+                break
+            playing.add_observation(tokens, text)
+        # The last reply is no part of the tokens, because nothing follows it.
+        last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
+        return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
         """The answer of a method. An awaited one has the scorer's time limit."""
@@ -234,10 +234,11 @@ class Player:
         except Exception as error:
             raise _Failed(f"{what}: {error!r}") from error
 
-    def _tokens_of(self, observation: object, where: str, after: int | None = None) -> list[int]:
+    def _read(self, observation: object, where: str, after: int | None = None) -> tuple[list[int], str]:
+        """The tokens and the text of an observation. after: the last token of the turn before it."""
         checked = _checked_observation(observation, where, num_tokens=len(self.tokenizer))
         try:
-            return self.tokenizer.encode_observation(checked, after=after)
+            return self.tokenizer.encode_observation(checked, after=after), shown(checked, self.tokenizer)
         except ValueError as error:
             raise EpisodeError(f"{where}: {error}") from None
 
@@ -274,6 +275,14 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
     if observation and isinstance(observation[0], dict):
         return "\n".join(f"{message['role']}: {message['content']}" for message in cast(list, observation))
     return tokenizer.decode(cast(list[int], observation))
+
+
+def require_demonstrations(environment: AnyEnvironment) -> None:
+    """Raises ValueError for a task of episodes without demonstrations, which a supervised phase would train."""
+    if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
+        raise ValueError(
+            f"{type(environment).__name__} has no method demonstration, so it has no supervised phase; use --sft-steps 0"
+        )
 
 
 class Scripted:

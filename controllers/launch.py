@@ -25,6 +25,7 @@ from controllers import checkpoints, cli, config_file, describe_plan
 from controllers.command import started_as
 from controllers.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, Problem, RewardError, Scorer, build_environment
+from controllers.episodes import require_demonstrations
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
@@ -109,6 +110,8 @@ def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
 def _task(config: RunConfig) -> tuple[AnyEnvironment, list[ValidationSet]]:
     """The environment of the run and its validation sets. Raises ValueError for a task that cannot be built."""
     environment = build_environment(replace(config.environment, seed=config.seed + config.environment.seed))
+    if config.is_supervised:
+        require_demonstrations(environment)
     return environment, build_sets(environment, config.validation, seed=config.seed)
 
 

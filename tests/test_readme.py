@@ -1,10 +1,12 @@
 """The programs of README.md and docs/ run as they are printed, and the files, names, calls and metrics that the pages name exist."""
 
+import asyncio
 import importlib.util
 import inspect
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +40,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_pages_have_the_programs_that_are_run_here():
-    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters"}
+    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode"}
 
 
 # Most tests in tests/monarch drive actors on meshes of their own, as the program of the page on embedding does.
@@ -75,6 +77,24 @@ def test_the_task_of_the_page_on_tasks_is_taken_by_the_command_under_it(tmp_path
     config = json.loads(finished.stdout)
     assert config["environment"]["task"] == "next_letter:NextLetter"
     assert config["alphabet"] == "=abcdefghijklmnopqrstuvwxyz" and config["trainer"]["model"]["vocab_size"] == 29
+
+
+def test_the_episode_of_the_page_on_episodes_is_taken_by_the_command_under_it_and_can_be_played(tmp_path):
+    source = tmp_path / "counting.py"
+    source.write_text(PROGRAMS["episode"])
+    [command] = re.findall(r"^\.venv/bin/python (.*counting.*)$", DOCS["episodes.md"], re.MULTILINE)
+    config = json.loads(run([sys.executable, *command.split(), "--dry-run"], tmp_path).stdout)
+    assert config["environment"]["task"] == "counting:Counting" and config["alphabet"] == "+0123456789"
+    module = runpy.run_path(str(source))
+    task = module["Counting"](seed=0, num_held_out=1)
+    assert not {task.problem(index).key for index in range(50)} & {problem.key for problem in task.held_out()}
+    episode = task.episode(task.held_out()[0])
+    replies = [asyncio.run(episode.step(said)) for said in ("8", "9")]
+    assert episode.reset() == "9+" and [(reply.reward, reply.is_over) for reply in replies] == [
+        (1.0, False),
+        (1.0, True),
+    ]
+    assert asyncio.run(task.episode(task.problem(3)).step("5")).is_over
 
 
 def test_the_api_page_lists_every_public_name_and_no_other():

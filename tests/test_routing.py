@@ -127,6 +127,13 @@ def test_generate_each_gives_what_any_replica_has_finished(generator_of):
     assert generator._router.loads == [0, 0] and generator._routed == {}
 
 
+def test_the_indices_of_the_seeds_go_with_their_prompts(generator_of):
+    left, right = FakeReplica("left", one_by_one), FakeReplica("right", one_by_one)
+    groups = list(generator_of(left, right).generate_each([[1], [2], [3]], SamplingParams(n=1), [70, 80, 90]))
+    assert (left.calls, right.calls) == ([[70, 90]], [[80]])
+    assert sorted(index for index, _ in groups) == [0, 1, 2]
+
+
 def test_leaving_a_loop_ends_the_call_in_all_replicas(generator_of):
     left, right = FakeReplica("left", one_by_one), FakeReplica("right", one_by_one)
     generator = generator_of(left, right)

@@ -156,7 +156,13 @@ def test_rollouts_and_validation_generate_from_the_template_and_stop_at_every_st
     rollouts = Rollouts(config, environment, tokenizer, generator, max_tokens=4, seed=0)
     sets = [ValidationSet(name="", environment=environment, problems=environment.held_out())]
     validator = Validator(
-        sets=sets, generator=generator, tokenizer=tokenizer, max_tokens=4, seed=0, pass_at_k=PassAtKConfig()
+        sets=sets,
+        generator=generator,
+        tokenizer=tokenizer,
+        max_tokens=4,
+        seed=0,
+        pass_at_k=PassAtKConfig(),
+        player=None,
     )
     asyncio.run(RolloutQueue(rollouts).next_batch(version=0))
     asyncio.run(validator())

@@ -32,6 +32,19 @@ def test_generate_each_gives_every_prompt_once_with_the_completions_of_generate(
     assert [dict(pairs)[index] for index in range(3)] == expected
 
 
+def test_completions_depend_on_the_indices_of_their_prompts_and_not_on_the_call(generator, synced):
+    def tokens(completions: list) -> list[list[int]]:
+        return [completion.tokens for completion in completions]
+
+    expected = [tokens(completions) for completions in generator.generate(PROMPTS, SAMPLED).result()]
+    last_first = dict(generator.generate_each(PROMPTS[::-1], SAMPLED, [2, 1, 0]))
+    assert [tokens(last_first[index]) for index in (2, 1, 0)] == expected
+    alone = dict(generator.generate_each([PROMPTS[1]], SAMPLED, [1]))
+    assert tokens(alone[0]) == expected[1]
+    with pytest.raises(ValueError, match="generate_each got 3 prompts and 2 indices"):
+        generator.generate_each(PROMPTS, SAMPLED, [0, 1])
+
+
 def test_a_prompt_comes_as_soon_as_it_has_finished(generator, generator_mesh, synced):
     async def first_and_rest() -> tuple:
         groups = generator.generate_each(LONG_AND_SHORT, LONG)
