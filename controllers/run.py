@@ -207,7 +207,9 @@ class RunConfig:
             )
         self.episodes.validate()
         self.weights.validate()
-        self._validate_turns()
+        self.turns.validate(
+            has_generator=self.has_generator, num_ranks=self.trainer.num_processes(), gpu=self.generator.gpu or 0
+        )
         self.environment.validate()
         validate_sets(self.validation)
         self.pass_at_k.validate()
@@ -220,19 +222,6 @@ class RunConfig:
             raise ValueError("trainer.optimizer=None; a run needs an optimizer")
         self.trainer.require_hf("generation")
         validate_optim_params(self.optimizer.params(learning_rate=0.0, grad_divisor=1.0))
-
-    def _validate_turns(self) -> None:
-        self.turns.validate()
-        if not self.turns.enabled:
-            return
-        if not self.has_generator:
-            raise ValueError("turns.enabled=True, but this run has no generator")
-        ranks, gpu = self.trainer.num_processes(), self.generator.gpu or 0
-        if gpu >= ranks:
-            raise ValueError(
-                f"turns.enabled=True, but the generator's GPUs, from generator.gpu={gpu} on, are none of the trainer's {ranks}: both can "
-                "keep their memory"
-            )
 
     def all_trackers(self) -> list[str]:
         return list(dict.fromkeys([*self.trackers, *(["wandb"] if self.wandb_project else [])]))

@@ -30,9 +30,19 @@ class TurnsConfig:
         """The parts that are on the host while the generator works."""
         return self.offload if self.enabled else ()
 
-    def validate(self) -> None:
-        """Raises ValueError or TypeError naming the value."""
+    def validate(self, *, has_generator: bool, num_ranks: int, gpu: int) -> None:
+        """Raises ValueError or TypeError naming the value if trainer and generator cannot take turns.
+
+        num_ranks: of the trainer. gpu: the generator's first one.
+        """
         require_parts("turns.offload", self.offload)
+        if self.enabled and not has_generator:
+            raise ValueError("turns.enabled=True, but this run has no generator")
+        if self.enabled and gpu >= num_ranks:
+            raise ValueError(
+                f"turns.enabled=True, but the generator's GPUs, from generator.gpu={gpu} on, are none of the trainer's {num_ranks}: both can "
+                "keep their memory"
+            )
 
 
 class Turns(Protocol):

@@ -7,6 +7,7 @@ from layout_work import make_engine as engine_of_layout
 from references import ppo_samples
 
 from rl_actors import memory_estimate
+from rl_actors.engine import offload
 from rl_actors.losses import PPO
 from rl_actors.parts import PARTS, HostMove
 
@@ -94,6 +95,28 @@ def test_a_part_that_is_on_the_host_or_back_is_not_moved_again(make_engine):
     assert engine.offload(["optimizer", "gradients"]).num_bytes == 0  # there are none yet
     assert engine.offload(["weights"]).num_bytes and not engine.offload(["weights"]).num_bytes
     assert engine.onload(["weights"]).num_bytes and engine.onload(["weights"]) == HostMove()
+
+
+def test_an_onload_that_finds_too_little_memory_goes_on_when_there_is_more(make_engine, monkeypatch):
+    engine = make_engine()
+    steps(engine)
+    before = states(engine)
+    num_bytes = engine.offload().num_bytes
+    move, room = offload._to_device, iter(range(5))
+
+    def move_while_there_is_room(place):
+        if next(room, None) is None:
+            raise torch.OutOfMemoryError("no room")
+        return move(place)
+
+    monkeypatch.setattr(offload, "_to_device", move_while_there_is_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.onload()
+    on_host = sum(engine.info().on_host.values())
+    assert 0 < on_host < num_bytes and engine.step.state == "idle"
+    monkeypatch.setattr(offload, "_to_device", move)
+    assert engine.onload().num_bytes == on_host
+    assert_equal(states(engine), before)
 
 
 def test_host_memory_is_made_once(make_engine):
