@@ -1,7 +1,8 @@
 """The way of a program from its command line to its exit status. Trains nothing.
 
 The program parses the command line, checks the config, opens the run, and closes the run whatever happens. The exit status of training
-is 0 if the run reached its last step, 1 if it failed, 2 if the config cannot run, 130 after Ctrl-C and 143 after SIGTERM.
+is 0 if the run reached its last step, 1 if it failed, 2 if the config cannot run, 3 if the run missed its gate, 130 after Ctrl-C and 143
+after SIGTERM.
 """
 
 import asyncio
@@ -26,6 +27,7 @@ from controllers.command import started_as
 from controllers.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, Problem, RewardError, Scorer, build_environment
 from controllers.episodes import require_demonstrations
+from controllers.gate import MISSED_STATUS, GateMissedError
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
@@ -203,6 +205,9 @@ def _run(
             )
         try:
             return asyncio.run(_until_signal(work, interruption))
+        except GateMissedError as error:
+            print(f"The run ends: {error}.", file=terminal)
+            return MISSED_STATUS
         except BaseException as error:
             # The terminal shows the traceback, with a note of the actor and the rank. The log file gets it, too.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
@@ -307,6 +312,8 @@ async def _train_until_asked(run: Run, train: Train) -> None:
         step = (run.last_state or run.state).get("step", 0) + 1
         raise ValueError(f"step {step}, environment {run.config.environment.task}: {error}") from None
     await run.checkpoints.finish()
+    if run.gate is not None:
+        run.gate.end()
 
 
 async def _evaluate(

@@ -16,6 +16,7 @@ from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
 from controllers.episodes import EpisodeConfig, EpisodeLimits, Player
+from controllers.gate import Gate
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
@@ -103,6 +104,9 @@ class RunConfig:
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further validation sets: environments by name, whose held-out problems are validated on. The flag takes one JSON object, such as
     {"hard": {"task": "hard.jsonl"}}. The metrics are then validation/hard/accuracy and so on."""
+    gate: str = ""
+    """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
+    status 3. Empty: no gate."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """Measurement of pass@k on every set, beside the greedy accuracy."""
     checkpoint_every: int = 25
@@ -213,6 +217,10 @@ class RunConfig:
         self.environment.validate()
         validate_sets(self.validation)
         self.pass_at_k.validate()
+        if self.gate:
+            Gate.parse(self.gate)
+            if not self.has_generator:
+                raise ValueError(f"gate={self.gate!r}, but this run samples nothing, so it has no held-out reward")
         validate_trackers(self.all_trackers())
         self.generator.validate()
         self.trainer.validate()
@@ -260,6 +268,7 @@ class Run(Generic[Config]):
     """Controller's state in the checkpoint that is resumed. Empty in a new run."""
     last_state: State = field(default_factory=dict)
     """Controller's state after the last step. Empty before the first step."""
+    gate: Gate | None = None
     saved_step: int = 0  # step of the last checkpoint
     transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the last push and pull that a record has
 
@@ -293,7 +302,10 @@ class Run(Generic[Config]):
         return {"tokens/trained": num_epochs * sum(lengths), "tflops/trained": num_epochs * flops / 1e12}
 
     async def record(self, step: int, values: Record, *, phase: str, skipped: bool = False) -> None:
-        """Write the line of a step: its values, its times, its speed and the memory of the trainer."""
+        """Write the line of a step: its values, its times, its speed and the memory of the trainer.
+
+        Raises GateMissedError if the values miss the run's gate.
+        """
         infos = await self.trainer.info()
         values = values | self.timer.reset()
         timeline = self.timer.timeline.end_step()
@@ -305,6 +317,8 @@ class Run(Generic[Config]):
         values |= self.turns.metrics(infos)
         self.log.step(step, values, phase=phase, skipped=skipped)
         self.log.timeline(step, timeline)
+        if self.gate is not None:
+            self.gate.check(step, values)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
         """Metrics of the last push and pull, each once: in the first record after it."""
@@ -445,6 +459,7 @@ async def open_run(
             turns=InTurn(config.turns, trainer, generator, timer) if config.turns.enabled else SideBySide(),
             spawn_reference=actors.spawn_reference,
             spawn_critic=actors.spawn_critic,
+            gate=Gate.parse(config.gate) if config.gate else None,
         )
     finally:
         with contextlib.suppress(Exception):

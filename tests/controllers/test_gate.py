@@ -1,0 +1,64 @@
+"""The gate of a run: what passes, what misses, and the exit status of a run that misses."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from waiting import GUARD
+
+from configs.tiny import tiny, tiny_dpo
+from controllers.gate import METRIC, Gate, GateMissedError
+from controllers.run_folder import RunFolder, read_jsonl
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_first_validation_at_or_after_the_step_decides():
+    gate = Gate.parse("40:0.9")
+    gate.check(39, {METRIC: 0.1})
+    gate.check(40, {"loss": 0.1})
+    with pytest.raises(
+        GateMissedError, match="validation/accuracy is 0.8900 after step 41; the gate asks for at least 0.9"
+    ):
+        gate.check(41, {METRIC: 0.89})
+    with pytest.raises(GateMissedError, match="is nan"):
+        gate.check(41, {METRIC: math.nan})
+    gate.check(42, {METRIC: 0.9})
+    gate.check(50, {METRIC: 0.1})
+    gate.end()
+
+
+def test_a_run_that_ends_before_the_validation_misses_the_gate():
+    gate = Gate.parse("40:0.9")
+    gate.check(39, {METRIC: 1.0})
+    with pytest.raises(GateMissedError, match="without a validation at or after step 40"):
+        gate.end()
+
+
+@pytest.mark.parametrize("text", ["40", "40:", ":0.9", "x:0.9", "40:high", "-1:0.9", "40:inf", "40:0.9:1"])
+def test_another_text_is_refused(text):
+    config = tiny()
+    config.gate = text
+    with pytest.raises(ValueError, match=f"gate='{text}'; it must be STEP:REWARD, .* such as 40:0.9"):
+        config.validate()
+
+
+def test_a_run_without_a_held_out_reward_has_no_gate():
+    config = tiny_dpo()
+    config.gate = "1:0.5"
+    with pytest.raises(ValueError, match="gate='1:0.5', but this run samples nothing"):
+        config.validate()
+
+
+@pytest.mark.slow
+def test_a_run_that_misses_its_gate_ends_there_with_status_3(tmp_path):
+    flags = ["--config", "tiny", "--sft-steps", "2", "--steps", "3", "--validate-every", "1", "--gate", "3:0.99"]
+    command = [sys.executable, "-m", "controllers.grpo", *flags, "--output-dir", str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=GUARD)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "after step 3; the gate asks for at least 0.99" in done.stdout and "Traceback" not in done.stdout
+    assert read_jsonl(RunFolder(tmp_path / "run").metrics)[-1]["step"] == 3
