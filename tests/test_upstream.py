@@ -798,14 +798,18 @@ def _() -> None:
 )
 def _() -> None:
     from vllm import EngineArgs
+    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
     from rl_actors.vllm.start import WORKER_EXTENSION
     from rl_actors.vllm.weights import WeightsExtension
 
-    assert {"method", "args"} <= set(parameters(LLMEngine.collective_rpc))
+    assert {"method", "timeout", "args"} <= set(parameters(LLMEngine.collective_rpc))
+    assert 'TimeoutError(f"RPC call to {method} timed out.")' in source(MultiprocExecutor.collective_rpc)
+    assert "method failed: {str(e)}" in source(EngineCoreProc)  # how a core in its own process sends an error
     assert "worker_extension_cls" in parameters(EngineArgs)
     assert f"{WeightsExtension.__module__}.{WeightsExtension.__qualname__}" == WORKER_EXTENSION
     assert "self.model_runner.reload_weights(*args, **kwargs)" in source(Worker.reload_weights)

@@ -14,7 +14,7 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
 from rl_actors.types import DeviceMemory, Transfer
 from rl_actors.vllm.core import core_of
-from rl_actors.vllm.pull import OneAdapter, WholeWeights, opened
+from rl_actors.vllm.pull import OneAdapter, SilentWorkerError, WholeWeights, opened
 from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
 from rl_actors.vllm.sleeping import asleep, fall_asleep, wake_up
 from rl_actors.vllm.start import start_vllm
@@ -97,7 +97,7 @@ class EngineThread:
 
         in_flight: running requests go on with the new weights. Otherwise they end first, and new ones wait for the update.
         """
-        load = partial(self._load_weights, source, version)
+        load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
@@ -132,6 +132,13 @@ class EngineThread:
         num_bytes = wake_up(self.engine)
         self.asleep = 0
         return DeviceMemory(num_bytes=num_bytes, seconds=time.perf_counter() - begin)
+
+    def _load_or_end(self, source: Source, wanted: int) -> Transfer:
+        try:
+            return self._load_weights(source, wanted)
+        except SilentWorkerError as error:
+            self._on_death(error)
+            raise
 
     def _load_weights(self, source: Source, wanted: int) -> Transfer:
         begin = time.perf_counter()

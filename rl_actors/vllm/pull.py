@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 ADAPTER_ID = 1
 """vLLM's number of the adapter. There is one."""
+TIMED_OUT = "RPC call to answer timed out."
+"""Text of vLLM's error when a worker does not answer. A core in a process of its own sends only the text of an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,24 +77,39 @@ class OneAdapter:
         )
 
 
+class SilentWorkerError(TimeoutError):
+    """A worker did not answer in time. The engine is lost: the late answer would be taken for that of the next call."""
+
+
 @contextlib.contextmanager
 def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
     """Open the version in all workers for as long as the context lasts. The model does not change."""
-    # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know.
+    silent = False
     try:
+        # vLLM sends bytes to a worker in another process, but refuses objects of classes that it does not know.
         answers = _ask(engine, source, "read", "open_version", pickle.dumps(source))
         path, reason, num_bytes, _ = answers[0]
         yield Opened(path=path, reason=reason, num_bytes=num_bytes, seconds=max(answer[-1] for answer in answers))
+    except SilentWorkerError:
+        silent = True
+        raise
     finally:
-        engine.collective_rpc("close_version")
+        if not silent:
+            _ask(engine, source, "close", "close_version")
 
 
 def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *arguments: object) -> list[Any]:
-    """The answers of all workers. Raises TimeoutError naming the phase."""
-    begin_of_error = f"pull of {source.key}: {actor_name()}: {phase}"
+    """The results of a method of WeightsExtension in all workers. Raises the first error, and SilentWorkerError naming the phase."""
     try:
-        return engine.collective_rpc(method, timeout=source.timeout, args=arguments)
-    except TimeoutError as error:
-        if begin_of_error in str(error):
+        answers = engine.collective_rpc("answer", timeout=source.timeout, args=(method, *arguments))
+    except Exception as error:
+        if TIMED_OUT not in str(error):
             raise
-        raise TimeoutError(f"{begin_of_error} was not done within {source.timeout:g} s ({error})") from None
+        where = f"pull of {source.key}: {actor_name()}: {phase}"
+        raise SilentWorkerError(f"{where} was not done by every worker within {source.timeout:g} s") from None
+    for rank, (_, failure) in enumerate(answers):
+        if failure:
+            raised = pickle.loads(failure)
+            raised.add_note(f"in vLLM's worker of rank {rank}")
+            raise raised
+    return [result for result, _ in answers]

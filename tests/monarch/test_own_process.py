@@ -19,7 +19,7 @@ from support import reference_logprobs
 from test_lifecycle import Program
 from waiting import GUARD
 
-from rl_actors import GeneratorClient, MemoryTransport, SamplingParams
+from rl_actors import GeneratorClient, SamplingParams
 from rl_actors.vllm.core import _executable
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
@@ -49,7 +49,7 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
 @pytest.fixture(scope="module")
 def published():
     """A transport with versions 1 and 2 of random weights, and transformers' models of them by version."""
-    transport, models = MemoryTransport(), {}
+    transport, models = support.WorkersFail(), {}
     asyncio.run(transport.open())
     for version in (1, 2):
         weights = support.random_weights(tied=True, seed=version)
@@ -155,15 +155,28 @@ def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_pr
                 later()
 
 
+def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, version: int, worker: int | None) -> None:
+    """Two pulls that a worker cannot open. The other's answers must not be taken for those of later calls."""
+    if worker is None:
+        return
+    republish(transport, version)
+    asyncio.run(transport.put_object("failing_worker", worker))
+    for _ in range(2):
+        with pytest.raises(OSError, match=f"worker {worker} lost its disk"):
+            generator.pull_model_state_dict(version).result()
+    asyncio.run(transport.put_object("failing_worker", None))
+
+
 @pytest.mark.slow
 def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
     """Two ranks on two cores, through vLLM's own executor: shared memory and gloo on a CPU."""
     transport, models = published
     config = replace(support.generator_config(), tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
-        for version in (1, 2):
+        for version, failing_worker in ((1, 0), (2, 1), (1, None)):
             republish(transport, version)
             generator.pull_model_state_dict(version).result()
+            fail_to_open(generator, transport, 3 - version, failing_worker)
             for prompt, group in zip(PROMPTS, generator.generate(PROMPTS, SAMPLED).result(), strict=True):
                 for completion in group:
                     assert set(completion.policy_versions) == {version}
@@ -181,6 +194,28 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
             call.result()
         for process in (core, *workers):
             process.wait(GUARD)
+
+
+@pytest.mark.slow
+def test_a_tensor_parallel_rank_that_does_not_answer_a_pull_ends_the_generators_service(published):
+    transport, _ = published
+    config = replace(support.generator_config(), tensor_parallel=2)
+    with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
+        republish(transport, 1)
+        generator.pull_model_state_dict(1).result()
+        core = core_below(name="parallel")
+        processes = [core, *core.children()]
+        republish(transport, 2)
+        asyncio.run(transport.put_object("hanging_worker", 1))
+        silent = r"pull of own/2: parallel-0 \(pid \d+\): read was not done by every worker within 2 s"
+        with pytest.raises(TimeoutError, match=silent):
+            generator.pull_model_state_dict(2).result()
+        asyncio.run(transport.put_object("hanging_worker", None))
+        for later in (generator.generate(PROMPTS, SAMPLED), generator.pull_model_state_dict(2)):
+            with pytest.raises(RuntimeError, match=f"{silent}; spawn the generator again"):
+                later.result()
+    for process in processes:
+        process.wait(GUARD)
 
 
 @pytest.mark.slow

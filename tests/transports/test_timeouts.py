@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import re
 
 import pytest
 import torch
@@ -11,7 +10,20 @@ from test_tcp import IndexHere
 from rl_actors import WeightsConfig
 from rl_actors.transports import base
 from rl_actors.transports.base import LoadedTensors, find, publish
-from rl_actors.vllm import pull
+from rl_actors.transports.slots import VersionGoneError
+from rl_actors.vllm import pull, weights
+
+
+class NoPickleError(Exception):
+    """It cannot be made again from its arguments."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(first)
+        self.second = second
+
+    def __repr__(self) -> str:
+        return f"NoPickleError({self.args[0]}, {self.second})"
+
 
 ONE_RANK = {"stream": "run", "version": 3, "rank": 0, "gather": lambda value: [value]}
 
@@ -33,25 +45,53 @@ def test_an_index_that_does_not_answer_is_named_with_the_phase(monkeypatch):
         asyncio.run(find(silent, 3, 10.0))
 
 
-class SlowEngine:
-    """A vLLM engine whose workers do not answer one call."""
+class Workers:
+    """A vLLM engine with two workers. One call of `failing` fails, or is not answered if the error is TIMED_OUT."""
 
-    def __init__(self, silent: str) -> None:
-        self.silent = silent
+    def __init__(self, failing: str, error: Exception) -> None:
+        self.failing, self.error = failing, error
+        self.workers = [weights.WeightsExtension(), weights.WeightsExtension()]
+        for worker in self.workers:
+            worker.load_version = lambda: 0.5
         self.calls: list[str] = []
 
     def collective_rpc(self, method, timeout=None, args=()):
-        self.calls.append(method)
-        if method == self.silent:
-            raise TimeoutError(f"RPC call to {method} timed out.")
-        return [("memory", "", 12, 0.0)] if method == "open_version" else [0.0]
+        assert method == "answer" and timeout == 5.0
+        self.calls.append(args[0])
+        if args[0] == self.failing:
+            if pull.TIMED_OUT in str(self.error):
+                raise self.error
+            setattr(self.workers[0], args[0], self.fail)
+        return [worker.answer(*args) for worker in self.workers]
+
+    def fail(self, *_):
+        raise self.error
 
 
-@pytest.mark.parametrize("silent, phase", [("open_version", "read"), ("load_version", "load")])
-def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_phase_and_closes_the_version(silent, phase):
-    engine = SlowEngine(silent)
-    source = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
-    message = rf"pull of run/3: .*pid {os.getpid()}\)?: {phase} was not done within 5 s \({re.escape('RPC call to ' + silent)}"
-    with pytest.raises(TimeoutError, match=message), pull.opened(engine, source):
-        pull.WholeWeights().load(engine, source)
+SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
+
+
+@pytest.mark.parametrize(
+    "failing, phase", [("open_version", "read"), ("load_version", "load"), ("close_version", "close")]
+)
+@pytest.mark.parametrize("error", [TimeoutError, Exception])  # Exception: as a core in a process of its own sends it
+def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_phase_and_is_asked_nothing_more(
+    failing, phase, error
+):
+    engine = Workers(failing, error(f"Call to collective_rpc method failed: {pull.TIMED_OUT}"))
+    message = rf"pull of run/3: .*pid {os.getpid()}\)?: {phase} was not done by every worker within 5 s"
+    with pytest.raises(pull.SilentWorkerError, match=message), pull.opened(engine, SOURCE):
+        pull.WholeWeights().load(engine, SOURCE)
+    assert engine.calls[-1] == failing
+
+
+@pytest.mark.parametrize("failing", ["open_version", "load_version"])
+@pytest.mark.parametrize("error", [VersionGoneError("slot 0 is gone"), NoPickleError(1, 2)])
+def test_an_error_of_one_worker_is_raised_when_all_have_answered_and_the_version_is_closed(failing, error):
+    engine = Workers(failing, error)
+    expected = VersionGoneError if isinstance(error, VersionGoneError) else RuntimeError
+    with pytest.raises(expected, match=r"slot 0 is gone|NoPickleError\(1, 2\)") as raised, pull.opened(engine, SOURCE):
+        pull.WholeWeights().load(engine, SOURCE)
+    assert raised.value.__notes__ == ["in vLLM's worker of rank 0"]
     assert engine.calls[-1] == "close_version"
+    assert [worker.version for worker in engine.workers] == [None, None]

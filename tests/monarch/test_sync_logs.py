@@ -1,0 +1,47 @@
+"""What a user reads about the way of the weights: the path in the log and in `info`, once, and no line for every pull."""
+
+from dataclasses import replace
+
+import pytest
+import support
+from references import save_random
+
+from rl_actors import GeneratorClient, LogRoute, LoRAConfig, TorchStoreTransport, TrainerClient, WeightsConfig
+from rl_actors.clients.call import in_background
+
+NUM_SYNCS = 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "path, taken, reason, lora",
+    [
+        ("auto", "shared_memory", "the trainer is on this host", LoRAConfig()),
+        ("shared_memory", "shared_memory", "the trainer is on this host", LoRAConfig(rank=4, sync="adapter")),
+        ("tcp", "tcp", "the config says so", LoRAConfig()),
+    ],
+)
+def test_the_path_is_in_info_and_once_in_the_logs_and_pulls_add_no_lines(tmp_path, path, taken, reason, lora):
+    transport = TorchStoreTransport(weights=WeightsConfig(path=path))
+    in_background(transport.open(), "transport").result()
+    route = LogRoute(directory=tmp_path)
+    base = save_random(tmp_path / "base", support.model_config())
+    trainer_config = support.trainer_config(lora=lora, hf_path=base)
+    generator_config = replace(support.generator_config(), lora=lora, hf_path=base)
+    logs = (tmp_path / "trainer-0.log", tmp_path / "generator-0.log")
+    with (
+        TrainerClient.spawn(trainer_config, transport=transport, logs=route) as trainer,
+        GeneratorClient.spawn(generator_config, transport=transport, logs=route) as generator,
+    ):
+        sizes = []
+        for seed in range(NUM_SYNCS):
+            support.step(trainer, seed=seed)
+            generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+            pull = generator.info().result().last_pull
+            assert (pull.path, pull.reason) == (taken, reason)
+            sizes.append([len(log.read_text().splitlines()) for log in logs])
+    in_background(transport.close(), "transport").result()
+    assert sizes[1] == sizes[-1]  # the first two syncs make the slots
+    written, pulled = (log.read_text() for log in logs)
+    assert written.count("slots of") == 1 and "in memory of the host" in written
+    assert pulled.count(f"the weights come by {taken}: {reason}") == 1
