@@ -5,7 +5,7 @@ from configs.blank import blank, blank_sft
 from configs.small import small
 from configs.tiny import tiny, tiny_dpo, tiny_sft
 from configs.tiny_game import tiny_game, tiny_tool
-from configs.tiny_ppo import tiny_ppo
+from configs.tiny_ppo import tiny_ppo, tiny_ppo_game, tiny_ppo_tool
 
 _QWEN3 = (
     qwen3.qwen3,
@@ -21,7 +21,7 @@ _QWEN3 = (
 CONFIGS = {
     "controllers.grpo": {"tiny": tiny, "tiny_game": tiny_game, "tiny_tool": tiny_tool, "blank": blank, "small": small}
     | {make.__name__: make for make in _QWEN3},
-    "controllers.ppo": {"tiny_ppo": tiny_ppo},
+    "controllers.ppo": {each.__name__: each for each in (tiny_ppo, tiny_ppo_game, tiny_ppo_tool)},
     "controllers.dpo": {"tiny": tiny_dpo},
     "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},
 }

@@ -1,11 +1,35 @@
-"""PPO of the tiny model on two-digit addition: a policy, a value model of the same shape, and one reward at the end of an answer."""
+"""PPO of the tiny model, with a value model of the same shape: two-digit addition, and the tasks of several turns."""
+
+import dataclasses
+from dataclasses import replace
 
 from configs.tiny import sft_phase, tiny
+from configs.tiny_game import tiny_game, tiny_tool
 from controllers.critic import CriticConfig
 from controllers.gae import GAEConfig
+from controllers.grpo import GRPOConfig
 from controllers.ppo import PPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
+
+
+def tiny_ppo_game() -> PPOConfig:
+    """PPO on the guessing game of tiny_game, from random weights: one episode of each problem, and a value for every turn."""
+    return _with_critic(tiny_game())
+
+
+def tiny_ppo_tool() -> PPOConfig:
+    """PPO on the products of tiny_tool, with a calculator."""
+    return _with_critic(tiny_tool())
+
+
+def _with_critic(config: GRPOConfig) -> PPOConfig:
+    """The config for PPO, with as many episodes a step."""
+    fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
+    count = config.rollouts.groups_per_step * config.rollouts.group_size
+    fields["rollouts"] = replace(config.rollouts, groups_per_step=count, group_size=1, max_refills=0, advantage="gae")
+    critic = CriticConfig(schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=2), warmup_steps=2)
+    return PPOConfig(**fields, critic=critic, gae=GAEConfig(bootstrap=False))
 
 
 def tiny_ppo() -> PPOConfig:

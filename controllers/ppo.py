@@ -120,15 +120,15 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None
 ) -> list[Tensor]:
-    """The reward for every token, [T] of each sample: the completion's at its last token, 0 before.
+    """The reward for every token, [T] of each sample: a turn's at its last token, and the completion's penalties at the completion's last.
 
     With reference_kl_in="reward" every token's estimated KL divergence from the reference, times reference_kl, is subtracted.
     """
-    rewards = [reward for group in batch.groups for reward in group.rewards]
+    of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []
-    for sample, reward in zip(samples, rewards, strict=True):
+    for sample, rewards in zip(samples, of_completions, strict=True):
         row = torch.zeros(len(sample), dtype=torch.float64)
-        row[sample.columns["loss_weights"].nonzero()[-1]] = reward
+        row[-len(rewards) :] = torch.tensor(rewards, dtype=torch.float64)
         rows.append(row)
     if reference is not None and config.reference_kl_in == "reward":
         for sample, row, ref_logprobs in zip(samples, rows, await reference.logprobs(samples), strict=True):
@@ -137,9 +137,8 @@ async def token_rewards(
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:
-    """True for each completion that max_tokens has ended."""
-    completions = [completion for group in batch.groups for completion in group.completions]
-    return [completion.finish_reason == "length" for completion in completions]
+    """True for each completion that a limit of tokens or turns has ended."""
+    return [is_truncated for group in batch.groups for is_truncated in group.truncated]
 
 
 if __name__ == "__main__":

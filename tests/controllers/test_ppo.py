@@ -10,6 +10,7 @@ import torch
 from configs.tiny_ppo import tiny_ppo
 from controllers.critic import Critic, CriticConfig
 from controllers.environments import Problem
+from controllers.episodes import PlayedEpisode
 from controllers.gae import GAEConfig
 from controllers.ppo import is_cut_off, minibatches, token_rewards
 from controllers.rollouts import Group, RolloutBatch, RolloutConfig
@@ -64,6 +65,27 @@ def test_every_group_of_a_ppo_batch_is_trained_on_and_its_reward_is_at_its_last_
     assert len(batch.samples) == 3 and is_cut_off(batch) == [False, True, True]
     rows = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
     assert [row.tolist() for row in rows] == [[0, 1.0], [0, 0, 0], [0, 0, 0, 0.25]]
+
+
+def test_the_reward_of_every_turn_of_an_episode_is_at_its_last_token_and_what_the_environment_says_is_no_action():
+    turns = completion([7, 8, 1, 9], "length")
+    episode = PlayedEpisode(
+        prompt=[5, 6],
+        completion=turns,
+        is_action=[True, True, False, True],
+        rewards_per_token=[0, 0.5, 0, 1.0],
+        lines=[],
+    )
+    [group] = batch_of(1.5).groups
+    group = replace(group, completions=[turns], episodes=[episode])
+    config = RolloutConfig(advantage="gae", group_size=1, max_refills=0)
+    batch = RolloutBatch.of([group], config, num_refills=0, num_retries=0, version=3)
+    [row] = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
+    assert row.tolist() == [0, 0, 0.5, 0, 1.0] and is_cut_off(batch) == [True]
+    judged = asyncio.run(critic(bootstrap=False).judge(batch.samples, [row], is_cut_off(batch)))
+    # Values are 2, 3 and 5 before the three actions. The position between the turns is skipped.
+    assert judged.for_critic[0].columns["returns"].tolist() == [0, 1.5, 1.5, 0, 1.0]
+    assert judged.for_policy[0].columns["advantages"].tolist() == [0, -0.5, -1.5, 0, -4.0]
 
 
 def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
