@@ -34,6 +34,8 @@ UNITS = {
     "completion/length_mean": "tokens",
     "completion/length_max": "tokens",
     "completion/truncated": "share",
+    "episode/turns_mean": "turns",
+    "episode/retries": "episodes",
     "clip_fraction": "share",
     "tokens": "tokens",
     "tokens/s": "tokens a second",
@@ -167,11 +169,14 @@ def shown_steps(groups: Records) -> list[int]:
 
 
 def shown_group(group: Record) -> dict[str, object]:
-    """The values of a group that the template shows."""
+    """The values of a group that the template shows. A conversation is empty for a task of single turns."""
     rewards = group["rewards"]
     cut_off = group.get("truncated") or [False] * len(rewards)
-    columns = zip(group["completions"], rewards, group["advantages"], group["lengths"], cut_off, strict=True)
-    names = ("text", "reward", "advantage", "length", "truncated")
+    conversations = group.get("conversations") or [[]] * len(rewards)
+    columns = zip(
+        group["completions"], rewards, group["advantages"], group["lengths"], cut_off, conversations, strict=True
+    )
+    names = ("text", "reward", "advantage", "length", "truncated", "conversation")
     return {
         "step": group["step"],
         "prompt": group["prompt"],
@@ -230,6 +235,7 @@ def write_report(run_folder: str | Path) -> Path:
         charts=run_charts(run.records, run.timeline),
         steps=steps,
         groups=[shown_group(group) for group in run.groups if group["step"] in set(steps)],
+        has_conversations=any("conversations" in group for group in run.groups),
         groups_remark=_groups_remark(run.groups, steps),
         samples=shown_samples(run.samples),
         metrics=metric_rows(run.records),

@@ -8,7 +8,7 @@ from html import unescape
 from pathlib import Path
 
 import pytest
-from test_report import whole_run
+from test_report import episodes, whole_run
 from waiting import GUARD
 
 from controllers.compare import write_comparison
@@ -28,6 +28,10 @@ addEventListener("load", () => {{
     form.dispatchEvent(new page.defaultView.Event("input"));
     found.groups.push(shown());
   }};
+  found.turns = [...page.querySelectorAll(".turn")].map((turn) => {{
+    const {{left, right}} = turn.querySelector("span").getBoundingClientRect(), cell = turn.parentElement.getBoundingClientRect();
+    return [turn.className, turn.textContent, Math.round(left - cell.left), Math.round(cell.right - right)];
+  }});
   if (form) {{
     choose("step", "");
     choose("rewards", "equal");
@@ -71,6 +75,25 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
     # The last step at first; then all steps, those that are not trained on, all again, and those with a text.
     assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
     assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [420, 1400])
+def test_an_episode_is_drawn_as_a_conversation_with_the_rewards_beside_the_turns(tmp_path, width):
+    folder = whole_run(tmp_path / "run")
+    folder.rollouts.write_text(json.dumps(episodes(6)) + "\n")
+    write_report(folder.path)
+    found = open_page(folder.report, width, tmp_path)
+    assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
+    texts = [(name, text) for name, text, _, _ in found["turns"]]
+    assert texts[:4] == [
+        ("turn environment", "?"),
+        ("turn policy", "05"),  # reward 0, and the turn "5"
+        ("turn environment", "+"),
+        ("turn policy", "1<7>"),
+    ]
+    for name, _, to_left, to_right in found["turns"]:
+        assert (to_right < to_left) == (name == "turn policy"), "the policy's turns stand at the right"
 
 
 @pytest.mark.slow

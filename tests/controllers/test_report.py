@@ -116,6 +116,16 @@ class Nesting(HTMLParser):
             self.problems.append(f"</{tag}> in {self.open[-3:]} at line {self.getpos()[0]}")
 
 
+def episodes(step: int) -> dict:
+    """A group of two episodes, of two turns and of one."""
+    first = [("environment", "?", None), ("policy", "5", 0.0), ("environment", "+", None), ("policy", "<7>", 1.0)]
+    second = [("environment", "?", None), ("policy", "", -0.5)]
+    conversations = []
+    for lines in (first, second):
+        conversations.append([{"role": role, "text": text, "reward": reward} for role, text, reward in lines])
+    return group(step) | {"prompt": "?", "rewards": [1.0, -0.5], "conversations": conversations}
+
+
 def whole_run(path: Path) -> RunFolder:
     start = {"step": 0, "phase": "start", "validation/accuracy": 0.0}
     sft = [{"step": s, "phase": "sft", "loss": 2.0 - s, "time/step": 0.5, "tokens/trained": 500} for s in (1, 2)]
@@ -137,6 +147,24 @@ def written(tmp_path_factory) -> RunFolder:
     folder = whole_run(tmp_path_factory.mktemp("report") / "run")
     assert write_report(folder.path) == folder.report
     return folder
+
+
+def test_an_episode_is_a_conversation_with_the_reward_beside_each_turn_of_the_policy(tmp_path):
+    folder = write_run(tmp_path / "run", [small_record(1)], [episodes(1), group(1)])
+    write_report(folder.path)
+    html = folder.report.read_text()
+    found = re.findall(r'<div class="turn (\w+)">(?:<b class="(\w*)">(.*?)</b>)?<span>(.*?)</span></div>', html)
+    assert found == [
+        ("environment", "", "", "?"),
+        ("policy", "", "0", "5"),
+        ("environment", "", "", "+"),
+        ("policy", "up", "1", "&lt;7&gt;"),
+        ("environment", "", "", "?"),
+        ("policy", "down", "-0.5", ""),
+    ]
+    assert Nesting(html).problems == []
+    assert html.count("<th>episode</th>") == 1 and html.count("<th>completion</th>") == 1
+    assert "In an episode the turns of the policy stand at the right" in html
 
 
 @pytest.fixture(scope="module")
