@@ -37,7 +37,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from rl_actors.clients.generator import GeneratorClient
+    from rl_actors.clients.reference import ReferenceClient
     from rl_actors.clients.trainer import TrainerClient
+    from rl_actors.clients.value_trainer import ValueTrainerClient
     from rl_actors.generator import Generator
     from rl_actors.policy_trainer import PolicyTrainer
     from rl_actors.transports.files import FilesTransport
@@ -52,8 +54,10 @@ _LAZY = {
     "IndexTransport": "rl_actors.transports.index",
     "MemoryTransport": "rl_actors.transports.memory",
     "PolicyTrainer": "rl_actors.policy_trainer",
+    "ReferenceClient": "rl_actors.clients.reference",
     "TorchStoreTransport": "rl_actors.transports.torchstore",
     "TrainerClient": "rl_actors.clients.trainer",
+    "ValueTrainerClient": "rl_actors.clients.value_trainer",
 }
 
 __all__ = [
@@ -82,6 +86,7 @@ __all__ = [
     "OptimResult",
     "OptimizerConfig",
     "PolicyTrainer",
+    "ReferenceClient",
     "Reinforce",
     "Sample",
     "SamplingParams",
@@ -91,6 +96,7 @@ __all__ = [
     "TrainerInfo",
     "TruncatedImportanceSampling",
     "ValueLoss",
+    "ValueTrainerClient",
     "WeightsConfig",
     "explained_variance",
     "find_model",

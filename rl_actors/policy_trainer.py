@@ -204,6 +204,7 @@ class PolicyTrainer(Actor):
 
     async def publish_weights(self) -> int:
         self.engine.step.require("push_model_state_dict")
+        self.config.require_hf("push_model_state_dict")
         if self.publisher is None:
             raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
         pushed = await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)

@@ -22,7 +22,7 @@ from rl_actors.losses import (
     computed_for,
     resolve,
 )
-from rl_actors.losses.custom import logprob_gradients
+from rl_actors.losses.custom import output_gradients
 from rl_actors.metrics import finish, merge, to_numbers
 from rl_actors.types import Sample
 
@@ -486,7 +486,7 @@ def test_gradients_by_the_caller_are_those_of_the_built_in_loss():
         better = torch.minimum(ratio * columns["advantages"], ratio.clamp(0.8, 1.2) * columns["advantages"])
         return -(columns["loss_weights"] * better).sum(), {"ratio:max": ratio.max(), "ratio:mean": (ratio.sum(), 3)}
 
-    gradients, partials = logprob_gradients(ppo, samples, list(logprobs_BL))
+    gradients, partials = output_gradients(ppo, samples, list(logprobs_BL))
     value, gradient_BL, _ = run(PPO(), logprobs_BL, columns)
     torch.testing.assert_close(torch.stack(gradients), gradient_BL, rtol=1e-6, atol=1e-6)
     assert partials["loss:sum"] == pytest.approx(value, rel=1e-6) and set(partials) == {
@@ -510,4 +510,4 @@ def test_gradients_by_the_caller_are_those_of_the_built_in_loss():
 )
 def test_a_loss_of_the_caller_must_return_a_scalar_and_named_metrics(loss, error, words):
     with pytest.raises(error, match=words):
-        logprob_gradients(loss, [], [torch.zeros(3), torch.zeros(2)])
+        output_gradients(loss, [], [torch.zeros(3), torch.zeros(2)])

@@ -171,11 +171,12 @@ class Client:
             raise
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
-        """The answers of the ranks. Raises RuntimeError as soon as a process that this client spawned has ended."""
-        if self._processes is None:
+        """The answers of the ranks. Raises RuntimeError as soon as one of their processes has ended, if a client spawned them."""
+        watched = self._watched()
+        if watched is None:
             return await collect(endpoint, *args, **kwargs)
         answers: asyncio.Task[list[T]] = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
-        end = asyncio.ensure_future(self._processes.first_end())
+        end = asyncio.ensure_future(watched.first_end())
         try:
             await asyncio.wait((answers, end), return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
@@ -184,6 +185,10 @@ class Client:
         finally:
             answers.cancel()
             end.cancel()
+
+    def _watched(self) -> ProcessMesh | None:
+        """The processes of the ranks, if a client spawned them."""
+        return self._processes
 
     def _output(self) -> str:
         return "" if self._logs is None else f"; its last output is in {self._logs.directory}"

@@ -1,12 +1,14 @@
 """A loss that the caller computes in its own process.
 
-Autograd gives the gradient of the loss with respect to the logprobs. LogprobGradient carries this gradient to the trainer.
+Autograd gives the gradient of the loss with respect to the logprobs, or to the values of a value model. LogprobGradient or ValueGradient
+carries this gradient to the trainer.
 
 T positions of one sample; B rows, L row length.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,27 +17,41 @@ from rl_actors.metrics import Partial, Partials, Scalar, merge
 from rl_actors.types import IGNORE_TARGET, Sample
 
 CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
-"""loss(samples, logprobs, each [T]) -> (scalar, metrics). A metric named `x:mean` is a number or a pair (numerator, denominator)."""
+"""loss(samples, logprobs or values, each [T]) -> (scalar, metrics). A metric named `x:mean` is a number or a pair (numerator, denominator)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobGradient:
     """sum_i g_i logprob_i, where g is the column logprob_grads. The gradient of this sum with respect to logprob_i is g_i."""
 
+    column: ClassVar[str] = "logprob_grads"
+
     def __call__(self, logprobs_BL: Tensor, *, logprob_grads: Tensor) -> tuple[Tensor, Partials]:
         loss = (logprobs_BL * logprob_grads).sum()
         return loss, {"loss:sum": loss.detach()}
 
 
-def logprob_gradients(
-    loss: CustomLoss, samples: Sequence[Sample], logprobs: Sequence[Tensor]
-) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss -> (d loss / d logprobs, [T] for each sample; the metrics of the loss, and loss:sum).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValueGradient:
+    """sum_i g_i V_i, where g is the column value_grads. The gradient of this sum with respect to V_i is g_i."""
 
-    The loss gets samples whose columns are 0 at padded targets, like every loss in the trainer.
-    Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the logprobs.
+    column: ClassVar[str] = "value_grads"
+    output: ClassVar[str] = "values"
+
+    def __call__(self, values_BL: Tensor, *, value_grads: Tensor) -> tuple[Tensor, Partials]:
+        loss = (values_BL * value_grads).sum()
+        return loss, {"loss:sum": loss.detach()}
+
+
+def output_gradients(
+    loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
+) -> tuple[list[Tensor], Partials]:
+    """Run the caller's loss -> (d loss / d outputs, [T] for each sample; the metrics of the loss, and loss:sum).
+
+    outputs: logprobs, or the values of a value model. The loss gets samples whose columns are 0 at padded targets, like every loss in the
+    trainer. Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the outputs.
     """
-    leaves = [x.detach().clone().requires_grad_() for x in logprobs]
+    leaves = [x.detach().clone().requires_grad_() for x in outputs]
     with torch.enable_grad():
         result = loss([_without_padded_columns(sample) for sample in samples], leaves)
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)):

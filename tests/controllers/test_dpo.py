@@ -17,7 +17,7 @@ from controllers.preferences import DPO, to_samples
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from rl_actors import Sample
-from rl_actors.losses.custom import logprob_gradients
+from rl_actors.losses.custom import output_gradients
 from rl_actors.metrics import finish, merge
 
 BETA = 0.3
@@ -51,7 +51,7 @@ def rewards(samples: list[Sample], logprobs: list[torch.Tensor]) -> list[float]:
 
 def test_loss_and_gradient_are_those_of_the_closed_form():
     samples, logprobs = pairs()
-    gradients, partials = logprob_gradients(DPO(beta=BETA), samples, logprobs)
+    gradients, partials = output_gradients(DPO(beta=BETA), samples, logprobs)
     found = rewards(samples, logprobs)
     margins = [chosen - rejected for chosen, rejected in zip(found[::2], found[1::2], strict=True)]
     assert {margin > 0 for margin in margins} == {True, False}
@@ -81,7 +81,7 @@ def test_the_gradient_of_a_models_weights_is_that_of_plain_autograd():
             rows.append(weight[inputs].log_softmax(-1).gather(1, targets[:, None])[:, 0])
         return rows
 
-    columns, _ = logprob_gradients(DPO(beta=BETA), samples, logprobs())
+    columns, _ = output_gradients(DPO(beta=BETA), samples, logprobs())
     carried = sum((row * column).sum() for row, column in zip(logprobs(), columns, strict=True))
     (through_columns,) = torch.autograd.grad(carried, weight)
 

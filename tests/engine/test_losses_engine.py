@@ -28,7 +28,7 @@ from rl_actors.losses import (
     TruncatedImportanceSampling,
     columns_of,
 )
-from rl_actors.losses.custom import logprob_gradients
+from rl_actors.losses.custom import output_gradients
 from rl_actors.metrics import finish, merge
 from rl_actors.types import IGNORE_TARGET, Sample
 
@@ -289,7 +289,7 @@ def test_a_gradient_computed_by_the_caller_is_that_of_the_built_in_loss(make_eng
 
     bare = [replace(sample, columns={}) for sample in everything]
     output = custom.forward(bare)
-    grads, partials = logprob_gradients(mine, everything, in_order(output, output.logprobs))
+    grads, partials = output_gradients(mine, everything, in_order(output, output.logprobs))
     assert custom.step.state == "idle" and gradients(custom) == {}
     carriers = [replace(s, columns={"logprob_grads": g}) for s, g in zip(bare, grads, strict=True)]
     custom.forward_backward(carriers, LogprobGradient())
@@ -309,7 +309,7 @@ def test_padded_targets_count_in_no_loss_of_the_caller(make_engine, model, every
 
     bare = [replace(sample, columns={}) for sample in samples]
     output = engine.forward(bare)
-    grads, partials = logprob_gradients(mine, samples, in_order(output, output.logprobs))
+    grads, partials = output_gradients(mine, samples, in_order(output, output.logprobs))
     carriers = [replace(s, columns={"logprob_grads": g}) for s, g in zip(bare, grads, strict=True)]
     engine.forward_backward(carriers, LogprobGradient())
     assert partials["loss:sum"] == pytest.approx(total, rel=1e-5)

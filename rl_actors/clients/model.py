@@ -1,0 +1,336 @@
+"""Base class of the clients of a model: calls in order, one at a time, for all ranks. What only a trainer can is in trainer.py.
+
+A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
+that the caller may change. Only the send is queued.
+"""
+
+import asyncio
+import os
+import uuid
+import weakref
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+
+import cloudpickle
+
+from rl_actors.clients.base import Client
+from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.conversion import as_tensors, merge_outputs
+from rl_actors.clients.limits import TrainerLimits
+from rl_actors.config import TrainerConfig
+from rl_actors.losses import Loss, resolve
+from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
+from rl_actors.policy_trainer import Order, PolicyTrainer
+from rl_actors.processes.output import LogRoute
+from rl_actors.processes.spawn import ProcessMesh
+from rl_actors.transports.base import Transport
+from rl_actors.transports.default import default_transport
+from rl_actors.types import ForwardBackwardOutput, Sample, SampleList, TrainerInfo
+from rl_actors.validation import require_config, require_gpus
+
+if TYPE_CHECKING:
+    from monarch.actor import ActorMesh, ProcMesh
+
+T = TypeVar("T")
+Check = Callable[[TrainerLimits], None]
+"""A function that raises ValueError or TypeError for a call that the trainer would refuse."""
+
+_turns: "weakref.WeakKeyDictionary[ProcMesh, asyncio.Lock]" = weakref.WeakKeyDictionary()
+"""Clients of the same processes take turns. Otherwise their collectives could start in another order on every rank, and would not match."""
+
+
+class ModelClient(Client):
+    """The client of a model's ranks, and its only sender. Calls run one at a time on all ranks, in the order in which they were made.
+
+    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client that did not spawn it
+    knows them after the setup; before that, these checks run when it is the call's turn.
+    """
+
+    default_name: ClassVar[str] = "model"
+    opens_transport: ClassVar[bool] = False
+    """True if the client opens a transport when its caller gives none."""
+
+    def __init__(
+        self,
+        mesh: "ActorMesh[PolicyTrainer] | None",
+        *,
+        transport: Transport | Call[Transport] | Call[Transport | None] | None = None,
+        call_timeout: float = TrainerConfig.call_timeout,
+        setup_timeout: float = TrainerConfig.setup_timeout,
+        name: str = "",
+        config: TrainerConfig | None = None,
+        logs: LogRoute | None = None,
+        processes: "ProcMesh | ModelClient | None" = None,
+        checkpoint: str = "",
+    ) -> None:
+        """Make a client of a PolicyTrainer mesh that the caller spawned and will stop.
+
+        config, logs, processes and checkpoint are for `spawn`, which passes no mesh.
+        """
+        name = name or self.default_name
+        super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
+        self.config = config
+        self._limits = TrainerLimits.of_config(config) if config is not None else None
+        self._given_processes = processes
+        if processes is not None:
+            self._logs, self._is_quiet = None, True  # the output is where that of the processes is
+        self._stops_actor = mesh is None and processes is not None
+        self._checkpoint = checkpoint
+        self._transport = None if isinstance(transport, Call) else transport
+        self._owns_transport = False
+        self._session = uuid.uuid4().hex[:12]
+        self._number = 0  # number of the last request that was sent
+        self._proc_mesh: ProcMesh | None = None  # the processes; None for a mesh of actors that the caller spawned
+        self._turn: asyncio.Lock  # held by the call whose turn it is; made on the background loop
+        self._opened: Call[Transport | None] = in_background(
+            self._open_transport(transport), f"{name}: opening the transport"
+        )
+        self._start()
+
+    @classmethod
+    def spawn(
+        cls,
+        config: TrainerConfig,
+        *,
+        transport: Transport | Call[Transport] | Call[Transport | None] | None = None,
+        name: str = "",
+        logs: LogRoute | None = None,
+        processes: "ProcMesh | ModelClient | None" = None,
+        checkpoint: str = "",
+    ) -> Self:
+        """Build the model in processes. Returns at once; the answer to the first call waits for the start.
+
+        transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes a torchstore,
+        or a small actor if torchstore is not installed; other clients have none.
+        processes: those in which the model is built beside what is there: Monarch's, or those of another client, which must outlive this
+        one. Clients of the same processes take turns. None: new processes on this host, which end with this client.
+        checkpoint: directory that save_checkpoint of a trainer of such a model wrote. The model starts with its weights. Empty: with those
+        of config.hf_path, or with random ones.
+        Raises ValueError if no model can be built from the config, if there are too few GPUs, or if the number of processes is another.
+        """
+        require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
+        config = cls._own_config(config)
+        config.validate()
+        if processes is None:
+            require_gpus(config)
+        else:
+            _require_processes(processes, config.num_processes())
+        if checkpoint and not os.path.isdir(checkpoint):
+            raise ValueError(f"checkpoint={checkpoint!r} is not a directory")
+        return cls(
+            None,
+            transport=transport,
+            call_timeout=config.call_timeout,
+            setup_timeout=config.setup_timeout,
+            name=name,
+            config=config,
+            logs=logs,
+            processes=processes,
+            checkpoint=checkpoint,
+        )
+
+    @classmethod
+    def _own_config(cls, config: TrainerConfig) -> TrainerConfig:
+        """The config with which this kind of client builds the model."""
+        return config
+
+    async def _open_transport(
+        self, given: Transport | Call[Transport] | Call[Transport | None] | None
+    ) -> Transport | None:
+        if isinstance(given, Call):
+            self._transport = await given
+        if self._mesh is not None or self._transport is not None or not self.opens_transport:
+            return self._transport
+        async with self._spawning:  # a `close` during the opening waits for its end, and then closes the transport
+            self._require_open("setup")
+            self._transport, self._owns_transport = default_transport(), True
+            await self._transport.open()
+        return self._transport
+
+    async def _set_up(self) -> None:
+        if self._mesh is None:
+            assert self.config is not None
+            self._proc_mesh = await self._find_processes(self.config)
+            self._turn = _turns.setdefault(self._proc_mesh, asyncio.Lock())
+            self._mesh = self._proc_mesh.spawn(self.name, PolicyTrainer, self.config, await self._opened)
+        else:
+            self._turn = asyncio.Lock()
+        await self._opened
+        async with self._turn:
+            infos: list[TrainerInfo] = await self._ask(self._mesh.setup, "setup", self.setup_timeout, self._session)
+            self._version = infos[0].policy_version
+            self._limits = TrainerLimits.of_info(infos[0])
+            if self._processes is None:
+                self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
+            if self._checkpoint:
+                self._version = await self._first("load_checkpoint", os.path.abspath(self._checkpoint), False)
+
+    async def _find_processes(self, config: TrainerConfig) -> "ProcMesh":
+        given = self._given_processes
+        if given is None:
+            return await self._spawn(config.num_processes())
+        if not isinstance(given, ModelClient):
+            return given
+        await given._started
+        assert given._proc_mesh is not None
+        return given._proc_mesh
+
+    def _watched(self) -> ProcessMesh | None:
+        given = self._given_processes
+        return given._watched() if isinstance(given, ModelClient) else super()._watched()
+
+    def _require_open(self, what: str) -> None:
+        super()._require_open(what)
+        given = self._given_processes
+        if isinstance(given, ModelClient) and given._closed:
+            raise RuntimeError(f"{self.name}: {what} is not possible: {given.name}, whose processes it has, is closed")
+
+    async def _close(self) -> None:
+        if self._stops_actor and self._mesh is not None:
+            given = self._given_processes
+            if not (isinstance(given, ModelClient) and given._closed):  # then the processes end with their actors
+                stopping: Awaitable[None] = self._mesh.stop()
+                await stopping
+        await super()._close()
+        if self._owns_transport and self._transport is not None:
+            await self._transport.close()
+
+    def info(self) -> Call[list[TrainerInfo]]:
+        """The TrainerInfo of every rank, in the order of the ranks."""
+        return self._in_turn("info", self._infos)
+
+    async def _infos(self) -> list[TrainerInfo]:
+        assert self._mesh is not None
+        infos: list[TrainerInfo] = await self._ask(self._mesh.info, "info", self.call_timeout)
+        return sorted(infos, key=lambda info: info.rank)
+
+    def forward(
+        self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
+    ) -> Call[ForwardBackwardOutput]:
+        """Logprobs of the targets, or the values of a value model, without gradients. Nothing changes.
+
+        A loss adds the metrics that forward_backward would report. `entropy` adds the entropy of the whole distribution.
+        """
+        resolved = None if loss is None else resolve(loss)
+        copies = as_tensors(samples)
+        return self._in_turn(
+            "forward",
+            self._run,
+            "forward",
+            copies,
+            as_sent(loss, resolved),
+            entropy,
+            check=lambda limits: limits.check_samples(copies, resolved),
+        )
+
+    async def _run(
+        self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool
+    ) -> ForwardBackwardOutput:
+        outputs = await self._ordered(endpoint, SampleList(samples), loss, entropy)
+        return merge_outputs(len(samples), outputs)
+
+    def _load_checkpoint(self, path: str, *, optimizer: bool) -> Call[int]:
+        return self._in_turn(
+            "load_checkpoint",
+            self._first,
+            "load_checkpoint",
+            os.path.abspath(path),
+            optimizer,
+            check=lambda limits: limits.check_state("load_checkpoint", optimizer),
+        )
+
+    def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
+        """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
+
+        The host's memory is pinned beside a GPU, made at the first offload, and kept. Every later call first brings back what it needs:
+        forward, pushes and exports the weights; forward_backward the weights and gradients; optim_step everything; checkpoints the weights
+        and the optimizer state. Refused, by RuntimeError, while a step is broken. On a CPU it saves no memory.
+        """
+        require_parts("offload", parts)
+        return self._in_turn("offload", self._move, "offload", list(parts))
+
+    def onload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
+        """Move the parts back to the devices, with the same bits. Does nothing for parts that are there."""
+        require_parts("onload", parts)
+        return self._in_turn("onload", self._move, "onload", list(parts))
+
+    async def _move(self, endpoint: str, parts: list[Part]) -> HostMove:
+        return of_all_ranks(await self._ordered(endpoint, parts))
+
+    def _in_turn(
+        self,
+        what: str,
+        send: Callable[..., Awaitable[T]],
+        *arguments: object,
+        check: Check | None = None,
+        mends: bool = False,
+    ) -> Call[T]:
+        """Check the call now, and send it when all earlier calls have been answered.
+
+        mends: True for a call that is sent even if the client is broken.
+        """
+        self._require_open(what)
+        self._show_start()
+        if check is not None and self._limits is not None:
+            check(self._limits)
+            check = None
+        return in_background(self._wait_and_send(what, send, arguments, check, mends), f"{self.name}: {what}")
+
+    async def _wait_and_send(
+        self,
+        what: str,
+        send: Callable[..., Awaitable[T]],
+        arguments: tuple[object, ...],
+        check: Check | None,
+        mends: bool,
+    ) -> T:
+        await self._started
+        async with self._turn:  # first come, first served
+            if self._broken and not mends:
+                raise RuntimeError(f"{self.name} is broken: {self._broken}; call discard_gradients, or spawn it again")
+            if check is not None:
+                assert self._limits is not None
+                check(self._limits)
+            return await send(*arguments)
+
+    async def _first(self, endpoint: str, *args: object) -> Any:
+        """The answer of rank 0."""
+        return (await self._ordered(endpoint, *args))[0]
+
+    async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
+        """The answers of all ranks to the next request of this client's session."""
+        # Check that the arguments can be sent before a number is used. The ranks would refuse every number after one that never arrives.
+        for arg in args:
+            if callable(arg):
+                cloudpickle.dumps(arg)
+        self._number += 1
+        order = Order(session=self._session, number=self._number)
+        answers: list[Any] = await self._ask(
+            getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order
+        )
+        self._remember_version(answers[0])
+        return answers
+
+    def _remember_version(self, answer: object) -> None:
+        version = getattr(answer, "policy_version", None)
+        if version is not None:
+            self._version = version
+
+
+def as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
+    """The loss in the form in which it is sent. A name is sent as a name, and the ranks look it up or import it."""
+    return given if isinstance(given, str) else resolved
+
+
+def _require_processes(processes: "ProcMesh | ModelClient", needed: int) -> None:
+    """Raises ValueError if a model of `needed` ranks cannot be built in these processes."""
+    if not isinstance(processes, ModelClient):
+        count = processes.size()
+    elif processes.config is None:
+        raise ValueError(
+            f"processes={processes!r}: the caller spawned its mesh, so this client does not know its processes; pass the processes themselves"
+        )
+    else:
+        count = processes.config.num_processes()
+    if count != needed:
+        raise ValueError(f"processes has {count} processes, but the layout of the config needs {needed}")

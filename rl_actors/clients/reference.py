@@ -1,0 +1,35 @@
+"""The client of a model that only infers, such as the reference of a KL divergence or a teacher. It has no gradients and no optimizer."""
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from rl_actors.clients.call import Call
+from rl_actors.clients.model import ModelClient
+from rl_actors.config import TrainerConfig
+
+
+class ReferenceClient(ModelClient):
+    """A frozen model, in processes of its own or in those of another client.
+
+    >>> reference = trainer.spawn_reference()                                  # doctest: +SKIP
+    >>> reference.forward(samples).result().logprobs                            # doctest: +SKIP
+    >>> reference.refresh(trainer.push_model_state_dict().result()).result()    # doctest: +SKIP
+    """
+
+    default_name: ClassVar[str] = "reference"
+
+    @classmethod
+    def _own_config(cls, config: TrainerConfig) -> TrainerConfig:
+        return replace(config, optimizer=None)
+
+    def refresh(self, version: int) -> Call[int]:
+        """Take the weights of a version that the trainer has pushed, wait for it if it is not there yet, and return it.
+
+        The weights have the dtype of the push, which is the widest in which a generator computes. The transport keeps the two newest
+        versions. Raises TimeoutError for a version that is not there, and ValueError if the version holds another model or adapters.
+        """
+        return self._in_turn("refresh", self._first, "pull_model_state_dict", version)
+
+    def load_checkpoint(self, path: str, *, optimizer: Literal[False] = False) -> Call[int]:
+        """Read the weights of a directory that save_checkpoint wrote under any layout, and return its policy_version."""
+        return self._load_checkpoint(path, optimizer=optimizer)

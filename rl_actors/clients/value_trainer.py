@@ -1,0 +1,24 @@
+"""The client of a value model: a trainer whose model gives one number for each position, and nothing else that differs."""
+
+from dataclasses import replace
+from typing import ClassVar
+
+from rl_actors.clients.trainer import TrainerClient
+from rl_actors.config import TrainerConfig
+
+
+class ValueTrainerClient(TrainerClient):
+    """A TrainerClient of a value model. `forward(samples).values` has one value for each target: that of the state before it.
+
+    >>> critic = trainer.spawn_value_trainer()                                   # doctest: +SKIP
+    >>> critic.forward_backward(samples, loss=ValueLoss(clip=0.5)).result()      # doctest: +SKIP
+
+    Calls that need a language model, such as push_model_state_dict, are refused.
+    """
+
+    default_name: ClassVar[str] = "value_trainer"
+    opens_transport: ClassVar[bool] = False  # generators take nothing from it
+
+    @classmethod
+    def _own_config(cls, config: TrainerConfig) -> TrainerConfig:
+        return replace(config, head="values")

@@ -1,0 +1,154 @@
+"""A value model through its client: in processes of others, from checkpoints, trained, saved, and beside a policy of several ranks."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+import support
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from rl_actors import CrossEntropy, OptimParams, Sample, TrainerClient, ValueLoss, ValueTrainerClient
+
+STEP = OptimParams(learning_rate=0.02, eps=1e-2, grad_divisor=96)
+
+
+def value_samples(seed: int = 0) -> list[Sample]:
+    """Samples with a return at every token of the completion."""
+    draw = torch.Generator().manual_seed(seed)
+    samples = []
+    for sample in support.random_samples(seed=seed):
+        columns = {"loss_weights": sample.columns["loss_weights"], "returns": torch.randn(len(sample), generator=draw)}
+        samples.append(replace(sample, columns=columns))
+    return samples
+
+
+def fit(critic: TrainerClient, steps: int) -> Tensor:
+    """The values after some steps of training."""
+    for _ in range(steps):
+        critic.forward_backward(value_samples(), ValueLoss()).result()
+        critic.optim_step(STEP).result()
+    return values_of(critic)
+
+
+def values_of(critic: TrainerClient) -> Tensor:
+    found = critic.forward(value_samples()).result().values
+    assert found is not None
+    return torch.cat(found)
+
+
+@pytest.fixture
+def critic(trainer, ranks):
+    with trainer.spawn_value_trainer(support.trainer_config(), ranks(1)) as client:
+        yield client
+
+
+def test_a_value_model_has_one_value_for_each_target_and_learns_the_returns(critic):
+    samples = value_samples()
+    output = critic.forward(samples, ValueLoss()).result()
+    assert [len(row) for row in output.values] == [len(sample) for sample in samples]
+    assert output.logprobs == [] and not torch.cat(output.values).any()
+    fit(critic, 15)
+    assert critic.forward(samples, ValueLoss()).result().metrics["loss:sum"] < output.metrics["loss:sum"] * 0.8
+    assert [(info.head, info.policy_version) for info in critic.info().result()] == [("values", 15)]
+
+
+def test_a_value_depends_on_the_tokens_up_to_its_position_and_on_no_later_one(critic):
+    fit(critic, 3)
+    tokens = list(range(10))
+    changed = [*tokens[:6], 20, *tokens[7:]]
+    [first], [second] = (
+        critic.forward([Sample.from_tokens(ids[:1], ids[1:])]).result().values for ids in (tokens, changed)
+    )
+    # Position i reads tokens[i]: the value of the state before targets[i]. So target 5, token 6 itself, has no part in its own value.
+    assert_close(first[:6], second[:6], rtol=0, atol=0)
+    assert (first[6:] != second[6:]).all()
+
+
+def test_a_value_model_starts_from_a_policys_checkpoint_and_from_its_own(trainer, ranks, tmp_path):
+    support.step(trainer)
+    saved = trainer.save_checkpoint(str(tmp_path / "policy")).result()
+    saved.wait().result()
+    config = support.trainer_config(seed=7)
+    with trainer.spawn_value_trainer(config, ranks(1), checkpoint=saved.path) as critic:
+        assert not values_of(critic).any()  # the head is new
+        trained = fit(critic, 2)
+        assert trained.any()
+        critic.save_checkpoint(str(tmp_path / "critic")).result().wait().result()
+        following = fit(critic, 1)
+    with trainer.spawn_value_trainer(config, ranks(1), checkpoint=str(tmp_path / "critic")) as again:
+        assert torch.equal(values_of(again), trained)
+    with ValueTrainerClient.spawn(config, processes=ranks(1)) as resumed:
+        assert resumed.load_checkpoint(str(tmp_path / "critic")).result() == saved.policy_version + 2
+        assert_close(fit(resumed, 1), following, rtol=0, atol=0)  # with the optimizer's state
+
+
+def test_a_loss_of_the_callers_own_trains_a_value_model_as_the_same_loss_of_the_library(critic):
+    samples = value_samples()
+
+    def squares(samples, values):
+        errors = [(v - s.columns["returns"]).square() for s, v in zip(samples, values, strict=True)]
+        weighted = [s.columns["loss_weights"] * error for s, error in zip(samples, errors, strict=True)]
+        return torch.cat(weighted).sum() / 2, {}
+
+    fit(critic, 1)
+    own = critic.forward_backward_custom(samples, squares).result().metrics["loss:sum"]
+    norm = critic.optim_step(OptimParams(learning_rate=0.0)).result().grad_norm
+    theirs = critic.forward_backward(samples, ValueLoss()).result().metrics["loss:sum"]
+    assert own == pytest.approx(theirs, rel=1e-5)
+    assert critic.optim_step(OptimParams(learning_rate=0.0)).result().grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_a_value_model_refuses_what_needs_a_language_model(critic, tmp_path):
+    critic.ready().result()
+    samples = support.random_samples()
+    for call in (
+        lambda: critic.forward(samples, CrossEntropy()),
+        lambda: critic.push_model_state_dict(),
+        lambda: critic.export_hf(str(tmp_path / "exported")),
+        lambda: critic.spawn_generator(),
+    ):
+        with pytest.raises(ValueError, match="head='values'"):
+            call().result()
+
+
+def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(ranks):
+    """Both send collectives. If they did not take turns, the ranks would start them in another order and wait for each other."""
+    config = support.trainer_config(shard=2)
+
+    async def both(policy, critic):
+        for seed in range(4):
+            await asyncio.gather(
+                policy.forward_backward(support.random_samples(seed=seed), "cross_entropy"),
+                critic.forward_backward(value_samples(seed=seed), ValueLoss()),
+                policy.optim_step(STEP),
+                critic.optim_step(STEP),
+            )
+        return policy.forward(support.random_samples()), critic.forward(value_samples())
+
+    with TrainerClient.spawn(config, processes=ranks(2)) as policy:
+        with policy.spawn_value_trainer(processes=policy) as critic:
+            trained, judged = asyncio.run(both(policy, critic))
+            expected = critic.forward(value_samples(), ValueLoss()).result()
+            assert all(map(torch.equal, judged.result().values, expected.values))
+            assert [info.pid for info in critic.info().result()] == [info.pid for info in policy.info().result()]
+            assert len(trained.result().logprobs) == 8
+        again = policy.forward(support.random_samples()).result()  # the critic's end leaves the policy
+        assert all(map(torch.equal, trained.result().logprobs, again.logprobs))
+        orphan = policy.spawn_value_trainer(processes=policy)
+        orphan.ready().result()
+    with pytest.raises(RuntimeError, match="whose processes it has, is closed"):
+        orphan.forward(value_samples())
+    orphan.close().result()
+
+
+def test_processes_that_do_not_fit_are_refused_before_anything_starts(trainer, ranks, tmp_path):
+    with pytest.raises(ValueError, match="processes has 1 processes, but the layout of the config needs 2"):
+        trainer.spawn_value_trainer(support.trainer_config(shard=2), ranks(1))
+    with pytest.raises(ValueError, match="the caller spawned its mesh"):
+        trainer.spawn_value_trainer(support.trainer_config(), trainer)
+    with pytest.raises(ValueError, match="spawn_value_trainer needs a TrainerConfig"):
+        trainer.spawn_value_trainer()
+    with pytest.raises(ValueError, match="checkpoint='.*nowhere' is not a directory"):
+        trainer.spawn_value_trainer(support.trainer_config(), ranks(1), checkpoint=str(tmp_path / "nowhere"))
