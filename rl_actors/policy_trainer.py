@@ -22,7 +22,7 @@ from rl_actors.processes import collector
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
-from rl_actors.transports.base import Transport
+from rl_actors.transports.base import Manifest, Transport, find
 from rl_actors.transports.publisher import Publisher
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo, Transfer
 
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from rl_actors.engine.train_engine import TrainEngine
 
 T = TypeVar("T")
+PULL_TIMEOUT = 60.0
+"""Seconds to wait until a version is published. GeneratorClient.pull_model_state_dict waits as long unless its caller says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,6 +212,34 @@ class PolicyTrainer(Actor):
         pushed = await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
         self.last_push = pushed or self.last_push
         return self.engine.policy_version
+
+    @endpoint
+    async def pull_model_state_dict(self, version: int, order: Order | None = None) -> int:
+        """Take the weights of a version that another trainer has published. For a trainer without an optimizer."""
+        return await self.in_order(order, lambda: self.load_version(version))
+
+    async def load_version(self, version: int) -> int:
+        self.engine.step.require("load_checkpoint")
+        if self.publisher is None:
+            raise RuntimeError("pull_model_state_dict: this trainer was made without a transport")
+        manifest = await self.find_together(version, self.publisher)
+        source = await self.publisher.transport.source(manifest)
+        with source.open() as opened:
+            return self.engine.load_published(opened, version)
+
+    async def find_together(self, version: int, publisher: Publisher) -> Manifest:
+        """The manifest that rank 0 finds, for all ranks. Each could find another, if a trainer begins a new stream meanwhile."""
+        found: Manifest | Exception | None = None
+        if self.rank == 0:
+            try:
+                found = await find(publisher.transport, version, PULL_TIMEOUT)
+            except Exception as error:
+                found = error
+        of_first = publisher.gather(found)[0]
+        if isinstance(of_first, Manifest):
+            return of_first
+        assert of_first is not None
+        raise of_first
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:

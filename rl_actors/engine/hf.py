@@ -6,7 +6,8 @@ own checkpoints (checkpoint.py) have it.
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ from rl_actors.engine.hf_names import (
     split_qkv,
     to_hf_names,
 )
+from rl_actors.engine.initial_weights import assign
 from rl_actors.engine.optimizer import named_parameters
 from rl_actors.types import MAX_NAMES_REPORTED
 
@@ -56,6 +58,11 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
         raise ValueError(f"{path} holds no *.safetensors")
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in metadata.items()}
+    require_same_shapes(config, there, path, "its config.json")
+
+
+def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
+    """Raises ValueError listing tensors of `where` that are missing, unexpected or of another shape in `what`. there: name -> shape."""
     here = tensor_shapes(config)
     # Some published directories of tied models also hold the head, and old ones hold the rotary embedding's table.
     known = dict(here)
@@ -72,7 +79,7 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
     }
     texts = [f"{len(names)} {kind}: {_first(names)}" for kind, names in findings.items() if names]
     if texts:
-        raise ValueError(f"the tensors of {path} do not fit its config.json: {'; '.join(texts)}")
+        raise ValueError(f"the tensors of {where} do not fit {what}: {'; '.join(texts)}")
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -91,21 +98,44 @@ def load(built: BuiltModel, path: str) -> None:
 
     An expert bias keeps its value, because Hugging Face's model has none. So does the head of a value model.
     """
+    with _to_fill(built) as tensors, plain_errors(f"loading {path}"):
+        dcp.load(tensors, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
+
+
+def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
+    """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its part.
+
+    Raises ValueError if a tensor of this rank is missing. The others are then copied.
+    """
+    with _to_fill(built) as tensors:
+        missing = set(tensors)
+        for name, tensor in whole:
+            if name in tensors:  # in a pipeline, a rank has only the names of its stages
+                assign(tensors[name], tensor)
+                missing.discard(name)
+        if missing:
+            raise ValueError(f"{len(missing)} tensors are missing: {_first(sorted(missing))}")
+
+
+@contextmanager
+def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
+    """The model's tensors under their Hugging Face names, sharded. The body fills them in place.
+
+    Hugging Face has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). They are temporary
+    here, and are joined and copied into the parameter after the body.
+    """
     parameters = _parameters(built.model)
     if built.has_value_head:
         parameters.pop(HEAD, None)  # a stage of a pipeline may lack it
-    # The directory has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). They are loaded
-    # into temporary tensors, which are then joined and copied into the parameter.
     joined = {name: empty_split_over_rows(tensor) for name, tensor in parameters.items() if is_joined(name)}
     fused = {name: split_qkv(built.hf_adapter, name, tensor) for name, tensor in joined.items() if FUSED in name}
-    loaded: dict[str, Tensor] = {}
+    apart: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
         if name in fused:
-            loaded |= fused[name]
+            apart |= fused[name]
         else:
-            loaded[name] = joined.get(name, tensor)
-    with plain_errors(f"loading {path}"):
-        dcp.load(to_hf_names(built.hf_adapter, loaded), storage_reader=built.hf_adapter.get_hf_storage_reader(path))
+            apart[name] = joined.get(name, tensor)
+    yield to_hf_names(built.hf_adapter, apart)
     for name, tensor in joined.items():
         if name in fused:
             tensor = join_qkv(built.hf_adapter, list(fused[name].values()))

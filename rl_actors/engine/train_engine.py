@@ -32,6 +32,7 @@ from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import merge
 from rl_actors.parts import PARTS, HostMove, Part, require_parts
 from rl_actors.processes.output import LOG_VARIABLE
+from rl_actors.transports.base import OpenVersion
 from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
 from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
 
@@ -196,6 +197,25 @@ class TrainEngine:
             self.policy_version = checkpoint.load(self.built, path, optimizer=optimizer)
         self.step.close()
         return self.policy_version
+
+    def load_published(self, version: OpenVersion, number: int) -> int:
+        """Copy the weights of a published version into this model, make its number this policy_version, and return it.
+
+        For a trainer without an optimizer, whose weights nothing else changes. Raises ValueError if the version holds other tensors than
+        this model, and then nothing has changed.
+        """
+        self.step.require("load_checkpoint")
+        if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
+            raise ValueError(
+                f"pull_model_state_dict is not possible with optimizer={self.config.optimizer and self.config.optimizer.name}, "
+                f"lora.rank={self.config.lora.rank} and head={self.config.head!r}: only a whole language model that infers takes weights"
+            )
+        self.memory.onload(["weights"])
+        hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
+        with self._broken_on_failure(weights=True):
+            hf.load_whole(self.built, version.tensors())
+        self.policy_version = number
+        return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The tensors that a push publishes in `dtype`, sharded over the ranks. Those that need no copy are still in their own dtype.

@@ -1,0 +1,71 @@
+"""A model that only infers, through its client: it follows a policy from version to version, and takes no memory for training."""
+
+from dataclasses import replace
+
+import pytest
+import support
+import torch
+
+from rl_actors import ReferenceClient, TrainerClient
+
+
+def logprobs(client) -> torch.Tensor:
+    return torch.cat(client.forward(support.random_samples()).result().logprobs)
+
+
+@pytest.mark.parametrize("shard", [1, 2])
+def test_a_reference_follows_the_policy_when_it_is_told_to_and_stays_otherwise(ranks, transport, shard):
+    config = support.trainer_config(seed=3)
+    with TrainerClient.spawn(config, transport=transport, processes=ranks(1)) as policy:
+        of_reference = support.trainer_config(shard=shard, seed=3)
+        with policy.spawn_reference(of_reference, policy if shard == 1 else ranks(shard)) as reference:
+            first = logprobs(policy)
+            torch.testing.assert_close(logprobs(reference), first)
+            version = support.step(policy)
+            torch.testing.assert_close(logprobs(reference), first)
+            assert support.worst([logprobs(policy)], [first]) > 0.1
+            assert reference.refresh(policy.push_model_state_dict().result()).result() == version
+            torch.testing.assert_close(logprobs(reference), logprobs(policy))
+            assert {info.policy_version for info in reference.info().result()} == {version}
+            second = logprobs(reference)
+            support.step(policy, seed=1)
+            torch.testing.assert_close(logprobs(reference), second, rtol=0, atol=0)
+
+
+def test_a_teacher_beside_the_reference_has_other_weights(trainer, ranks):
+    config = support.trainer_config(seed=3)
+    with trainer.spawn_reference(config, ranks(1)) as reference:
+        teacher_config = replace(config, seed=4)
+        with trainer.spawn_reference(teacher_config, ranks(1), name="teacher") as teacher:
+            assert repr(teacher).startswith("<ReferenceClient teacher: ")
+            assert support.worst([logprobs(teacher)], [logprobs(reference)]) > 0.1
+
+
+def test_a_reference_holds_weights_and_nothing_to_train_them_and_has_no_call_that_would(ranks, transport):
+    config = support.trainer_config(optimizer=None)
+    mesh = ranks(1).spawn("frozen", support.TestTrainer, config, transport)
+    with ReferenceClient(mesh) as reference:
+        logprobs(reference)
+        [held] = mesh.held_bytes.call().get(timeout=60).values()
+        parameters, gradients, moments, _ = held
+        assert parameters >= 4 * reference.info().result()[0].num_parameters
+        assert (gradients, moments) == (0, 0)
+    for call in ("forward_backward", "optim_step", "save_checkpoint", "push_model_state_dict"):
+        assert not hasattr(reference, call)
+
+
+def test_a_refresh_that_is_not_possible_says_why_and_the_reference_keeps_its_weights(trainer, ranks, transport):
+    support.step(trainer)
+    version = trainer.push_model_state_dict().result()
+    smaller = support.trainer_config()
+    smaller.model = replace(smaller.model, intermediate_size=64)
+    with ReferenceClient.spawn(smaller, transport=transport, processes=ranks(1)) as reference:
+        before = logprobs(reference)
+        with pytest.raises(ValueError, match=rf"the tensors of version {version} do not fit this model: 6 of another"):
+            reference.refresh(version).result()
+        torch.testing.assert_close(logprobs(reference), before, rtol=0, atol=0)
+    with (
+        ReferenceClient.spawn(smaller, processes=ranks(1)) as reference,
+        pytest.raises(RuntimeError, match="made without a transport"),
+    ):
+        reference.refresh(version).result()
