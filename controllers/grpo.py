@@ -124,10 +124,13 @@ class GRPOConfig(RunConfig):
         estimator = self.reference_kl_estimator or ("k3" if self.reference_kl_in == "loss" else "k1")
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
-    def make_loss(self) -> PolicyLoss:
-        """The loss that these fields describe. Raises ValueError for an option that the loss does not have or that is out of its limits."""
+    def make_loss(self, kl: KL | None = None) -> PolicyLoss:
+        """The loss that these fields describe. Raises ValueError for an option that the loss does not have or that is out of its limits.
+
+        kl: takes the place of the KL divergence of the fields, if the loss has one.
+        """
         return self.loss.build(
-            kl=self.kl() if self.reference_kl and self.reference_kl_in == "loss" else None,
+            kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
             entropy_bonus=self.entropy_bonus,
             correction=self.correction.build(is_stale=self.rollouts.max_staleness > 0),
             sequence_mean=self.aggregation == "sequence_mean",
@@ -174,7 +177,7 @@ async def train(run: Run[GRPOConfig]) -> None:
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)
                 async with run.training():
-                    updates = await train_step(run, parts_of(config, samples), learning_rate)
+                    updates = await train_step(run, parts_of(config, samples), config.make_loss(), learning_rate)
                 async with rollouts.update():
                     version = await sync(run)
                 values |= report(config, batch, updates) | {"learning_rate": learning_rate}
@@ -209,10 +212,11 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
         yield from split(samples, part_size)
 
 
-async def train_step(run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], learning_rate: float) -> list[Update]:
+async def train_step(
+    run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: PolicyLoss, learning_rate: float
+) -> list[Update]:
     """Take one optimizer step on each part. Its gradient is the sum over the tokens of the part, divided by `config.divisor(part)`."""
-    config, loss = run.config, run.config.make_loss()
-    updates = []
+    config, updates = run.config, []
     for part in parts:
         outputs = []
         for chunk in split(part, config.samples_per_forward_backward):

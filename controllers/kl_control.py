@@ -7,7 +7,7 @@ N sequences, T_n positions of sequence n.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,10 @@ class KLControlConfig:
             raise ValueError("the KL divergence from the reference is not a number")
         error = min(max(divergence / self.target - 1, -self.max_error), self.max_error)
         return coefficient * (1 + self.gain * error)
+
+    def next_kl(self, kl: KL, divergence: float) -> KL:
+        """`kl` with the coefficient of the next step."""
+        return replace(kl, coefficient=self.next_coefficient(kl.coefficient, divergence))
 
 
 def penalised_rewards(

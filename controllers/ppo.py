@@ -6,7 +6,7 @@ python -m controllers.ppo --config tiny_ppo
 import asyncio
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import ClassVar
 
@@ -16,11 +16,12 @@ from torch import Tensor
 from controllers.critic import CriticConfig, start_critic
 from controllers.gae import GAEConfig
 from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
+from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
 from controllers.launch import main
 from controllers.reference import Reference, start_reference
 from controllers.rollouts import RolloutBatch, RolloutConfig
 from controllers.run import Run
-from rl_actors import Sample
+from rl_actors import KL, Sample
 
 
 def _rollouts() -> RolloutConfig:
@@ -34,6 +35,8 @@ class PPOConfig(GRPOConfig):
     """Advantages and returns from rewards and values."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
+    kl_control: KLControlConfig = field(default_factory=KLControlConfig)
+    """Whether the weight of the KL divergence, reference_kl, changes so that the divergence keeps a target."""
 
     short_flags: ClassVar[dict[str, str]] = GRPOConfig.short_flags | {"--critic-lr": "--critic.schedule.learning-rate"}
 
@@ -45,6 +48,11 @@ class PPOConfig(GRPOConfig):
         super().validate()
         self.gae.validate()
         self.critic.validate()
+        self.kl_control.validate()
+        if self.kl_control.target is not None and not self.reference_kl:
+            raise ValueError(
+                f"kl_control.target={self.kl_control.target} with reference_kl=0; reference_kl must be the first weight, above 0"
+            )
         if self.rollouts.advantage != "gae":
             raise ValueError(f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'")
         if self.trainer.lora.rank:
@@ -72,6 +80,7 @@ async def train(run: Run[PPOConfig]) -> None:
         reference = await start_reference(run, has_begun=has_begun, sft_steps=sft_steps)
     critic = await start_critic(run, config.critic, config.gae, has_begun=has_begun)
     policy_schedule, critic_schedule = config.schedule.build(config.steps), config.critic.schedule.build(num_steps)
+    kl = replace(config.kl(), coefficient=run.state.get("kl_coefficient", config.reference_kl))
     version = await sync(run)
     async with make_queue(run, cursor, reference=None) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
@@ -81,17 +90,22 @@ async def train(run: Run[PPOConfig]) -> None:
             values = batch.metrics()
             samples = await with_columns_of_loss(run, batch.samples, reference)
             async with run.training():
-                rewards = await token_rewards(config, batch, samples, reference)
+                rewards, measured = await token_rewards(config, batch, samples, reference, kl)
+                values |= measured
                 judged = await critic.judge(samples, rewards, is_cut_off(batch))
                 fit = critic.fit(minibatches(config, judged.for_critic, step), critic_schedule(ppo_step))
                 if ppo_step <= config.critic.warmup_steps:
                     values |= await fit
                 else:
                     learning_rate = policy_schedule(ppo_step - config.critic.warmup_steps)
-                    policy = train_step(run, minibatches(config, judged.for_policy, step), learning_rate)
+                    parts = minibatches(config, judged.for_policy, step)
+                    policy = train_step(run, parts, config.make_loss(kl), learning_rate)
                     # Policy and critic have processes of their own, so both are trained at the same time.
                     updates, fitted = await asyncio.gather(policy, fit)
                     values |= fitted | report(config, batch, updates) | {"learning_rate": learning_rate}
+                    if reference is not None:
+                        values["kl/coefficient"] = kl.coefficient
+                        kl = config.kl_control.next_kl(kl, values["kl/reference"])
             async with rollouts.update():
                 version = await sync(run)
             values |= run.trained(samples, num_epochs=config.epochs_per_step)
@@ -100,7 +114,7 @@ async def train(run: Run[PPOConfig]) -> None:
             await run.record(step, values, phase="ppo")
             run.log.rollouts(step, batch.shown())
             # The checkpoint follows the step's record, as in GRPO.
-            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
+            state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
 
 
@@ -118,11 +132,11 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 
 
 async def token_rewards(
-    config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None
-) -> list[Tensor]:
-    """The reward for every token, [T] of each sample: a turn's at its last token, and the completion's penalties at the completion's last.
+    config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
+) -> tuple[list[Tensor], dict[str, float]]:
+    """(the reward for every token, [T] of each sample: a turn's at its last token, and the completion's penalties at its last; metrics).
 
-    With reference_kl_in="reward" every token's estimated KL divergence from the reference, times reference_kl, is subtracted.
+    With reference_kl_in="reward" every token pays `kl`, its estimated KL divergence from the reference times the coefficient.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []
@@ -130,10 +144,13 @@ async def token_rewards(
         row = torch.zeros(len(sample), dtype=torch.float64)
         row[-len(rewards) :] = torch.tensor(rewards, dtype=torch.float64)
         rows.append(row)
-    if reference is not None and config.reference_kl_in == "reward":
-        for sample, row, ref_logprobs in zip(samples, rows, await reference.logprobs(samples), strict=True):
-            row -= reference.kl.coefficient * reference.kl(sample.columns["old_logprobs"], ref_logprobs)
-    return rows
+    if reference is None or config.reference_kl_in == "loss":
+        return rows, {}
+    is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
+    logprobs = [sample.columns["old_logprobs"] for sample in samples]
+    ref_logprobs = await reference.logprobs(samples)
+    measured = {"kl/reference": mean_divergence(logprobs, ref_logprobs, is_action, kl)}
+    return penalised_rewards(rows, logprobs, ref_logprobs, is_action, kl), measured
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:

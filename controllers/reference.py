@@ -1,6 +1,6 @@
 """The reference policy, and the KL divergence from it. Trains nothing.
 
-The reference policy is the policy at the start of GRPO or DPO. A second trainer, which has no optimizer, holds it.
+The reference policy is the policy at the start of GRPO, PPO or DPO. A model that only infers holds it.
 
 G groups (problems), N completions of each, T positions of a sample.
 """
@@ -16,7 +16,7 @@ from controllers.metrics import Timer
 from controllers.rollouts import Group
 from controllers.run import Run, split
 from controllers.run_folder import RunFolder
-from rl_actors import KL, Sample, TrainerClient
+from rl_actors import KL, ReferenceClient, Sample
 
 if TYPE_CHECKING:
     from controllers.grpo import GRPOConfig
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 class FrozenPolicy:
     """Computes logprobs of a policy that does not change, also as a column of samples."""
 
-    trainer: TrainerClient
+    model: ReferenceClient
     samples_per_forward: int
     timer: Timer
 
@@ -35,7 +35,7 @@ class FrozenPolicy:
         rows: list[Tensor] = []
         with self.timer("reference"):
             for chunk in split(samples, self.samples_per_forward):
-                output = await self.trainer.forward(chunk)
+                output = await self.model.forward(chunk)
                 rows += output.logprobs
         return rows
 
@@ -92,31 +92,31 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 
 
 async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> FrozenPolicy:
-    """Start a second trainer with the policy that a phase of the run begins with.
+    """Start a model that only infers, with the policy that a phase of the run begins with.
 
-    is_saved: True if the policy is kept in run/reference. False if both trainers read it from hf_path.
-    has_begun: False if the phase begins now. Then the current weights of the first trainer are saved in run/reference. True if the phase
-    began before the run was resumed. Then they are already saved. The second trainer loads the saved weights in both cases.
+    is_saved: True if the policy is kept in run/reference. False if trainer and reference read it from hf_path.
+    has_begun: False if the phase begins now. Then the current weights of the trainer are saved in run/reference. True if the phase
+    began before the run was resumed. Then they are already saved. The reference loads the saved weights in both cases.
     """
-    trainer = run.spawn_reference()
+    model = run.spawn_reference()
     with run.log.setup("starting reference"):
-        await trainer.ready()
+        await model.ready()
     if is_saved:
         path = str(run.folder.reference)
         if not has_begun:
             async with run.turns.borrowed():
                 saved = await run.trainer.save_checkpoint(path, optimizer=False)
             await saved.wait()
-        await trainer.load_checkpoint(path, optimizer=False)
-    return FrozenPolicy(trainer=trainer, samples_per_forward=run.config.samples_per_forward_backward, timer=run.timer)
+        await model.load_checkpoint(path, optimizer=False)
+    return FrozenPolicy(model=model, samples_per_forward=run.config.samples_per_forward_backward, timer=run.timer)
 
 
 async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -> Reference:
-    """Start a second trainer with the policy that GRPO begins with."""
+    """Start a model with the policy that GRPO or PPO begins with."""
     config = run.config
     frozen = await start_frozen(run, has_begun=has_begun, is_saved=_is_saved(config, sft_steps))
     return Reference(
-        trainer=frozen.trainer,
+        model=frozen.model,
         samples_per_forward=frozen.samples_per_forward,
         timer=frozen.timer,
         kl=config.kl(),
@@ -138,5 +138,5 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
 
 
 def _is_saved(config: "GRPOConfig", sft_steps: int) -> bool:
-    """False if GRPO begins with the weights of hf_path, which a second trainer can read again."""
+    """False if GRPO begins with the weights of hf_path, which the reference can read again."""
     return bool(sft_steps or not config.trainer.hf_path)

@@ -29,9 +29,11 @@ from rl_actors import (
     GeneratorConfig,
     ModelConfig,
     OptimParams,
+    ReferenceClient,
     Sample,
     TrainerClient,
     TrainerConfig,
+    ValueTrainerClient,
     WeightsConfig,
 )
 from rl_actors.clients.call import in_background
@@ -253,9 +255,9 @@ class Run(Generic[Config]):
     trainer: TrainerClient
     generator: GeneratorClient
     checkpoints: Checkpoints
-    spawn_reference: Callable[[], TrainerClient]
-    """Spawns another trainer with the same config, but without an optimizer. The end of the run closes it."""
-    spawn_critic: Callable[[], TrainerClient]
+    spawn_reference: Callable[[], ReferenceClient]
+    """Spawns a model of the trainer's config that only infers. The end of the run closes it."""
+    spawn_critic: Callable[[], ValueTrainerClient]
     """Spawns a value model with the trainer's config. The end of the run closes it."""
     partners: dict[str, TrainerClient] = field(default_factory=dict)
     """Other trainers whose state belongs to the run's checkpoints, by the names of their folders there."""
@@ -389,26 +391,27 @@ class Actors:
         tokenizer_folder = folder.path.absolute() / "tokenizer"
         if config.alphabet and tokenizer_folder.is_dir():
             self.trainer_config.tokenizer_path = str(tokenizer_folder)
-        self.clients: list[TrainerClient | GeneratorClient] = []
+        self.clients: list[TrainerClient | ReferenceClient | GeneratorClient] = []
 
     def spawn_trainer(self) -> TrainerClient:
-        return self._spawn_trainer(self.trainer_config, "trainer")
+        trainer = rl_actors.TrainerClient.spawn(self.trainer_config, transport=self.transport, logs=self.logs)
+        self.clients.append(trainer)
+        return trainer
 
-    def spawn_reference(self) -> TrainerClient:
-        return self._spawn_trainer(replace(self.trainer_config, optimizer=None), "reference")
+    def spawn_reference(self) -> ReferenceClient:
+        reference = rl_actors.ReferenceClient.spawn(self.trainer_config, logs=self.logs)
+        self.clients.append(reference)
+        return reference
 
-    def spawn_critic(self) -> TrainerClient:
-        return self._spawn_trainer(replace(self.trainer_config, head="values"), "critic")
+    def spawn_critic(self) -> ValueTrainerClient:
+        critic = rl_actors.ValueTrainerClient.spawn(self.trainer_config, name="critic", logs=self.logs)
+        self.clients.append(critic)
+        return critic
 
     def spawn_generator(self) -> GeneratorClient:
         generator = rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
         self.clients.append(generator)
         return generator
-
-    def _spawn_trainer(self, config: TrainerConfig, name: str) -> TrainerClient:
-        trainer = rl_actors.TrainerClient.spawn(config, transport=self.transport, name=name, logs=self.logs)
-        self.clients.append(trainer)
-        return trainer
 
     async def close(self) -> None:
         """End all processes, in at most CLOSE_TIMEOUT seconds."""

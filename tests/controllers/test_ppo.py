@@ -43,6 +43,14 @@ def batch_of(*rewards: float) -> RolloutBatch:
     return RolloutBatch.of(groups, config, num_refills=0, num_retries=0, version=3)
 
 
+def rewards_of(batch: RolloutBatch) -> list[torch.Tensor]:
+    """The rewards of every token in a run without a reference."""
+    config = tiny_ppo()
+    rows, measured = asyncio.run(token_rewards(config, batch, batch.samples, None, config.kl()))
+    assert measured == {}
+    return rows
+
+
 class ValueModel:
     """A client of a value model that gives each state the number of tokens in it, and records what it is trained on."""
 
@@ -63,7 +71,7 @@ def critic(**fields) -> Critic:
 def test_every_group_of_a_ppo_batch_is_trained_on_and_its_reward_is_at_its_last_token():
     batch = batch_of(1.0, 0.0, 0.25)
     assert len(batch.samples) == 3 and is_cut_off(batch) == [False, True, True]
-    rows = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
+    rows = rewards_of(batch)
     assert [row.tolist() for row in rows] == [[0, 1.0], [0, 0, 0], [0, 0, 0, 0.25]]
 
 
@@ -80,7 +88,7 @@ def test_the_reward_of_every_turn_of_an_episode_is_at_its_last_token_and_what_th
     group = replace(group, completions=[turns], episodes=[episode])
     config = RolloutConfig(advantage="gae", group_size=1, max_refills=0)
     batch = RolloutBatch.of([group], config, num_refills=0, num_retries=0, version=3)
-    [row] = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
+    [row] = rewards_of(batch)
     assert row.tolist() == [0, 0, 0.5, 0, 1.0] and is_cut_off(batch) == [True]
     judged = asyncio.run(critic(bootstrap=False).judge(batch.samples, [row], is_cut_off(batch)))
     # Values are 2, 3 and 5 before the three actions. The position between the turns is skipped.
@@ -94,16 +102,31 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
     async def logprobs(samples):
         return [torch.full((len(sample),), -0.75) for sample in samples]
 
-    reference = SimpleNamespace(kl=KL(coefficient=0.1, estimator="k1"), logprobs=logprobs)
-    config = replace(tiny_ppo(), reference_kl=0.1, reference_kl_in="reward")
-    rows = asyncio.run(token_rewards(config, batch, batch.samples, reference))
+    config = replace(tiny_ppo(), reference_kl=0.3, reference_kl_in="reward")
+    kl = KL(coefficient=0.1, estimator="k1")  # the coefficient of this step, which may have moved
+    reference = SimpleNamespace(logprobs=logprobs)
+    rows, measured = asyncio.run(token_rewards(config, batch, batch.samples, reference, kl))
     # The policy's logprob is 0.25 above the reference's at each token of the completion. Prompts have the old logprob 0 and are no actions.
-    assert rows[0][1:].tolist() == pytest.approx([1 - 0.025]) and rows[1][1:].tolist() == pytest.approx([-0.025, 0.475])
+    assert rows[0].tolist() == pytest.approx([0, 1 - 0.025]) and rows[1].tolist() == pytest.approx([0, -0.025, 0.475])
+    assert measured == {"kl/reference": pytest.approx(0.25)}
+
+
+def test_a_moved_coefficient_is_that_of_the_loss_and_a_target_needs_a_first_one():
+    config = replace(tiny_ppo(), reference_kl=0.3)
+    assert config.make_loss().kl == KL(coefficient=0.3, estimator="k3")
+    moved = config.kl_control.next_kl(config.kl(), 5.0)
+    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")  # no target, no move
+    config.kl_control.target = 0.01
+    assert config.make_loss(config.kl_control.next_kl(config.kl(), 5.0)).kl.coefficient == pytest.approx(0.306)
+    config.validate()
+    config.reference_kl = 0.0
+    with pytest.raises(ValueError, match="kl_control.target=0.01 with reference_kl=0"):
+        config.validate()
 
 
 def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
     batch = batch_of(1.0, 0.5)
-    rewards = asyncio.run(token_rewards(tiny_ppo(), batch, batch.samples, None))
+    rewards = rewards_of(batch)
     judged = asyncio.run(critic().judge(batch.samples, rewards, is_cut_off(batch)))
     # Position i reads i + 1 tokens. The first sample has ended; the second goes on with the value 4 of its last state.
     assert [sample.columns["returns"].tolist() for sample in judged.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]

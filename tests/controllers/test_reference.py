@@ -94,7 +94,7 @@ class KnownReference:
 
 
 def reference_of(client, **kl) -> Reference:
-    return Reference(trainer=client, kl=KL(**kl), temperature=1.3, samples_per_forward=4, timer=Timer())
+    return Reference(model=client, kl=KL(**kl), temperature=1.3, samples_per_forward=4, timer=Timer())
 
 
 def penalised(groups: list[Group], client, **kl) -> list[Group]:

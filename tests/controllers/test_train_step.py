@@ -46,7 +46,8 @@ def run_with(trainer: RecordingTrainer, **options) -> Run:
 
 
 async def train_on(run: Run, names: str):
-    return await train_step(run, parts_of(run.config, [named_sample(name) for name in names]), 0.5)
+    samples = [named_sample(name) for name in names]
+    return await train_step(run, parts_of(run.config, samples), run.config.make_loss(), 0.5)
 
 
 @pytest.mark.parametrize(
