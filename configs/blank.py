@@ -2,7 +2,7 @@
 cores.
 """
 
-from configs.tiny import sft_phase
+from configs.tiny import sft_phase, tiny_model
 from controllers.environments import EnvironmentConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
@@ -48,18 +48,9 @@ def _no_task() -> EnvironmentConfig:
 
 
 def _model() -> ModelConfig:
-    return ModelConfig(
-        vocab_size=128,  # replaced by the size of the problems' alphabet
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-        max_position_embeddings=256,
-        rope_theta=100.0,  # with a base of 10,000 most frequencies would hardly rotate over a text of some tens of tokens
-        tie_word_embeddings=False,
-    )
+    # The vocabulary is replaced by the size of the problems' alphabet. With a base of 10,000 most frequencies would hardly rotate over a text
+    # of some tens of tokens.
+    return tiny_model(vocab_size=128, max_position_embeddings=256, rope_theta=100.0)
 
 
 def _trainer() -> TrainerConfig:

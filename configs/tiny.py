@@ -67,18 +67,8 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 def _parts() -> _Parts:
     """Fields that all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
-    model = ModelConfig(
-        vocab_size=16,
-        hidden_size=192,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=8,
-        head_dim=32,
-        max_position_embeddings=128,
-        rope_theta=10.0,  # with a base of 10,000 most frequencies would hardly rotate over a text of nine tokens
-        tie_word_embeddings=False,  # with a tied head the outermost digits, 0 and 9, are learned long after the others
-    )
+    # With a base of 10,000 most frequencies would hardly rotate over a text of nine tokens.
+    model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
     return {
         **addition(digits=2),
         "trainer": TrainerConfig(
@@ -96,6 +86,22 @@ def _parts() -> _Parts:
             enforce_eager=True,
         ),
     }
+
+
+def tiny_model(*, vocab_size: int, max_position_embeddings: int, rope_theta: float) -> ModelConfig:
+    """A Qwen3 of a million parameters."""
+    return ModelConfig(
+        vocab_size=vocab_size,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        head_dim=32,
+        max_position_embeddings=max_position_embeddings,
+        rope_theta=rope_theta,
+        tie_word_embeddings=False,  # with a tied head the outermost digits, 0 and 9, are learned long after the others
+    )
 
 
 def addition(digits: int) -> Task:

@@ -11,12 +11,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from controllers.charts import COLORS, compared_charts, of_phases, series, validation_metrics
+from controllers.charts import COLORS, TRAINED_PHASES, compared_charts, of_phases, series, validation_metrics
 from controllers.command import started_as
 from controllers.config_file import leaves
 from controllers.report import RunFiles, minutes_text, number, page, total
 from controllers.run_folder import RunFolder
 
+LAST_VALUES = {
+    "reward/mean": "reward, last step",
+    "dpo/accuracy": "pairs with a positive margin, last step",
+    "entropy": "entropy, last step (nats)",
+}
+"""Names in metrics.jsonl whose last values are compared, for runs that have them."""
 Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
@@ -41,17 +47,20 @@ def summary(runs: dict[str, RunFiles]) -> list[Row]:
     """The results of the runs, one row for each quantity."""
     rows: list[Row] = [
         ("outcome", [run.status for run in runs.values()]),
-        ("steps", [f"{len(of_phases(run.records, 'sft', 'grpo')):,}" for run in runs.values()]),
+        ("steps", [f"{len(of_phases(run.records, *TRAINED_PHASES)):,}" for run in runs.values()]),
     ]
     names = dict.fromkeys(name for run in runs.values() for name in validation_metrics(run.records))
     for name in names:
         texts = []
         for run in runs.values():
             values = series(run.records, name)[1]
-            texts.append(f"{values[-1]:.3f} (best {max(values):.3f})" if values else "–")
+            best = min if name.endswith("/loss") else max
+            texts.append(f"{values[-1]:.3f} (best {best(values):.3f})" if values else "–")
         rows.append((name, texts))
-    for name, label in {"reward/mean": "reward, last step", "entropy": "entropy, last step (nats)"}.items():
-        rows.append((label, [number(_last(run, name)) for run in runs.values()]))
+    for name, label in LAST_VALUES.items():
+        last_values = [_last(run, name) for run in runs.values()]
+        if any(value is not None for value in last_values):
+            rows.append((label, [number(value) for value in last_values]))
     rows += [
         ("tokens trained", [f"{total(run.records, 'tokens/trained'):,.0f}" for run in runs.values()]),
         ("time in steps", [minutes_text(total(run.records, "time/step")) for run in runs.values()]),

@@ -44,6 +44,21 @@ def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(html):
     assert Nesting(html).problems == [] and "script" not in page.tags
 
 
+def test_runs_of_dpo_are_compared_by_their_pairs(tmp_path):
+    folders = []
+    for name, accuracies in {"one": (0.5, 0.75), "two": (0.5, 1.0)}.items():
+        records = []
+        for step, accuracy in enumerate(accuracies, start=1):
+            values = {"dpo/accuracy": accuracy, "validation/dpo/loss": 1 - accuracy, "loss": 1 - accuracy}
+            records.append({"step": step, "phase": "dpo", **values})
+        folders.append(write_run(tmp_path / name, records).path)
+    rows = dict(compare.summary(compare.read_runs(folders)))
+    assert rows["steps"] == ["2", "2"]
+    assert rows["pairs with a positive margin, last step"] == ["0.75", "1"]
+    assert rows["validation/dpo/loss"] == ["0.250 (best 0.250)", "0.000 (best 0.000)"]
+    assert "reward, last step" not in rows
+
+
 def test_the_page_has_the_results_and_the_fields_that_differ(html):
     shown = " ".join(Tags(html).words)
     for text in (
