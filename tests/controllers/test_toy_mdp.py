@@ -1,0 +1,181 @@
+"""A task whose values are known: PPO solves it, and fails it if the critic's values belong to the state after each action.
+
+An episode shows one of four cues, takes an action, shows an observation, and takes a second action. The reward comes after the second action,
+and only the first decides about it. With λ = 0 only the values can carry the reward back to the first action: its advantage is the value
+of the state after it, minus the value of the state before. A shift of the values by one position misses it.
+
+E episodes, S states before an action, V tokens.
+"""
+
+import asyncio
+import statistics
+from dataclasses import dataclass, replace
+from random import Random
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch import Tensor
+
+from controllers.critic import Critic, CriticConfig
+from controllers.gae import GAEConfig
+from controllers.run import RunConfig
+from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerConfig, num_loss_tokens
+from rl_actors.clients.conversion import merge_outputs
+
+if TYPE_CHECKING:
+    from rl_actors.engine.train_engine import TrainEngine
+
+VOCABULARY = 8
+CUES = range(4)
+OBSERVATION = 7
+RIGHT_ACTION = 2
+NUM_EPISODES = 96
+STEPS = 30
+SOLVED = 0.9  # expected reward; a random policy has 1/8
+
+
+@dataclass
+class EngineClient:
+    """A trainer's engine in this process under the calls of a client."""
+
+    engine: "TrainEngine"
+
+    async def forward(self, samples):
+        return merge_outputs(len(samples), [self.engine.forward(samples)])
+
+    async def forward_backward(self, samples, loss):
+        return merge_outputs(len(samples), [self.engine.forward_backward(samples, loss)])
+
+    async def optim_step(self, params):
+        return self.engine.optim_step(params)
+
+
+class ShiftedCritic(EngineClient):
+    """Answers with the value of the state after each target."""
+
+    async def forward(self, samples):
+        output = await super().forward(samples)
+        return replace(output, values=[torch.cat([row[1:], torch.zeros(1)]) for row in output.values])
+
+
+@pytest.fixture
+def engines(process_group):
+    """(policy, critic): two engines with random weights."""
+    from rl_actors.engine.train_engine import TrainEngine
+
+    model = ModelConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=64,
+        rope_theta=10_000.0,
+        tie_word_embeddings=False,
+    )
+    config = TrainerConfig(model=model, max_sequence_length=16, tokens_per_row=1024)
+    return TrainEngine(config), TrainEngine(replace(config, head="values"))
+
+
+def logprobs_of_states(policy: "TrainEngine", states: list[list[int]]) -> Tensor:
+    """[S, V]: the policy's logprobs of every next token."""
+    ids = torch.arange(VOCABULARY)
+    samples = []
+    for tokens in states:
+        known = Sample.from_tokens(tokens[:1], [*tokens[1:], 0])
+        samples.append(replace(known, columns={"target_ids": ids.expand(len(known), -1)}))
+    output = merge_outputs(len(samples), [policy.forward(samples)])
+    return torch.stack([row[-1] for row in output.target_logprobs])
+
+
+def play(policy: "TrainEngine", draw: torch.Generator) -> tuple[list[Sample], list[Tensor]]:
+    """(the episodes as samples, the rewards of every position)."""
+    episodes = [[int(cue)] for cue in torch.randint(len(CUES), (NUM_EPISODES,), generator=draw)]
+    logprobs = []
+    for following in ([OBSERVATION], []):
+        logprobs_EV = logprobs_of_states(policy, episodes)
+        actions_E = torch.multinomial(logprobs_EV.exp(), 1, generator=draw)[:, 0]
+        logprobs.append(logprobs_EV[range(NUM_EPISODES), actions_E])
+        episodes = [[*tokens, int(action), *following] for tokens, action in zip(episodes, actions_E, strict=True)]
+    samples, rewards = [], []
+    for tokens, first, second in zip(episodes, *logprobs, strict=True):
+        known = Sample.from_tokens(tokens[:1], tokens[1:])
+        columns = {"loss_weights": torch.tensor([1.0, 0.0, 1.0]), "old_logprobs": torch.tensor([first, 0.0, second])}
+        samples.append(replace(known, columns=columns))
+        rewards.append(torch.tensor([0.0, 0.0, float(tokens[1] == RIGHT_ACTION)], dtype=torch.float64))
+    return samples, rewards
+
+
+def critic_of(client: EngineClient) -> Critic:
+    # Advantages are not whitened: once the task is solved, they are only the noise of the values, which whitening would enlarge.
+    gae = GAEConfig(actor_lambda=0.0, critic_lambda=1.0, whiten=False)
+    return Critic(trainer=client, config=CriticConfig(clip=0.5), gae=gae, run_config=RunConfig())
+
+
+async def train(policy: "TrainEngine", client: EngineClient) -> None:
+    """PPO with two passes of two minibatches a step."""
+    critic = critic_of(client)
+    draw, order = torch.Generator().manual_seed(0), Random(0)
+    for _ in range(STEPS):
+        samples, rewards = play(policy, draw)
+        judged = await critic.judge(samples, rewards, [False] * len(samples))
+        for _ in range(2):
+            indices = order.sample(range(NUM_EPISODES), k=NUM_EPISODES)
+            for half in (indices[: NUM_EPISODES // 2], indices[NUM_EPISODES // 2 :]):
+                await critic.fit([[judged.for_critic[index] for index in half]], 1e-2)
+                part = [judged.for_policy[index] for index in half]
+                policy.forward_backward(part, PPO())
+                policy.optim_step(OptimParams(learning_rate=3e-3, grad_divisor=num_loss_tokens(part)))
+
+
+async def fit_fixed_policy(policy: "TrainEngine", client: EngineClient) -> None:
+    """Train only the critic, on returns of the policy, as in the warm-up of a run."""
+    critic = critic_of(client)
+    draw = torch.Generator().manual_seed(0)
+    for step in range(STEPS):
+        samples, rewards = play(policy, draw)
+        judged = await critic.judge(samples, rewards, [False] * len(samples))
+        thirds = [judged.for_critic[start::3] for start in range(3)]
+        await critic.fit([*thirds, *thirds], 1e-2 * (1 - step / STEPS) ** 2)
+
+
+def probabilities(policy: "TrainEngine") -> list[float]:
+    """The probability of the right action after each cue, which is the value of the first state."""
+    logprobs_SV = logprobs_of_states(policy, [[cue] for cue in CUES])
+    return logprobs_SV.exp()[:, RIGHT_ACTION].tolist()
+
+
+def values_of(critic: "TrainEngine", cue: int, action: int) -> tuple[float, float]:
+    """(value of the state before the first action, value of the state before the second)."""
+    sample = Sample.from_tokens([cue], [action, OBSERVATION, 0])
+    output = merge_outputs(1, [critic.forward([sample])])
+    assert output.values is not None
+    before_first, _, before_second = output.values[0].tolist()
+    return before_first, before_second
+
+
+def test_ppo_solves_the_task_and_its_values_are_the_known_ones(engines):
+    policy, critic = engines
+    asyncio.run(train(policy, EngineClient(critic)))
+    assert statistics.fmean(probabilities(policy)) > SOLVED
+    for cue, known in zip(CUES, probabilities(policy), strict=True):
+        assert values_of(critic, cue, RIGHT_ACTION) == pytest.approx((known, 1.0), abs=0.05)
+
+
+def test_ppo_with_values_that_are_shifted_by_one_fails_the_task(engines):
+    policy, critic = engines
+    asyncio.run(train(policy, ShiftedCritic(critic)))
+    assert statistics.fmean(probabilities(policy)) < SOLVED / 2
+
+
+@pytest.mark.slow
+def test_a_critic_that_is_trained_on_returns_of_a_fixed_policy_knows_the_value_of_every_state(engines):
+    policy, critic = engines
+    asyncio.run(fit_fixed_policy(policy, EngineClient(critic)))
+    for cue, known in zip(CUES, probabilities(policy), strict=True):
+        for action in range(VOCABULARY):
+            expected = (known, float(action == RIGHT_ACTION))
+            assert values_of(critic, cue, action) == pytest.approx(expected, abs=0.05), (cue, action)
