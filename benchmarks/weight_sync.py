@@ -1,7 +1,8 @@
 """Speed of the weights' way from a trainer to a generator, beside a plain copy of as many bytes in the same run.
 
 On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
-out. The plain copy moves the same number of bytes as one tensor: one process copies it into shared memory, and the other one copies it out.
+out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
+copies it into shared memory, and the other one copies it out.
 All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors a real trainer and a real generator follow: a push and a pull as their callers see them, with the parts of both. On GPUs there is
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection
 
@@ -29,6 +31,7 @@ from rl_actors.clients.call import in_background
 from rl_actors.engine.hf import tensor_shapes
 from rl_actors.policy_trainer import PolicyTrainer
 from rl_actors.processes.spawn import spawn_processes
+from rl_actors.processes.threads import one_thread
 from rl_actors.transports.base import Manifest
 from rl_actors.transports.default import default_transport
 from rl_actors.transports.reader import SlotSource
@@ -78,8 +81,9 @@ def read_versions(connection: Connection, num_threads: int) -> None:
     kept: dict[str, Tensor] = {}  # memory of the reader, made at the first version
     while (manifest := connection.recv()) is not None:
         path = "tcp" if manifest.stream == TCP else "shared_memory"
+        source = SlotSource(manifest=manifest, path=path, timeout=TIMEOUT, secret=SECRET)
         begin = time.perf_counter()
-        with SlotSource(manifest=manifest, path=path, timeout=TIMEOUT, secret=SECRET).open() as version:
+        with source.open() as version, nullcontext() if manifest.stream == PLAIN else one_thread():
             for name, tensor in version.tensors():
                 if name not in kept:
                     kept[name] = torch.zeros_like(tensor)

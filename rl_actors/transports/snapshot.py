@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from rl_actors.processes.threads import one_thread
 from rl_actors.transports import cuda_ipc
 from rl_actors.transports.base import published_dtype
 from rl_actors.transports.placement import Place
@@ -43,7 +44,7 @@ class Snapshot:
         layout = self.plan.layout(tensors, dtype)
         slot = self._slot_for(layout, _device(tensors), key)
         deadline = time.monotonic() + self.timeout
-        with slot.writing(key, self.timeout), cuda_ipc.copies_end():
+        with slot.writing(key, self.timeout), cuda_ipc.copies_end(), one_thread():
             for name, tensor in tensors.items():
                 if name in slot.views:
                     slot.views[name].copy_(local_part(tensor), non_blocking=True)

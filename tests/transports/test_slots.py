@@ -13,6 +13,7 @@ import torch
 from waiting import GUARD, wait_until
 
 from rl_actors.transports import cuda_ipc
+from rl_actors.transports import snapshot as snapshot_module
 from rl_actors.transports.base import Manifest, Piece
 from rl_actors.transports.placement import Place
 from rl_actors.transports.reader import SlotSource, whole
@@ -196,6 +197,24 @@ def test_slots_are_made_once_and_anew_only_when_the_tensors_change():
         # The newest version of the former layout stays until the new layout has one.
         assert len(former & {slot.token for slot in snapshot.slots}) == (version == 6)
     assert len(snapshot.slots) == 2
+
+
+def test_tensors_are_copied_by_one_thread_and_the_threads_come_back(monkeypatch):
+    before = torch.get_num_threads()
+    during = []
+
+    def local_part(tensor: torch.Tensor) -> torch.Tensor:
+        during.append(torch.get_num_threads())
+        return tensor
+
+    monkeypatch.setattr(snapshot_module, "local_part", local_part)
+    torch.set_num_threads(3)
+    try:
+        write(Snapshot(rank=0, timeout=GUARD), 1)
+        assert during[-NUM_TENSORS:] == [1] * NUM_TENSORS
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended():
