@@ -18,13 +18,13 @@ def tiny_game() -> GRPOConfig:
         max_tokens=1,
         episodes=EpisodeConfig(max_turns=4),
         environment=EnvironmentConfig(task="controllers.environments.guessing:GuessingGame", num_held_out=10),
-        steps=120,
+        steps=50,
         updates_per_step=2,
         epochs_per_step=1,
         rollouts=RolloutConfig(groups_per_step=60, group_size=8, max_refills=0),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-3, warmup_steps=2, min_ratio=0.1),
         sft_steps=0,
-        checkpoint_every=40,
+        checkpoint_every=25,
     )
 
 

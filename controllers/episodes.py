@@ -96,18 +96,24 @@ class PlayedEpisode:
         """The lines as a record has them."""
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
-    def to_sample(self, temperature: float, **columns: float) -> Sample:
-        """A sample that trains the policy's own tokens. The columns are 0 at all others."""
-        weights = [float(is_action) for is_action in self.is_action]
-        masked = {name: [value * weight for weight in weights] for name, value in columns.items()}
+    def to_sample(self, *, advantage: float, temperature: float) -> Sample:
+        """A sample that trains the policy's own tokens. The advantage is 0 at all others."""
+        weights = self._weights()
         return Sample.from_tokens(
             self.prompt,
             self.completion.tokens,
             temperature=temperature,
             loss_weights=weights,
             old_logprobs=self.completion.logprobs,
-            **masked,
+            advantages=[advantage * weight for weight in weights],
         )
+
+    def to_supervised_sample(self) -> Sample:
+        """A sample that trains the policy's own tokens as answers."""
+        return Sample.from_tokens(self.prompt, self.completion.tokens, loss_weights=self._weights())
+
+    def _weights(self) -> list[float]:
+        return [float(is_action) for is_action in self.is_action]
 
 
 class _Failed(Exception):
@@ -190,7 +196,7 @@ class Player:
         require_demonstrations(environment)
         shown_turns = cast(Demonstrating, environment).demonstration(problem)
         episode = await self.play(environment, problem, Scripted(shown_turns, self))
-        return episode.to_sample(1.0)
+        return episode.to_supervised_sample()
 
     async def _play(
         self, environment: EpisodeEnvironment, problem: Problem, policy: Policy, num_retries: int

@@ -133,7 +133,7 @@ class Group:
         """A sample of each completion, which trains the tokens that the policy sampled."""
         if self.episodes:
             pairs = zip(self.episodes, advantages, strict=True)
-            return [episode.to_sample(temperature, advantages=advantage) for episode, advantage in pairs]
+            return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]
         samples = []
         for completion, advantage in zip(self.completions, advantages, strict=True):
             samples.append(to_sample(self.prompt, completion, advantage, temperature))

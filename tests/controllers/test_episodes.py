@@ -98,7 +98,7 @@ def test_only_the_policys_own_tokens_are_trained_with_the_logprobs_and_versions_
     assert episode.completion.policy_versions == [7, 7, 7, 7, 8, 8, 8]
     assert episode.rewards_per_token == [0, 0.25, 0, 0, 0, 0, 1.0] and episode.reward == 1.25
     assert episode.completion.finish_reason == "stop"
-    sample = episode.to_sample(0.7, advantages=2.0)
+    sample = episode.to_sample(advantage=2.0, temperature=0.7)
     weights = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]
     assert sample.targets.tolist() == episode.completion.tokens and sample.temperature == 0.7
     assert sample.columns["loss_weights"].tolist() == weights
@@ -440,6 +440,7 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
     trained = sample.targets[sample.columns["loss_weights"] != 0].tolist()
     expression = problem.prompt.removesuffix("?")
     eos = [tokenizer.end_token_id]
+    assert set(sample.columns) == {"loss_weights"}  # cross entropy takes no other
     assert trained == tokenizer.encode(f"c{expression}") + eos + tokenizer.encode(problem.answer) + eos
     game = GuessingGame(seed=0, num_held_out=10)
     with pytest.raises(ValueError, match="GuessingGame has no method demonstration, so it has no supervised phase"):

@@ -20,6 +20,7 @@ from references import VOCAB_SIZE
 from controllers import checkpoints, cli, config_file, interruption, launch
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, Scorer
+from controllers.environments.guessing import Game, GuessingGame
 from controllers.grpo import GRPOConfig, train
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger
@@ -143,6 +144,16 @@ class RecordedGenerator(AnswersEach):
             groups.append([self.completion(draw, params) for draw in draws])
         return groups
 
+    async def generate_each(self, prompts, params, indices=None):
+        if indices is None:
+            async for pair in super().generate_each(prompts, params):
+                yield pair
+            return
+        await self.before("turns", self.interruption)
+        for place, index in enumerate(indices):
+            await asyncio.sleep(0)
+            yield place, [self.completion(random.Random(f"{params.seed}/{index}"), params)]
+
     def completion(self, draw, params):
         tokens = [draw.randrange(2, 16) for _ in range(draw.randint(1, params.max_tokens))]
         versions = [self.version] * len(tokens)
@@ -155,6 +166,31 @@ class NoisyReward(ParityReward):
 
     def reward(self, problem, completion):
         return float(super().reward(problem, completion) != (random.random() < 0.3))
+
+
+class Hints(GuessingGame):
+    """The guessing game in the characters of this file. A demonstration is one wrong guess and the right one."""
+
+    def problem(self, index):
+        return replace(super().problem(index), prompt="=")
+
+    def held_out(self):
+        return [replace(problem, prompt="=") for problem in super().held_out()]
+
+    def episode(self, problem):
+        return HintsGame(int(problem.answer), self.num_guesses)
+
+    def demonstration(self, problem):
+        return [str(9 - int(problem.answer)), problem.answer]
+
+
+class HintsGame(Game):
+    def reset(self):
+        return "="
+
+    def step(self, completion):
+        reply = super().step(completion[:1])
+        return replace(reply, observation=".") if reply.observation == "?" else reply
 
 
 class WrongReward(ParityReward):
@@ -313,6 +349,24 @@ def test_a_run_ahead_that_was_killed_skips_no_problem_and_trains_on_none_twice(r
         assert sorted(used + [environment.problem(index).prompt for index in state["pending"]]) == sorted(drawn)
         ages = [record["age/max"] for record in lines(folder) if "age/max" in record]
         assert 0 < max(ages) <= 4
+
+
+@pytest.mark.slow
+def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_bit_for_bit(run, tmp_path):
+    config, environment, whole = grpo_config(), Hints(seed=0, num_held_out=5), RunFolder(tmp_path / "whole")
+    run(whole, config=config, environment=environment)
+    expected = lines(whole)
+    assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
+    assert all(record["episode/turns_mean"] > 1 for record in expected if record["phase"] == "grpo")
+    moments = random.Random(0).sample(range(1, 17), 3)  # optimizer steps: 5 supervised ones and two in each other step
+    for last in moments:
+        folder = RunFolder(tmp_path / f"killed-{last}")
+        with pytest.raises(Killed):
+            run(folder, config=config, environment=environment, last=last)
+        run(folder, config=config, environment=environment, resume=True)
+        assert lines(folder) == expected
+        assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
+        assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
 
 
 @pytest.mark.parametrize(
