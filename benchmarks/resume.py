@@ -34,13 +34,18 @@ VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
 SFT_STEPS, GRPO_STEPS = 3, 12
 FLAGS = {
     "--steps": GRPO_STEPS,
-    "--sft-steps": SFT_STEPS,
     "--checkpoint-every": 2,
     "--validate-every": 3,
     "--rollouts.groups-per-step": 8,
-    # Random weights earn this reward half of the time, so every step has groups with different rewards.
-    "--environment.task": "tests.fakes:parity_reward",
-    "--environment.options": "{}",
+}
+# By config. Random weights earn the rewards now and then, so the steps have groups with different rewards.
+FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
+    "tiny": {
+        "--sft-steps": SFT_STEPS,
+        "--environment.task": "tests.fakes:parity_reward",
+        "--environment.options": "{}",
+    },
+    "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + GRPO_STEPS},  # episodes of several turns
 }
 
 
@@ -146,10 +151,10 @@ def has_partial_checkpoint(folder: RunFolder) -> bool:
     return any(folder.checkpoints.glob("step-*/trainer.partial"))
 
 
-def run_round(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], seed: int) -> str:
+def run_round(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], arguments: list[object]) -> str:
     """Begin a run, kill it and resume it. Returns a text about the round. Raises RuntimeError if the run fails or its metrics differ."""
     log = folder.path.with_suffix(".log")
-    with Controller(*flags(folder, seed), log=log) as run:
+    with Controller(*arguments, "--output-dir", folder.path, log=log) as run:
         carry_out(kill, run, folder)
         run.wait_until_gone()
     num_lines = len(read_jsonl(folder.metrics))
@@ -187,9 +192,9 @@ def close(one: Any, other: Any) -> bool:
     return one == other
 
 
-def flags(folder: RunFolder, seed: int) -> list[object]:
-    arguments: list[object] = ["--config", "tiny", "--output-dir", folder.path, "--seed", seed]
-    for flag, value in FLAGS.items():
+def flags(config: str, seed: int) -> list[object]:
+    arguments: list[object] = ["--config", config, "--seed", seed]
+    for flag, value in (FLAGS | FLAGS_OF_CONFIG[config]).items():
         arguments += [flag, value]
     return arguments
 
@@ -200,6 +205,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the runs; the kill of round i is drawn with seed + i"
     )
+    parser.add_argument("--config", choices=FLAGS_OF_CONFIG, default="tiny", help="what the runs learn")
     parser.add_argument("--victim", choices=VICTIMS, help="kill only this process")
     parser.add_argument("--moment", choices=MOMENTS, help="kill only at this moment")
     parser.add_argument("--folder", type=Path, help="folder of the runs; default: a temporary one")
@@ -207,14 +213,15 @@ def main() -> None:
     base = args.folder or Path(tempfile.mkdtemp(prefix="rl_actors_resume_"))
     print(f"seed {args.seed}, runs in {base}", flush=True)
     whole = RunFolder(base / "uninterrupted")
-    with Controller(*flags(whole, args.seed), log=base / "uninterrupted.log") as run:
+    arguments = flags(args.config, args.seed)
+    with Controller(*arguments, "--output-dir", whole.path, log=base / "uninterrupted.log") as run:
         run.finish()
     expected, lost = read_jsonl(whole.metrics), 0
     for index in range(args.rounds):
         kill = draw_kill(random.Random(args.seed + index), args.victim, args.moment)
         start = time.monotonic()
         try:
-            outcome = "ok: " + run_round(kill, RunFolder(base / f"round-{index}"), expected, args.seed)
+            outcome = "ok: " + run_round(kill, RunFolder(base / f"round-{index}"), expected, arguments)
         except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
             outcome, lost = f"LOST: {error!r}", lost + 1
         print(

@@ -12,9 +12,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "moment"), [("controller", "between"), ("trainer", "writing")])
-def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, victim, moment):
-    arguments = ["--rounds", "1", "--victim", victim, "--moment", moment, "--folder", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("config", "victim", "moment"),
+    [("tiny", "controller", "between"), ("tiny", "trainer", "writing"), ("tiny_game", "controller", "between")],
+)
+def test_a_killed_run_goes_on_as_the_uninterrupted_one(tmp_path, config, victim, moment):
+    arguments = ["--config", config, "--rounds", "1", "--victim", victim, "--moment", moment, "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.resume", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=550)
     assert finished.returncode == 0, finished.stdout + finished.stderr
