@@ -59,7 +59,7 @@ def _value(node: ast.expr) -> int:
 class Calculation:
     """One problem. A turn that begins with "c" asks the calculator for the rest of its text. Any other turn is the answer, and the end.
 
-    The calculator answers "=" and the value, or "!" if it refuses the expression.
+    The calculator answers "=", the value and "?", or "=?" if it refuses the expression.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -74,7 +74,7 @@ class Calculation:
         try:
             return Reply(observation=f"={calculate(completion[1:])}?")
         except CalculatorError:
-            return Reply(observation="!?")
+            return Reply(observation="=?")
 
 
 class Products:

@@ -3,12 +3,14 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from types import SimpleNamespace
 
 import pytest
 import torch
 from own_models import CHAT_TEMPLATE, save_tokenizer
 
+from configs.tiny_game import tiny_game, tiny_tool
 from controllers.chat import ChatConfig
 from controllers.environments import EpisodeError, Message, Problem, Reply, Scorer, build_environment
 from controllers.environments.calculator import CalculatorError, Products, calculate
@@ -462,9 +464,31 @@ def test_the_game_and_the_products_reward_only_what_is_right():
     held_out = {problem.key for problem in products.held_out()}
     assert len(held_out) == 200 and all(products.problem(index).key not in held_out for index in range(500))
     two = products.episode(Problem(prompt="47*83?", answer="3901", key=""))
-    assert two.step("c47*83").observation == "=3901?" and two.step("c47*").observation == "!?"
+    assert two.step("c47*83").observation == "=3901?" and two.step("c47*").observation == "=?"
     assert two.step("3901") == Reply(reward=1.0, is_over=True)
     assert products.episode(Problem(prompt="47*83?", answer="3901", key="")).step("390").reward == 0.0
+
+
+@pytest.mark.parametrize("make_config", [tiny_game, tiny_tool])
+def test_random_turns_of_a_shipped_task_fit_its_alphabet_and_its_limits(tmp_path, make_config):
+    """A policy of random weights says anything."""
+    config, draw = make_config(), Random(0)
+    config.validate()
+    build_character_tokenizer(tmp_path, config.alphabet)
+    tokenizer, environment = load_tokenizer(tmp_path), build_environment(config.environment)
+    assert len(tokenizer) <= config.trainer.model.vocab_size
+
+    async def policy(tokens: list[int], turn: int) -> Completion:
+        said = [draw.randrange(len(tokenizer)) for _ in range(config.max_tokens)]
+        if config.max_tokens > 1 and draw.random() < 0.7:
+            said = tokenizer.encode("c" if draw.random() < 0.7 else "9") + said[1:]
+        zeros = [0] * len(said)
+        return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="length")
+
+    player = Player(tokenizer=tokenizer, limits=config.episode_limits(), scorer=Scorer())
+    for index in range(300):
+        episode = asyncio.run(player.play(environment, environment.problem(index), policy))
+        assert 1 <= episode.num_turns <= config.episodes.max_turns and episode.reward in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
