@@ -55,6 +55,11 @@ class PPOConfig(GRPOConfig):
             )
         if self.rollouts.advantage != "gae":
             raise ValueError(f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'")
+        if self.generator.max_model_len > self.trainer.max_sequence_length:
+            raise ValueError(
+                f"generator.max_model_len={self.generator.max_model_len} exceeds trainer.max_sequence_length={self.trainer.max_sequence_length}: "
+                "the critic reads also the last token of a completion"
+            )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
         if self.turns.enabled:

@@ -177,3 +177,11 @@ def test_only_ppo_takes_advantages_from_a_value_model():
     ):
         replace(tiny(), rollouts=RolloutConfig(advantage="gae", group_size=1)).validate()
     tiny_ppo().validate()
+
+
+def test_a_completion_whose_last_state_the_critic_could_not_read_is_refused_before_the_run():
+    config = tiny_ppo()
+    config.validate()
+    config.generator.max_model_len += 1
+    with pytest.raises(ValueError, match="generator.max_model_len=65 exceeds trainer.max_sequence_length=64"):
+        config.validate()
