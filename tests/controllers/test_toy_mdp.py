@@ -19,8 +19,9 @@ from torch import Tensor
 
 from controllers.critic import Critic, CriticConfig
 from controllers.gae import GAEConfig
+from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
 from controllers.run import RunConfig
-from rl_actors import PPO, ModelConfig, OptimParams, Sample, TrainerConfig, num_loss_tokens
+from rl_actors import KL, PPO, ModelConfig, OptimParams, Sample, TrainerConfig, num_loss_tokens
 from rl_actors.clients.conversion import merge_outputs
 
 if TYPE_CHECKING:
@@ -116,19 +117,55 @@ def critic_of(client: EngineClient) -> Critic:
 
 
 async def train(policy: "TrainEngine", client: EngineClient) -> None:
-    """PPO with two passes of two minibatches a step."""
     critic = critic_of(client)
     draw, order = torch.Generator().manual_seed(0), Random(0)
     for _ in range(STEPS):
+        await step(policy, critic, *play(policy, draw), order)
+
+
+async def step(
+    policy: "TrainEngine", critic: Critic, samples: list[Sample], rewards: list[Tensor], order: Random
+) -> None:
+    """A step of PPO: two passes of two minibatches."""
+    judged = await critic.judge(samples, rewards, [False] * len(samples))
+    for _ in range(2):
+        indices = order.sample(range(NUM_EPISODES), k=NUM_EPISODES)
+        for half in (indices[: NUM_EPISODES // 2], indices[NUM_EPISODES // 2 :]):
+            await critic.fit([[judged.for_critic[index] for index in half]], 1e-2)
+            part = [judged.for_policy[index] for index in half]
+            policy.forward_backward(part, PPO())
+            policy.optim_step(OptimParams(learning_rate=3e-3, grad_divisor=num_loss_tokens(part)))
+
+
+async def train_on_a_leash(policy: "TrainEngine", client: EngineClient, control: KLControlConfig) -> list[float]:
+    """PPO with the KL divergence from the first policy in the reward. Returns the mean divergence of a token in every step."""
+    critic = critic_of(client)
+    reference = first_logprobs(policy)
+    kl, measured = KL(coefficient=0.3, estimator="k1"), []
+    draw, order = torch.Generator().manual_seed(0), Random(0)
+    for _ in range(2 * STEPS):
         samples, rewards = play(policy, draw)
-        judged = await critic.judge(samples, rewards, [False] * len(samples))
-        for _ in range(2):
-            indices = order.sample(range(NUM_EPISODES), k=NUM_EPISODES)
-            for half in (indices[: NUM_EPISODES // 2], indices[NUM_EPISODES // 2 :]):
-                await critic.fit([[judged.for_critic[index] for index in half]], 1e-2)
-                part = [judged.for_policy[index] for index in half]
-                policy.forward_backward(part, PPO())
-                policy.optim_step(OptimParams(learning_rate=3e-3, grad_divisor=num_loss_tokens(part)))
+        logprobs = [sample.columns["old_logprobs"] for sample in samples]
+        is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
+        ref_logprobs = [reference_row(reference, sample) for sample in samples]
+        measured.append(mean_divergence(logprobs, ref_logprobs, is_action, kl))
+        rewards = penalised_rewards(rewards, logprobs, ref_logprobs, is_action, kl)
+        await step(policy, critic, samples, rewards, order)
+        kl = control.next_kl(kl, measured[-1])
+    return measured
+
+
+def first_logprobs(policy: "TrainEngine") -> dict[tuple[int, ...], Tensor]:
+    """The logprobs [V] of the next token in every state in which the policy acts."""
+    states = [[cue] for cue in CUES]
+    states += [[cue, action, OBSERVATION] for cue in CUES for action in range(VOCABULARY)]
+    return {tuple(tokens): row for tokens, row in zip(states, logprobs_of_states(policy, states), strict=True)}
+
+
+def reference_row(logprobs: dict[tuple[int, ...], Tensor], sample: Sample) -> Tensor:
+    """[3]: the logprobs of both actions of an episode, and 0 between them."""
+    cue, first, second = int(sample.tokens[0]), int(sample.targets[0]), int(sample.targets[2])
+    return torch.stack([logprobs[(cue,)][first], torch.tensor(0.0), logprobs[(cue, first, OBSERVATION)][second]])
 
 
 async def fit_fixed_policy(policy: "TrainEngine", client: EngineClient) -> None:
@@ -179,3 +216,12 @@ def test_a_critic_that_is_trained_on_returns_of_a_fixed_policy_knows_the_value_o
         for action in range(VOCABULARY):
             expected = (known, float(action == RIGHT_ACTION))
             assert values_of(critic, cue, action) == pytest.approx(expected, abs=0.05), (cue, action)
+
+
+@pytest.mark.slow
+def test_a_leash_keeps_the_divergence_from_the_reference_near_its_target(engines):
+    policy, critic = engines
+    control = KLControlConfig(target=0.2, gain=0.5)
+    measured = asyncio.run(train_on_a_leash(policy, EngineClient(critic), control))
+    assert statistics.fmean(measured[STEPS:]) == pytest.approx(control.target, rel=0.25)
+    assert 0.2 < statistics.fmean(probabilities(policy)) < SOLVED  # better than at first, and held back
