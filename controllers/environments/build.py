@@ -3,10 +3,10 @@
 from controllers.environments.base import Environment
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.data import DataEnvironment
-from controllers.environments.entries import imported
 from controllers.environments.episode import AnyEnvironment, EpisodeEnvironment
 from controllers.environments.generated import reasoning_gym
 from controllers.environments.mixture import MixedEnvironment, read_parts
+from controllers.environments.own_code import called, require_problems, require_takes
 
 
 def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyEnvironment:
@@ -32,14 +32,24 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyE
     if config.is_file or config.is_dataset:
         return DataEnvironment(config, trains=trains)
     if config.is_function:
-        return _of_function(config)
+        return _of_function(config, trains=trains)
     return reasoning_gym(config)
 
 
-def _of_function(config: EnvironmentConfig) -> AnyEnvironment:
-    function = imported("task", config.task)
-    environment = function(seed=config.seed, num_held_out=config.num_held_out, **config.options)
+def _of_function(config: EnvironmentConfig, *, trains: bool) -> AnyEnvironment:
+    arguments = {"seed": config.seed, "num_held_out": config.num_held_out, **config.options}
+    environment = called("task", config.task, **arguments)
     if not isinstance(environment, Environment | EpisodeEnvironment):
         missing = [name for name in ("problem", "held_out", "reward") if not hasattr(environment, name)]
         raise ValueError(f"task={config.task!r} returned {type(environment).__name__} without {', '.join(missing)}")
+    name = f"task={config.task!r}"
+    require_takes(f"{name}: problem", environment.problem, "index")
+    require_takes(f"{name}: held_out", environment.held_out)
+    if isinstance(environment, Environment):
+        require_takes(f"{name}: reward", environment.reward, "problem", "completion")
+    else:
+        require_takes(f"{name}: episode", environment.episode, "problem")
+    if (scores_group := getattr(environment, "rewards", None)) is not None:
+        require_takes(f"{name}: rewards", scores_group, "problem", "completions")
+    require_problems(name, environment, trains=trains)
     return environment

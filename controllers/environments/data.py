@@ -73,15 +73,28 @@ def read_rows(config: EnvironmentConfig) -> Iterator[Row]:
 def read_file(path: str) -> Iterator[Row]:
     """The rows of a .jsonl, .json, .parquet or .csv file. Raises ValueError naming the file, and the row if it can be named."""
     reader = {".jsonl": _read_jsonl, ".json": _read_json}.get(Path(path).suffix, _read_table)
+    has_rows = False
     try:
-        yield from reader(path)
+        for row in reader(path):
+            has_rows = True
+            yield row
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(f"{path}:{line} is not UTF-8 text: {error}") from None
+    if not has_rows:
+        raise ValueError(f"{path} has no rows")
+
+
+def _read_text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8-sig")  # without the mark that some programs write at the beginning
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
     # splitlines would also split at U+2028, which a JSON string may hold.
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").rstrip().split("\n"), 1):
+    text = _read_text(path).rstrip()
+    for number, line in enumerate(text.split("\n") if text else [], 1):
         try:
             values = json.loads(line)
         except json.JSONDecodeError as error:
@@ -91,7 +104,7 @@ def _read_jsonl(path: str) -> Iterator[Row]:
 
 def _read_json(path: str) -> Iterator[Row]:
     try:
-        rows = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = json.loads(_read_text(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(rows, list):

@@ -1,6 +1,5 @@
 """Functions that make problems from the entries of a task's data, and rewards that compare texts."""
 
-import importlib
 import inspect
 import re
 from collections.abc import Awaitable, Callable, Mapping
@@ -11,6 +10,7 @@ from controllers.environments import scores
 from controllers.environments.base import Message, Problem
 from controllers.environments.config import EnvironmentConfig
 from controllers.environments.judge import Judge
+from controllers.environments.own_code import imported, require_takes
 from controllers.environments.sandbox import Sandbox
 
 Score = Callable[[Problem, str], float | Awaitable[float]]
@@ -54,19 +54,10 @@ def operands_or_text(entry: Entry) -> str:
     return " ".join(sorted(re.findall(r"\d+(?:\.\d+)?", expression)))
 
 
-def imported(field_name: str, name: str) -> Callable:
-    """The function that a name module:function stands for. Raises ValueError, naming the field, if it cannot be imported."""
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"{field_name}={name!r} cannot be imported: {error}") from error
-
-
 def text_score(config: EnvironmentConfig) -> Score:
     """The score of a completion against the problem's answer, as `reward` says. The reward "task" has none.
 
-    Raises ValueError for a function that cannot be imported.
+    Raises ValueError for a function that cannot be imported, or that takes other arguments.
     """
     if config.reward == "judge":
         return Judge(config=config.judge)
@@ -80,6 +71,7 @@ def text_score(config: EnvironmentConfig) -> Score:
     if config.reward in compares:
         return TextScore(compares[config.reward])
     compare = imported("reward", config.reward)
+    require_takes(f"reward={config.reward!r}", compare, "answer", "completion")
     return LaterTextScore(compare) if inspect.iscoroutinefunction(compare) else TextScore(compare)
 
 

@@ -40,7 +40,7 @@ class JudgeConfig:
             raise ValueError(f"judge.best_score={self.best_score}; it must be above 0")
         try:
             self.prompt.format(question="", answer="", completion="")
-        except (KeyError, IndexError, ValueError) as error:
+        except (KeyError, IndexError, ValueError, AttributeError, TypeError) as error:
             raise ValueError(
                 f"judge.prompt={self.prompt!r}: {error}; it may use question, answer, completion"
             ) from None

@@ -25,6 +25,10 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
 
     A part takes the fields that it does not set from the config that has the mixture.
     """
+    if len(config.mixture) > BLOCK:
+        raise ValueError(
+            f"mixture has {len(config.mixture)} parts; at most {BLOCK} can have a share of {BLOCK} problems"
+        )
     around = asdict(config) | {"mixture": []}
     total = sum(_weight(number, values) for number, values in enumerate(config.mixture))
     parts = []
@@ -34,6 +38,8 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
             raise ValueError(
                 f"mixture[{number}] has {limits[0]}, which holds for the whole run: set environment.{limits[0]}"
             )
+        if own.get("mixture"):
+            raise ValueError(f"mixture[{number}] is itself a mixture; list its parts in the outer one")
         if "task" not in own:
             raise ValueError(f"mixture[{number}]={values} names no task")
         try:

@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
+from controllers.environments.own_code import described
+
 PR_SET_PDEATHSIG = 1
 
 START = """
@@ -37,7 +39,7 @@ def main(handle: int) -> None:
     except EOFError:
         return
     except Exception as error:  # whatever the user's modules raise when they are imported
-        connection.send_bytes(pickle.dumps(_described(error)))
+        connection.send_bytes(pickle.dumps(described(error)))
         return
     connection.send_bytes(pickle.dumps(None))
     while True:
@@ -68,16 +70,10 @@ def _answer(functions: Sequence[Callable], request: bytes) -> bytes:
         return pickle.dumps((True, reward))
     except Exception as error:
         traceback.print_exc()
-        return pickle.dumps((False, _described(error)))
+        return pickle.dumps((False, described(error)))
     finally:
         sys.stdout.flush()
 
 
 async def _awaited(answer: object) -> object:
     return await answer  # type: ignore[misc]
-
-
-def _described(error: Exception) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}{where}"

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import os
 import re
+import secrets
 import signal
 import sys
 import tempfile
@@ -20,18 +21,28 @@ CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 MAX_FILE_BYTES = 1 << 20
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
-# Where a process may not make a namespace, the program runs with the network.
+# Where a process may not make a namespace, the program runs with the network. The process ends with the one that started it, even if that
+# one is killed; the system forgets this wish in a new namespace, so it comes after `unshare`. A program can end itself before its tests, with
+# `exit()` for example, so passing has an exit status of its own, which the program does not see.
 LIMITED = """
-import ctypes, resource, runpy, sys
-CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
-ctypes.CDLL(None).unshare(CLONE_NEWUSER | CLONE_NEWNET)
-seconds, memory, file_size = map(int, sys.argv[2:])
+import ctypes, os, resource, runpy, signal, sys
+CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
+libc = ctypes.CDLL(None)
+libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
+libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+program, parent, passed, seconds, memory, file_size = sys.argv[1], *map(int, sys.argv[2:])
+if os.getppid() != parent:
+    sys.exit(1)  # it ended before the wish was known
+sys.argv[:] = [program]
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(program, run_name="__main__")
+sys.exit(passed)
 """
+PASSED_STATUSES = range(100, 256)
+"""Exit statuses that no error of Python has. One of them, drawn for each program, says that its tests have passed."""
 
 
 @dataclass(kw_only=True)
@@ -52,16 +63,17 @@ class Sandbox:
     config: SandboxConfig
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """1.0 if the program and then the tests end without an error, else 0.0. The problem's answer holds the tests, such as assertions."""
+        """1.0 if the program and then the tests run to their end without an error, else 0.0. The problem's answer holds the tests, such as assertions."""
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / "program.py"
-            program.write_text(f"{program_of(completion)}\n\n{problem.answer}\n")
+            program.write_text(f"{program_of(completion)}\n\n{problem.answer}\n", encoding="utf-8", errors="replace")
             return float(await self._passes(program))
 
     async def _passes(self, program: Path) -> bool:
+        passed = secrets.choice(PASSED_STATUSES)
         limits = (self.config.cpu_seconds, self.config.memory_mib << 20, MAX_FILE_BYTES)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-c", LIMITED, str(program), *map(str, limits)),
+            *(sys.executable, "-I", "-c", LIMITED, str(program), *map(str, (os.getpid(), passed, *limits))),
             cwd=program.parent,
             env={},
             stdin=asyncio.subprocess.DEVNULL,
@@ -70,7 +82,7 @@ class Sandbox:
             start_new_session=True,
         )
         try:
-            return await asyncio.wait_for(process.wait(), 4 * self.config.cpu_seconds) == 0
+            return await asyncio.wait_for(process.wait(), 4 * self.config.cpu_seconds) == passed
         except TimeoutError:
             return False
         finally:

@@ -111,7 +111,13 @@ class Scorer:
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
             limits = contextlib.nullcontext  # the pool measures from the moment when a process is free
         for attempt in range(self.max_retries + 1):
-            answer = ask()
+            try:
+                answer = ask()
+            except (
+                Exception
+            ) as error:  # a bug of a function that answers at once; its traceback gets the place in the data
+                error.add_note(f"The reward of completion {completion!r} of prompt {problem.prompt!r} raised this.")
+                raise
             if not inspect.isawaitable(answer):
                 return answer, 0
             try:

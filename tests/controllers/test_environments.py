@@ -129,7 +129,7 @@ class Parity:
         return Problem(prompt=str(index), answer=str(index % 2), key=str(index))
 
     def held_out(self):
-        return []
+        return [self.problem(-1)]
 
     def reward(self, problem, completion):
         return 1.0
@@ -257,7 +257,7 @@ def test_a_split_of_its_own_is_held_out_as_a_whole(tmp_path, monkeypatch):
         ({"held_out_split": "test"}, "held_out_split='test'; the file .*rows.jsonl has no splits"),
         ({"held_out_task": "rows.jsonl"}, "so none would be left to train on"),
         ({"held_out_task": "copy.jsonl"}, "no problem of task=.* is left to train on beside the 40 held-out ones"),
-        ({"held_out_task": "empty.csv"}, "no problem was found in task='empty.csv'"),
+        ({"held_out_task": "empty.csv"}, "empty.csv has no rows"),
         ({"task": "spell_backward", "held_out_task": "rows.jsonl"}, "task='spell_backward'; only a file or a data set"),
         (
             {"mixture": [{"task": "rows.jsonl"}], "held_out_task": "copy.jsonl"},
@@ -333,8 +333,8 @@ def cut_off(tmp_path) -> str:
             r"a.jsonl:2 is not JSON \(.*column.*\{\"question\"",
         ),
         ("a.jsonl", "[1]", {}, r"a.jsonl:1 is '\[1\]', not an object with columns"),
-        ("a.jsonl", "", {}, "a.jsonl:1 is not JSON"),
-        ("a.json", "[]", {}, "num_held_out=4 is more than half of the 0 distinct problems"),
+        ("a.jsonl", "", {}, "a.jsonl has no rows"),
+        ("a.json", "[]", {}, "a.json has no rows"),
         ("a.json", '{"question": 1}', {}, "a.json holds dict, not a list of objects"),
         ("a.json", "[1", {}, "a.json is not JSON: .*line 1 column 3"),
         ("a.csv", "question,answer\n1,2\n", {}, "a.csv, row 0 has no column 'value'; it has question, answer"),

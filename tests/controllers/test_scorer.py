@@ -4,9 +4,13 @@ import asyncio
 import http.server
 import json
 import math
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 import pytest
@@ -16,6 +20,7 @@ from controllers.environments import EnvironmentConfig, Problem, RewardError, Sc
 from controllers.environments.judge import Judge, JudgeConfig
 from controllers.environments.sandbox import Sandbox, SandboxConfig
 
+ROOT = Path(__file__).parents[2]
 PROBLEM = Problem(prompt="2+3=", answer="5", key="2 3", metadata={"question": "2+3"})
 
 
@@ -211,6 +216,39 @@ def test_code_is_rewarded_if_it_passes_the_tests():
     fenced = f"First:\n```python\nnothing\n```\nbetter:\n```python\n{DOUBLE}```\nSo."
     wrong = DOUBLE.replace("2", "3")
     assert run_code(DOUBLE, fenced, wrong, "def double(", "", f"{DOUBLE}exit(1)") == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_code_that_ends_itself_before_the_tests_gets_nothing():
+    ends = ("exit()", "raise SystemExit", "import os\nos._exit(0)", "import sys\nsys.exit(int(sys.argv[-1]))")
+    assert run_code(*ends) == [0.0] * len(ends)
+
+
+def test_code_that_sleeps_ends_with_the_process_that_asked_for_its_reward(tmp_path):
+    mark = tmp_path / "pid"
+    text = f"import os, time\nopen({str(mark)!r}, 'w').write(f'{{os.getpid()}} ')\ntime.sleep(100000)"
+    program = (
+        "import asyncio, sys\n"
+        "from controllers.environments import Problem\n"
+        "from controllers.environments.sandbox import Sandbox, SandboxConfig\n"
+        "problem = Problem(prompt='', answer='', key='')\n"
+        "asyncio.run(Sandbox(config=SandboxConfig(cpu_seconds=100000))(problem, sys.argv[1]))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, text], env={**os.environ, "PYTHONPATH": str(ROOT)})
+    wait_until(lambda: mark.exists() and mark.read_text().endswith(" "), "the program")
+    process.kill()
+    process.wait()
+    pid = int(mark.read_text())
+    wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_place_of_a_reward_that_raises_at_once_is_in_its_traceback():
+    class Raising:
+        def reward(self, problem, completion):
+            raise KeyError("no such answer")
+
+    with pytest.raises(KeyError, match="no such answer") as raised:
+        score(Raising(), "a")
+    assert raised.value.__notes__ == ["The reward of completion 'a' of prompt '2+3=' raised this."]
 
 
 def test_code_that_goes_past_a_limit_gets_nothing_and_leaves_no_process(tmp_path):

@@ -12,6 +12,47 @@ GOOD = [{"prompt": f"{n}+1=", "answer": str(n + 1)} for n in range(40)]
 LONG = [{"prompt": "1" * 300 + f"{n}=", "answer": "1"} for n in range(40)]
 
 
+OWN_TASKS = """
+from controllers.environments import Problem
+
+NUMBER = 3
+ONE = Problem(prompt="1=", answer="1", key="1")
+
+def one(text): return 1.0
+def loose(**options): return Task()
+def make(): return Task()
+def failing(seed, num_held_out): return {}["level"]
+
+class Task:
+    def __init__(self, **options): self.options = options
+    def problem(self, index): return ONE
+    def held_out(self): return [ONE]
+    def reward(self, problem, completion): return 1.0
+
+class Incomplete:
+    def __init__(self, **options): pass
+    def held_out(self): return []
+
+class NothingHeldOut(Task):
+    def held_out(self): return []
+
+class HeldOutTwice(Task):
+    def held_out(self): return [ONE, ONE]
+
+class Pairs(Task):
+    def held_out(self): return [("1=", "1")]
+
+class NumberAsAnswer(Task):
+    def problem(self, index): return Problem(prompt="1=", answer=1, key="1")
+
+class Exhausted(Task):
+    def problem(self, index): return [ONE][index + 1]
+
+class RewardOfText(Task):
+    def reward(self, completion): return 1.0
+"""
+
+
 def lines(rows: list) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -33,11 +74,15 @@ def folder(tmp_path_factory) -> Path:
         "empty.jsonl": "",
         "object.json": "{}",
         "chats.jsonl": lines([{"messages": "hello", "answer": "1"}]),
-        "wrong_tasks_rewards.py": "lock = open(__file__)\nclass Task:\n    def held_out(self): return []\n"
-        "def make(seed, num_held_out): return Task()\n",
+        "nothing.csv": "prompt,answer\n",
+        "cut.csv": "prompt,answer\n1,2\n3\n",
+        "wrong_tasks.py": OWN_TASKS,
+        "wrong_syntax.py": "def make(:\n",
+        "wrong_import.py": "\nimport nowhere\n",
     }
     for name, text in texts.items():
         (folder / name).write_text(text)
+    (folder / "latin.jsonl").write_bytes((lines(GOOD[:1]) + '{"prompt": "café", "answer": "1"}\n').encode("latin-1"))
     parquet.write_table(pyarrow.Table.from_pylist(GOOD), folder / "whole.parquet")
     (folder / "cut.parquet").write_bytes((folder / "whole.parquet").read_bytes()[:-20])
     return folder
@@ -86,7 +131,10 @@ WRONG = {
     "a list as an answer": (of("nested.jsonl"), "nested.jsonl:1: column 'answer' holds '[1]', which is neither"),
     "a row that is no object": (of("rows.jsonl"), "rows.jsonl:1 is '[1, 2]', not an object with columns"),
     "a line that is cut off": (of("broken.jsonl"), "broken.jsonl:3 is not JSON"),
-    "an empty file": (of("empty.jsonl"), "empty.jsonl:1 is not JSON"),
+    "an empty file": (of("empty.jsonl"), "empty.jsonl has no rows"),
+    "a table without rows": (of("nothing.csv"), "nothing.csv has no rows"),
+    "a table that is cut off": (of("cut.csv"), "cut.csv cannot be read; it may be cut off"),
+    "a text that is not UTF-8": (of("latin.jsonl"), "latin.jsonl:2 is not UTF-8 text"),
     "JSON that is no list": (of("object.json"), "object.json holds dict, not a list of objects"),
     "a Parquet file that is cut off": (of("cut.parquet"), "cut.parquet cannot be read; it may be cut off"),
     "no conversation": (of("chats.jsonl"), "chats.jsonl:1: column 'messages' holds 'hello', not a list of messages"),
@@ -123,13 +171,39 @@ WRONG = {
     "an unknown task": (of("count_bit"), "task='count_bit' is not a reasoning-gym task; did you mean count_bits"),
     "an unknown option": (of("count_bits", "--environment.options", '{"size_n": 3}'), "known options: "),
     "options that are no JSON": (of("count_bits", "--environment.options", "{"), "--environment.options"),
-    "no module": (of("nowhere:Task"), "task='nowhere:Task' cannot be imported: No module named 'nowhere'"),
-    "an object without methods": (of("wrong_tasks_rewards:make"), "returned Task without problem, reward"),
+    "no module": (of("nowhere:Task"), "task='nowhere:Task' cannot be imported: ModuleNotFoundError: No module"),
+    "a module that cannot be imported": (of("wrong_import:make"), "No module named 'nowhere' ("),
+    "a module that is not Python": (of("wrong_syntax:make"), "invalid syntax (wrong_syntax.py, line 1)"),
+    "a number as a task": (of("wrong_tasks:NUMBER"), "task='wrong_tasks:NUMBER' is int 3, not a function or a class"),
+    "a task that takes no seed": (of("wrong_tasks:make"), "make() got an unexpected keyword argument 'seed'"),
+    "a task that raises": (of("wrong_tasks:failing"), "called with seed=0, num_held_out=8: KeyError: 'level' ("),
+    "an object without methods": (of("wrong_tasks:Incomplete"), "returned Incomplete without problem, reward"),
+    "a task that holds nothing out": (of("wrong_tasks:NothingHeldOut"), "held_out() returned [], not a list of"),
+    "a problem that is held out twice": (of("wrong_tasks:HeldOutTwice"), "returned two problems with the key '1'"),
+    "a problem that is none": (of("wrong_tasks:Pairs"), "held_out() gave ('1=', '1'), not a Problem"),
+    "an answer that is no text": (
+        of("wrong_tasks:NumberAsAnswer"),
+        "problem(0) gave a problem whose answer is int 1, not text",
+    ),
+    "a problem that raises": (of("wrong_tasks:Exhausted"), "problem(0) raised IndexError: list index out of range ("),
+    "a method of other arguments": (of("wrong_tasks:RewardOfText"), "reward must take (problem, completion): too many"),
     "an unknown reward": (reward("exact"), "reward='exact'; it must be one of exact_match"),
-    "no reward function": (reward("wrong_tasks_rewards:none"), "reward='wrong_tasks_rewards:none' cannot be imported"),
+    "no reward function": (reward("wrong_tasks:none"), "reward='wrong_tasks:none' cannot be imported"),
+    "a number as a reward": (reward("wrong_tasks:NUMBER"), "reward='wrong_tasks:NUMBER' is int 3, not a function"),
+    "a reward of other arguments": (
+        reward("wrong_tasks:one"),
+        "reward='wrong_tasks:one' must take (answer, completion): too many positional arguments",
+    ),
     "no pattern": (reward("regex"), "the reward regex needs a pattern"),
     "a wrong pattern": (reward("regex", "--environment.reward-pattern", "("), "is not a regular expression"),
     "no judge": (reward("judge"), "the reward judge needs both"),
+    "a judge's prompt with a part of a text": (
+        reward(
+            *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
+            *("--environment.judge.prompt", "{question.text}"),
+        ),
+        "it may use question, answer, completion",
+    ),
     "no score in the judge's answer": (
         reward(
             *("judge", "--environment.judge.url", "http://localhost:1/v1", "--environment.judge.model", "m"),
@@ -151,6 +225,19 @@ WRONG = {
         ["--environment.mixture", '[{"task": "good.jsonl", "weight": 0}]'],
         "it must be an object whose weight is a number above 0",
     ),
+    "a weight below 0": (
+        ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "copy.jsonl", "weight": -1}]'],
+        "mixture[1]={'task': 'copy.jsonl', 'weight': -1}; it must be an object whose weight is a number above 0",
+    ),
+    "two parts of one name": (
+        ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "copy.jsonl", "name": "good.jsonl"}]'],
+        "mixture has 'good.jsonl' twice",
+    ),
+    "a mixture in a mixture": (
+        ["--environment.mixture", '[{"task": "x", "mixture": [{"task": "good.jsonl"}]}]'],
+        "mixture[0] is itself a mixture",
+    ),
+    "too many parts": (["--environment.mixture", json.dumps([{"task": "good.jsonl"}] * 101)], "mixture has 101 parts"),
     "a part of a wrong file": (
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "mixed.jsonl"}]'],
         "mixture, mixed.jsonl: mixed.jsonl:2: column 'answer'",

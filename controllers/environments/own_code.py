@@ -1,0 +1,94 @@
+"""Functions and tasks of the user's, by their names module:function. What is wrong with them is said before a run, with its place.
+
+Knows no file and no data set.
+"""
+
+import importlib
+import inspect
+import traceback
+from collections.abc import Callable
+
+from controllers.environments.base import Problem
+
+
+def imported(field_name: str, name: str) -> Callable:
+    """The function that a name module:function stands for. Raises ValueError, naming the field, if there is no such function."""
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as error:  # whatever the user's module raises when it is imported
+        raise ValueError(f"{field_name}={name!r} cannot be imported: {described(error)}") from error
+    if not callable(found):
+        raise ValueError(f"{field_name}={name!r} is {type(found).__name__} {found!r}, not a function or a class")
+    return found
+
+
+def called(field_name: str, name: str, **arguments: object) -> object:
+    """The result of the function with this name. Raises ValueError, naming the field, if the function raises an exception."""
+    function = imported(field_name, name)
+    try:
+        return function(**arguments)
+    except Exception as error:  # whatever the user's function raises
+        given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+        raise ValueError(f"{field_name}={name!r} called with {given}: {described(error)}") from error
+
+
+def require_takes(name: str, function: object, *parameters: str) -> None:
+    """Raises ValueError if an object cannot be called with one argument for each of these parameters."""
+    if not callable(function):
+        raise ValueError(f"{name} is {type(function).__name__} {function!r}, not a function")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some functions that are written in C have none
+        return
+    try:
+        signature.bind(*parameters)
+    except TypeError as error:
+        raise ValueError(f"{name} must take ({', '.join(parameters)}): {error}") from None
+
+
+def require_problems(name: str, environment: object, *, trains: bool) -> None:
+    """Raises ValueError for held-out problems, or a first training problem, that are not what the protocol says.
+
+    trains=False: the environment need not have training problems.
+    """
+    held_out = _asked(name, environment, "held_out")
+    if not isinstance(held_out, list) or not held_out:
+        raise ValueError(f"{name}: held_out() returned {held_out!r}, not a list of problems")
+    keys: set[str] = set()
+    for problem in held_out:
+        _require_problem(f"{name}: held_out()", problem)
+        if problem.key in keys:
+            raise ValueError(f"{name}: held_out() returned two problems with the key {problem.key!r}")
+        keys.add(problem.key)
+    if trains:
+        _require_problem(f"{name}: problem(0)", _asked(name, environment, "problem", 0))
+
+
+def described(error: BaseException) -> str:
+    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)". A frame of this module or of the import system is no place."""
+    hidden = (__file__, importlib.__file__)
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename not in hidden and not frame.filename.startswith("<frozen")
+    ]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def _asked(name: str, environment: object, method: str, *arguments: int) -> object:
+    try:
+        return getattr(environment, method)(*arguments)
+    except Exception as error:  # whatever the user's method raises
+        given = ", ".join(map(str, arguments))
+        raise ValueError(f"{name}: {method}({given}) raised {described(error)}") from error
+
+
+def _require_problem(where: str, problem: object) -> None:
+    if not isinstance(problem, Problem):
+        raise ValueError(f"{where} gave {problem!r}, not a Problem")
+    for field_name in ("prompt", "answer", "key"):
+        value = getattr(problem, field_name)
+        if not isinstance(value, str):
+            raise ValueError(f"{where} gave a problem whose {field_name} is {type(value).__name__} {value!r}, not text")
