@@ -10,7 +10,7 @@ from typing import Annotated
 from tyro.constructors import PrimitiveConstructorSpec
 
 from controllers.environments.judge import JudgeConfig
-from controllers.environments.sandbox import SandboxConfig
+from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
@@ -142,6 +142,12 @@ class EnvironmentConfig:
         if self.reward_workers < 0:
             raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
         self.sandbox.validate()
+        if self.reward == "python" and self.sandbox.seconds >= self.reward_timeout:
+            # A program that sleeps would then count as a reward that does not come, which ends the run.
+            raise ValueError(
+                f"reward_timeout={self.reward_timeout:g}; it must be above {self.sandbox.seconds}, because a program may take "
+                f"{CLOCK_FACTOR} times sandbox.cpu_seconds={self.sandbox.cpu_seconds} by the clock"
+            )
         if self.reward == "judge":
             self.judge.validate()
         if self.mixture:

@@ -19,6 +19,8 @@ from controllers.environments.base import Problem
 
 CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 MAX_FILE_BYTES = 1 << 20
+CLOCK_FACTOR = 4
+"""A program may take this many times its CPU seconds by the clock."""
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
 # Where a process may not make a namespace, the program runs with the network. The process ends with the one that started it, even if that
@@ -48,9 +50,14 @@ PASSED_STATUSES = range(100, 256)
 @dataclass(kw_only=True)
 class SandboxConfig:
     cpu_seconds: int = 5
-    """Seconds of CPU time that the program and its tests may use together. By the clock they may take four times as long."""
+    """Seconds of CPU time that the program and its tests may use together. By the clock they may take CLOCK_FACTOR times as long."""
     memory_mib: int = 1024
     """Largest address space of the process, in MiB."""
+
+    @property
+    def seconds(self) -> int:
+        """Seconds by the clock after which a program is ended."""
+        return CLOCK_FACTOR * self.cpu_seconds
 
     def validate(self) -> None:
         if self.cpu_seconds < 1 or self.memory_mib < 64:
@@ -82,7 +89,7 @@ class Sandbox:
             start_new_session=True,
         )
         try:
-            return await asyncio.wait_for(process.wait(), 4 * self.config.cpu_seconds) == passed
+            return await asyncio.wait_for(process.wait(), self.config.seconds) == passed
         except TimeoutError:
             return False
         finally:

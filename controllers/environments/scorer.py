@@ -14,12 +14,16 @@ from typing import Any
 
 from controllers.environments.base import Environment, Problem, RewardError
 from controllers.environments.config import EnvironmentConfig
-from controllers.environments.episode import AnyEnvironment
+from controllers.environments.episode import AnyEnvironment, EpisodeEnvironment
 from controllers.environments.mixture import MixedEnvironment
 from controllers.environments.pool import RewardPool, reward_function
 
 TOTAL = "reward"
 """Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
+
+LONGEST_PAUSE = 30.0
+"""Seconds. The pause before an `async` reward is asked for again begins with one second and doubles up to this one. A server that starts
+again, or that has too much to do, then has time."""
 
 Answer = float | Mapping[str, float]
 
@@ -50,7 +54,7 @@ class Scorer:
         """
         with_reward: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():
-            if isinstance(environment, Environment):
+            if not isinstance(environment, EpisodeEnvironment):
                 with_reward[name] = environment
             elif config.reward_workers:
                 raise ValueError(
@@ -107,10 +111,14 @@ class Scorer:
         """The answer, and how often it was asked for again. A function that answers at once is asked once."""
         limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
+        pauses = True
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
             limits = contextlib.nullcontext  # the pool measures from the moment when a process is free
+            pauses = False  # a new process needs no time
         for attempt in range(self.max_retries + 1):
+            if attempt and pauses:
+                await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))
             try:
                 answer = ask()
             except (

@@ -75,6 +75,17 @@ def test_a_reward_that_fails_is_asked_for_again_and_counted():
     assert environment.calls == 2
 
 
+def test_pauses_before_new_attempts_double(monkeypatch):
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    assert score(Later(failures=7), "a", max_retries=7).num_retries == 7
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]  # the last one is the reward's own
+
+
 def test_a_reward_that_does_not_come_is_named_with_its_limit():
     with pytest.raises(RewardError, match=r"failed 1 times, the last time with no answer within 0.01 s"):
         score(Later(seconds=3600), "a", timeout=0.01, max_retries=0)

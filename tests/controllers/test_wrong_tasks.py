@@ -215,6 +215,10 @@ WRONG = {
         reward("python", "--environment.sandbox.cpu-seconds", "0"),
         "sandbox.cpu_seconds=0",
     ),
+    "less time for a reward than for a program": (
+        reward("python", "--environment.sandbox.cpu-seconds", "15"),
+        "reward_timeout=60; it must be above 60, because a program may take 4 times sandbox.cpu_seconds=15",
+    ),
     "a number of processes below 0": (
         of("good.jsonl", "--environment.reward-workers", "-1"),
         "reward_workers=-1; it must be at least 0",
