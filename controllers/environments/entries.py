@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -37,13 +37,21 @@ def to_problem(entry: Entry, config: EnvironmentConfig) -> Problem:
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"prompt={config.prompt!r} is not a template: {error}") from None
     prompt = "".join(prompt.split()) if config.remove_whitespace else prompt
-    key = operands_or_text(entry)
+    key = conversation_text(entry.messages) if len(entry.messages) > 1 else operands_or_text(entry)
     return Problem(prompt=prompt, answer=entry.answer, key=key, metadata=fields, messages=entry.messages)
 
 
 def fits(problem: Problem, config: EnvironmentConfig) -> bool:
     """True if the prompt matches the pattern of the config."""
     return not config.prompt_pattern or re.fullmatch(config.prompt_pattern, problem.prompt) is not None
+
+
+def conversation_text(messages: Sequence[Message]) -> str:
+    """Key of an entry with a conversation: the text up to the turn that the completion takes. One question is its own key."""
+    asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    if len(asked) == 1:
+        return asked[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in asked)
 
 
 def operands_or_text(entry: Entry) -> str:

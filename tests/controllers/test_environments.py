@@ -316,6 +316,18 @@ def test_a_conversation_has_its_last_message_as_the_answer_or_a_column(tmp_path)
     assert environment.problem(0).answer == environment.problem(0).prompt
 
 
+def test_conversations_that_end_with_the_same_question_are_different_problems(tmp_path):
+    def said(n: int) -> list[dict[str, str]]:
+        turns = [("user", f"Remember {n}."), ("assistant", "Yes."), ("user", "Which number?"), ("assistant", str(n))]
+        return [{"role": role, "content": content} for role, content in turns]
+
+    task = write_table(tmp_path / "chats.jsonl", [{"messages": said(n)} for n in range(8)])
+    environment = build_environment(EnvironmentConfig(task=task, num_held_out=2))
+    problems = [*environment.held_out(), *map(environment.problem, range(6))]
+    assert sorted(problem.answer for problem in problems) == [str(n) for n in range(8)]
+    assert len({problem.key for problem in problems}) == 8
+
+
 def cut_off(tmp_path) -> str:
     path = tmp_path / "cut.parquet"
     write_table(path, ROWS)
