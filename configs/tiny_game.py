@@ -29,19 +29,19 @@ def tiny_game() -> GRPOConfig:
 
 
 def tiny_tool() -> GRPOConfig:
-    """Products of two-digit numbers with a calculator: supervised steps until some episodes succeed, and then GRPO."""
+    """Products of two-digit numbers with a calculator: supervised steps that show what turns look like, and then GRPO."""
     return replace(
         tiny(),
         alphabet="0123456789*c=?",
         max_tokens=7,
         episodes=EpisodeConfig(max_turns=3),
         environment=EnvironmentConfig(task="controllers.environments.calculator:Products", num_held_out=256),
-        steps=60,
+        steps=50,
         updates_per_step=2,
         epochs_per_step=1,
         rollouts=RolloutConfig(groups_per_step=64, group_size=8, max_refills=0),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
-        sft=sft_phase(stop_at=0.05),
-        sft_steps=600,
+        sft=sft_phase(stop_at=1.0),
+        sft_steps=60,
         checkpoint_every=20,
     )

@@ -103,7 +103,13 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """The policy asks the calculator, and says what it answered."""
+        """One third of the demonstrations ask the calculator and say what it answered. The others say some number at once, which is wrong.
+
+        So they show what turns look like, but not that it is better to ask. That is left to the rewards.
+        """
+        draw = Random(f"{self.seed}/{problem.prompt}")
+        if draw.randrange(3):
+            return [str(draw.randint(100, 9999))]
         return [f"c{problem.prompt.removesuffix('?')}", problem.answer]
 
 
