@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from configs.qwen3_ppo import qwen3_0_6b_ppo
 from configs.tiny_ppo import tiny_ppo
 from controllers.critic import Critic, CriticConfig
 from controllers.environments import Problem
@@ -14,7 +15,7 @@ from controllers.episodes import PlayedEpisode
 from controllers.gae import GAEConfig
 from controllers.ppo import is_cut_off, minibatches, token_rewards
 from controllers.rollouts import Group, RolloutBatch, RolloutConfig
-from rl_actors import KL, Completion, Sample
+from rl_actors import KL, Completion, Sample, memory_estimate
 from rl_actors.types import ForwardBackwardOutput
 
 
@@ -185,3 +186,11 @@ def test_a_completion_whose_last_state_the_critic_could_not_read_is_refused_befo
     config.generator.max_model_len += 1
     with pytest.raises(ValueError, match="generator.max_model_len=65 exceeds trainer.max_sequence_length=64"):
         config.validate()
+
+
+def test_policy_and_critic_of_the_config_for_gpus_fit_one_of_140_gb():
+    config = qwen3_0_6b_ppo()
+    config.validate()
+    policy = memory_estimate.memory(config.trainer).total
+    critic = memory_estimate.memory(replace(config.trainer, head="values")).total
+    assert policy + critic < 0.8 * 140e9
