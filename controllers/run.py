@@ -202,6 +202,11 @@ class RunConfig:
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
                 "the id of a model on the Hugging Face Hub, such as Qwen/Qwen3-0.6B"
             )
+        if self.trainer.tokenizer_path:
+            raise ValueError(
+                f"trainer.tokenizer_path={self.trainer.tokenizer_path!r}; a run has the tokenizer of trainer.hf_path, or the one that it "
+                "makes from an alphabet, so this field must be empty"
+            )
         longest = {"generator.max_model_len": self.generator.max_model_len}
         longest["trainer.max_sequence_length"] = self.trainer.max_sequence_length
         for name, limit in longest.items():
