@@ -103,13 +103,13 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """One third of the demonstrations ask the calculator and say what it answered. The others say some number at once, which is wrong.
+        """One third of the demonstrations ask the calculator and say what it answered. The others guess a number from 1000 to 1999 at once.
 
-        So they show what turns look like, but not that it is better to ask. That is left to the rewards.
+        So they show what turns look like, but not that it is better to ask. That is left to the rewards. After them a greedy policy guesses.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):
-            return [str(draw.randint(100, 9999))]
+            return [str(draw.randint(1000, 1999))]
         return [f"c{problem.prompt.removesuffix('?')}", problem.answer]
 
 
