@@ -162,6 +162,8 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
         raise ValueError(
             f"--config {name} is neither a config nor a file of JSON, YAML or TOML; did you mean {' or '.join(near)}?"
         )
+    if file.is_dir():
+        raise ValueError(f"{file} is a folder; --config takes the name of a config or a file")
     if not file.is_file():
         remedy = ", so no run can be resumed from there" if resume else "; name a config with --config"
         raise ValueError(f"{file} does not exist{remedy}")

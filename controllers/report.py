@@ -105,8 +105,13 @@ class RunFiles:
 
 
 def _read_json(file: Path) -> dict[str, object]:
-    """The object in a JSON file. Empty if there is no file."""
-    return json.loads(file.read_text()) if file.exists() else {}
+    """The object in a JSON file. Empty if there is no file. Raises ValueError, naming the file, if it is not JSON."""
+    if not file.exists():
+        return {}
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:  # also for bytes that are not UTF-8
+        raise ValueError(f"{file} is not JSON: {error}") from None
 
 
 def tiles(run: RunFiles) -> list[tuple[str, str, str]]:

@@ -1,5 +1,6 @@
 """The installed project: its command, its version, its requirements, and the packages that are beside it."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -116,3 +117,9 @@ def test_without_torchstore_a_small_actor_keeps_the_index_and_the_log_says_so(mo
     made = default.default_transport()
     assert isinstance(made, IndexTransport)
     assert "torchstore is not installed: a small actor keeps the index" in caplog.text
+
+
+def test_the_files_that_the_page_on_installation_takes_from_the_wheel_are_in_it():
+    named = set(re.findall(r"unpacked/(\S+\.txt)", (ROOT / "docs/install.md").read_text()))
+    assert len(named) == 4 and all((ROOT / name).is_file() for name in named), named
+    assert PROJECT["tool"]["setuptools"]["package-data"]["rl_actors"] == ["requirements/*.txt"]

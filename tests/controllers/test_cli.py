@@ -203,11 +203,13 @@ def test_help_names_every_field_with_meaning_and_default(capsys):
         (["--resume", "nowhere"], "nowhere/config.json does not exist, so no run can be resumed"),
         (["--config", "nowhere.json"], "nowhere.json does not exist"),
         (["--config", "nowhere.toml"], "nowhere.toml does not exist"),
+        (["--config", "folder.json"], "folder.json is a folder; --config takes the name of a config or a file"),
         (["--save-config", "here.ini"], "--save-config here.ini does not end in .json, .yaml, .yml, .toml"),
         (["--resume", "a", "--config", "tiny"], "--resume uses the config of its run"),
     ],
 )
 def test_a_command_line_that_cannot_run_is_refused_with_status_2(capsys, argv, message):
+    Path("folder.json").mkdir()
     assert message in refusal(capsys, *argv)
 
 

@@ -109,6 +109,7 @@ WRONG = {
     "is the only run; a comparison needs at least two": ["run"],
     "empty holds no run: it has neither config.json nor metrics.jsonl": ["run", "empty"],
     "nowhere holds no run": ["run", "nowhere"],
+    "cut_off/config.json is not JSON: Expecting ',' delimiter": ["run", "cut_off"],
     "run is named twice; a comparison needs different runs": ["run", "empty/../run"],
     "8 runs; a chart has colours for at most 7": [f"run{number}" for number in range(8)],
     "--output empty is a folder; it must be a file": ["run", "other", "--output", "empty"],
@@ -118,6 +119,8 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_cannot_be_compared_is_refused_in_one_line(message, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").mkdir()
+    (tmp_path / "cut_off").mkdir()
+    (tmp_path / "cut_off" / "config.json").write_text('{"steps": 5')
     for name in ("run", "other"):
         write_run(tmp_path / name, [grpo_record(1)])
     monkeypatch.chdir(tmp_path)
