@@ -817,6 +817,15 @@ def _() -> None:
     assert parameters(Worker.get_model) == ["self"]
 
 
+@row("VLLM_DIST_IDENT and /dev/shm/<ident>-…-cpushm_<rank> of vLLM's ranks on a CPU")
+def _() -> None:
+    from vllm.distributed.device_communicators import cpu_communicator
+    from vllm.v1.worker import cpu_worker
+
+    assert 'os.environ["VLLM_DIST_IDENT"] = (' in source(cpu_worker)
+    assert 'f"{instance_identifier}-{shm_group_identifier}-cpushm"' in source(cpu_communicator)
+
+
 @row(
     "vllm QKVParallelLinear: num_heads, num_kv_heads, num_kv_head_replicas, head_size; "
     "MergedColumnParallelLinear.output_sizes; tp_rank, tp_size; VocabParallelEmbedding.shard_indices; packed_modules_mapping"

@@ -13,6 +13,7 @@ import pickle
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1  # a constant of prctl.h
+SHARED_MEMORY = Path("/dev/shm")
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
     "RotaryEmbedding: Failed to load weights",  # a table of cosines, which no checkpoint holds
@@ -53,8 +55,15 @@ class WeightsExtension:
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
 
     def end_with_core(self) -> int:
-        """Let this process end with the core that started it, also in the middle of a collective. Returns its pid."""
+        """Let this process end with the core that started it, also in the middle of a collective. Returns its pid.
+
+        vLLM's ranks on a CPU share memory under names that only a process which ends by itself removes. All ranks have opened it by now, so
+        the names can go, and the memory goes with the processes.
+        """
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if ident := os.environ.get("VLLM_DIST_IDENT"):
+            for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
+                segment.unlink(missing_ok=True)
         return os.getpid()
 
     def releasable_bytes(self) -> int:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import psutil
 import pytest
@@ -185,6 +186,8 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
         core = core_below(name="parallel")
         workers = core.children()
         assert len(workers) == 2
+        # The ranks' shared memory has lost its names, so that nothing is left of it after a kill.
+        assert not list(Path("/dev/shm").glob("*-cpushm_*"))
         call = generator.generate(PROMPTS, ENDLESS)
         workers[1].kill()
         # The worker's end is named, or the core's, if that has seen it first.
