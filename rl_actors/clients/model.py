@@ -169,26 +169,32 @@ class ModelClient(Client):
         given = self._given_processes
         if given is None:
             return await self._spawn(config.num_processes())
-        if not isinstance(given, ModelClient):
-            return given
-        await given._started
-        assert given._proc_mesh is not None
-        return given._proc_mesh
+        return await given.process_mesh() if isinstance(given, ModelClient) else given
 
-    def _watched(self) -> ProcessMesh | None:
+    async def process_mesh(self) -> "ProcMesh":
+        """The processes, when the model is up in them. For a client that shares them."""
+        await self._started
+        assert self._proc_mesh is not None
+        return self._proc_mesh
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def watched(self) -> ProcessMesh | None:
         given = self._given_processes
-        return given._watched() if isinstance(given, ModelClient) else super()._watched()
+        return given.watched() if isinstance(given, ModelClient) else super().watched()
 
     def _require_open(self, what: str) -> None:
         super()._require_open(what)
         given = self._given_processes
-        if isinstance(given, ModelClient) and given._closed:
+        if isinstance(given, ModelClient) and given.is_closed:
             raise RuntimeError(f"{self.name}: {what} is not possible: {given.name}, whose processes it has, is closed")
 
     async def _close(self) -> None:
         if self._stops_actor and self._mesh is not None:
             given = self._given_processes
-            if not (isinstance(given, ModelClient) and given._closed):  # then the processes end with their actors
+            if not (isinstance(given, ModelClient) and given.is_closed):  # then the processes end with their actors
                 stopping: Awaitable[None] = self._mesh.stop()
                 await stopping
         await super()._close()

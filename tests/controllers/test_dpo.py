@@ -143,7 +143,7 @@ FEW = "\n".join(line(prompt=f"{n}+1=") for n in range(9))
 WRONG = {
     "a missing column": (FEW + '\n{"prompt": "1", "chosen": "2"}', [], "pairs.jsonl:10 has no column 'rejected'"),
     "a missing prompt": ('{"chosen": "2", "rejected": "3"}', [], "pairs.jsonl:1 has no column 'prompt'"),
-    "an empty file": ("", [], "pairs.jsonl:1 is not JSON"),
+    "an empty file": ("", [], "pairs.jsonl has no rows"),
     "equal answers": (FEW + "\n" + line(rejected="2"), [], "pairs.jsonl:10: columns 'chosen' and 'rejected' both hold"),
     "mixed types": (FEW + "\n" + line(rejected=3), [], "pairs.jsonl:10: column 'rejected' holds int 3, but str at"),
     "a list": (FEW + "\n" + line(rejected=["3"]), [], "column 'rejected' holds \"['3']\", which is neither text nor"),
