@@ -172,7 +172,7 @@ class Client:
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
         """The answers of the ranks. Raises RuntimeError as soon as one of their processes has ended, if a client spawned them."""
-        watched = self.watched()
+        watched = self.watched
         if watched is None:
             return await collect(endpoint, *args, **kwargs)
         answers: asyncio.Task[list[T]] = asyncio.ensure_future(collect(endpoint, *args, **kwargs))
@@ -186,6 +186,7 @@ class Client:
             answers.cancel()
             end.cancel()
 
+    @property
     def watched(self) -> ProcessMesh | None:
         """The processes of the ranks, if a client spawned them."""
         return self._processes

@@ -169,10 +169,14 @@ class ModelClient(Client):
         given = self._given_processes
         if given is None:
             return await self._spawn(config.num_processes())
-        return await given.process_mesh() if isinstance(given, ModelClient) else given
+        return await given.process_mesh if isinstance(given, ModelClient) else given
 
-    async def process_mesh(self) -> "ProcMesh":
+    @property
+    def process_mesh(self) -> Awaitable["ProcMesh"]:
         """The processes, when the model is up in them. For a client that shares them."""
+        return self._processes_with_model()
+
+    async def _processes_with_model(self) -> "ProcMesh":
         await self._started
         assert self._proc_mesh is not None
         return self._proc_mesh
@@ -181,9 +185,10 @@ class ModelClient(Client):
     def is_closed(self) -> bool:
         return self._closed
 
+    @property
     def watched(self) -> ProcessMesh | None:
         given = self._given_processes
-        return given.watched() if isinstance(given, ModelClient) else super().watched()
+        return given.watched if isinstance(given, ModelClient) else super().watched
 
     def _require_open(self, what: str) -> None:
         super()._require_open(what)
