@@ -240,7 +240,7 @@ def draw_times(axes: Axes, records: Records) -> None:
 
 
 def timeline_chart(lines: Records) -> str:
-    """Who worked when in one step, as a chart in SVG: the step of median length in the second half of the run. Empty without spans.
+    """A chart in SVG of the spans of one step: that of median length in the second half of the run. Empty without spans.
 
     lines: those of timeline.jsonl.
     """

@@ -65,7 +65,7 @@ def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list
 
 @dataclass(slots=True, kw_only=True)
 class _Finished:
-    """Counts and times since the last step."""
+    """Groups without a signal, and counts, since the last step."""
 
     filtered: list[Place] = field(default_factory=list)  # groups without a signal
     num_refills: int = 0

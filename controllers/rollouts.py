@@ -352,7 +352,7 @@ class Rollouts:
             raise failure
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Complete problems that follow each other in one call of the generator. Each group is scored in a task of its own.
+        """Complete problems with consecutive indices, in one call of the generator. Each group is scored in a task of its own.
 
         first: place of the first of them in the list of `complete`.
         """

@@ -478,7 +478,7 @@ async def open_run(
 async def _spawn(
     actors: Actors, config: RunConfig, setup: Callable[[str], AbstractContextManager[None]]
 ) -> tuple[TrainerClient, GeneratorClient]:
-    """Start trainer and generator, in the order that their memory asks for. They may not be ready yet."""
+    """Spawn trainer and generator. If they share a GPU, the trainer is ready first, because vLLM measures the free memory when it starts."""
     if not config.has_generator:
         # The controller of a config without a generator never uses the generator of its run.
         return actors.spawn_trainer(), cast(GeneratorClient, None)

@@ -1,4 +1,4 @@
-"""Who works and who waits: the spans of time in which the actors of a run have a call of the controller. Measures nothing inside an actor."""
+"""The timeline of a step: the spans in which each actor has a call of the controller. Measures nothing inside an actor."""
 
 import itertools
 import time

@@ -9,9 +9,8 @@ from controllers.run_folder import Record, RunFolder
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-TrackerName = Literal[
-    "tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
-]  # the name of a tracker is that of its package, too
+# The name of a tracker is also that of its package.
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 Scalars = dict[str, int | float]
 
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 class FinishedGroups(Generic[T]):
     """(index of the prompt, its results) of every prompt of a running call, in order of finishing.
 
-    When the iterator is closed or garbage-collected, what is left of the call is aborted. CPython collects the iterator of a loop as soon
+    When the iterator is closed or garbage-collected, the rest of the call is aborted. CPython collects the iterator of a loop as soon
     as the loop is left by break, return, an exception or a cancellation.
     """
 
@@ -56,7 +56,7 @@ class FinishedGroups(Generic[T]):
         return self._finished.popleft()
 
     async def aclose(self) -> None:
-        """Abort what is left of the call. A second call of this method does nothing."""
+        """Abort the rest of the call. A second call of this method does nothing."""
         if (aborting := self._begin_abort()) is not None:
             await aborting
 
