@@ -13,7 +13,7 @@ from controllers.schedules import ScheduleConfig
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """As many completions a step as GRPO's, each of another problem, and ten steps in which the critic learns the first policy's values."""
+    """PPO with as many completions a step as qwen3_0_6b has, one for each problem. In the first ten steps only the critic is trained."""
     base = qwen3.qwen3_0_6b()
     # Half of GRPO's, because the activations of the critic need room, too.
     base.trainer.tokens_per_row //= 2

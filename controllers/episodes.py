@@ -61,7 +61,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """What one side said."""
+    """A message of one side."""
 
     role: str  # "environment" or "policy"
     text: str
@@ -89,7 +89,7 @@ class PlayedEpisode:
 
     @property
     def text(self) -> str:
-        """What both sides said after the beginning, one line for each."""
+        """The messages of both sides after the beginning, one line for each."""
         return "\n".join(line.text for line in self.lines[1:])
 
     def shown(self) -> list[Record]:

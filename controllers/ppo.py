@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from controllers.critic import CriticConfig, start_critic
+from controllers.critic import CriticConfig, Judged, start_critic
 from controllers.gae import GAEConfig
 from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
 from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
@@ -102,14 +102,11 @@ async def train(run: Run[PPOConfig]) -> None:
                 if ppo_step <= config.critic.warmup_steps:
                     values |= await fit
                 else:
-                    learning_rate = policy_schedule(ppo_step - config.critic.warmup_steps)
-                    parts = minibatches(config, judged.for_policy, step)
-                    policy = train_step(run, parts, config.make_loss(kl), learning_rate)
+                    rate = policy_schedule(ppo_step - config.critic.warmup_steps)
                     # Policy and critic have processes of their own, so both are trained at the same time.
-                    updates, fitted = await asyncio.gather(policy, fit)
-                    values |= fitted | report(config, batch, updates) | {"learning_rate": learning_rate}
+                    fitted, trained = await asyncio.gather(fit, train_policy(run, batch, judged, kl, rate, step))
+                    values |= fitted | trained
                     if reference is not None:
-                        values["kl/coefficient"] = kl.coefficient
                         kl = config.kl_control.next_kl(kl, values["kl/reference"])
             async with rollouts.update():
                 version = await sync(run)
@@ -121,6 +118,17 @@ async def train(run: Run[PPOConfig]) -> None:
             # The checkpoint follows the step's record, as in GRPO.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
+
+
+async def train_policy(
+    run: Run[PPOConfig], batch: RolloutBatch, judged: Judged, kl: KL, learning_rate: float, step: int
+) -> dict[str, float]:
+    """Take the optimizer steps of the policy. Returns their metrics."""
+    config = run.config
+    parts = minibatches(config, judged.for_policy, step)
+    updates = await train_step(run, parts, config.make_loss(kl), learning_rate)
+    values = report(config, batch, updates) | {"learning_rate": learning_rate}
+    return values | ({"kl/coefficient": kl.coefficient} if config.reference_kl else {})
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:

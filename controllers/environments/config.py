@@ -128,6 +128,25 @@ class EnvironmentConfig:
                 re.compile(getattr(self, name))
             except re.error as error:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not a regular expression: {error}") from None
+        self._validate_reward()
+        if self.mixture:
+            if self.has_own_held_out:
+                raise ValueError(
+                    "a mixture takes neither held_out_task nor held_out_split; the parts of the mixture may have them"
+                )
+            return
+        if not self.task:
+            raise ValueError(
+                "environment.task is empty: --task takes a reasoning-gym task, a file, a Hugging Face data set or module:function"
+            )
+        if self.reward == "task" and (self.is_file or self.is_function or self.is_dataset):
+            raise ValueError(f"reward='task' needs a reasoning-gym task, but task={self.task!r}")
+        if self.is_file and not Path(self.task).is_file():
+            raise ValueError(f"task={self.task!r} is not a file")
+        if self.has_own_held_out:
+            self._validate_own_held_out()
+
+    def _validate_reward(self) -> None:
         if (self.reward == "regex") != bool(self.reward_pattern):
             raise ValueError(
                 f"reward={self.reward!r} with reward_pattern={self.reward_pattern!r}; the reward regex needs a pattern, and no other takes one"
@@ -150,22 +169,6 @@ class EnvironmentConfig:
             )
         if self.reward == "judge":
             self.judge.validate()
-        if self.mixture:
-            if self.has_own_held_out:
-                raise ValueError(
-                    "a mixture takes neither held_out_task nor held_out_split; the parts of the mixture may have them"
-                )
-            return
-        if not self.task:
-            raise ValueError(
-                "environment.task is empty: --task takes a reasoning-gym task, a file, a Hugging Face data set or module:function"
-            )
-        if self.reward == "task" and (self.is_file or self.is_function or self.is_dataset):
-            raise ValueError(f"reward='task' needs a reasoning-gym task, but task={self.task!r}")
-        if self.is_file and not Path(self.task).is_file():
-            raise ValueError(f"task={self.task!r} is not a file")
-        if self.has_own_held_out:
-            self._validate_own_held_out()
 
     def _validate_own_held_out(self) -> None:
         given = f"held_out_task={self.held_out_task!r}, held_out_split={self.held_out_split!r}"

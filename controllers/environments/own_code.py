@@ -1,4 +1,4 @@
-"""Functions and tasks of the user's, by their names module:function. What is wrong with them is said before a run, with its place.
+"""Functions and tasks of the user's, by their names module:function. Their errors are found before a run, with file and line.
 
 Knows no file and no data set.
 """

@@ -182,11 +182,7 @@ def build(config: TrainerConfig) -> BuiltModel:
         machine.require_cpu_offload()
     parallel_dims, device = _join_ranks(config, machine)
     debug = DebugConfig(seed=config.seed, deterministic=config.deterministic)
-    training = TrainingConfig(
-        seq_len=config.tokens_per_row,
-        mixed_precision_param=config.compute_dtype,
-        enable_cpu_offload=config.fsdp_cpu_offload,
-    )
+    training = _training_config(config)
     model_config = _model_config(config, machine, training, debug)
     with torch.device("meta"):
         whole = model_config.build()
@@ -204,11 +200,10 @@ def build(config: TrainerConfig) -> BuiltModel:
         nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()
-    hyperparameters, optimizers = None, NoOptimizers()
-    if config.optimizer is not None:
-        hyperparameters = Hyperparameters(config.optimizer, model, trained)
-        optimizers = hyperparameters.optimizers
-        register_moe_load_balancing_hook(optimizers, [model], parallel_dims)
+    hyperparameters = Hyperparameters(config.optimizer, model, trained) if config.optimizer is not None else None
+    optimizers = hyperparameters.optimizers if hyperparameters is not None else NoOptimizers()
+    if hyperparameters is not None:
+        register_moe_load_balancing_hook(hyperparameters.optimizers, [model], parallel_dims)
     return BuiltModel(
         model=model,
         stages=stages,
@@ -225,6 +220,14 @@ def build(config: TrainerConfig) -> BuiltModel:
         forward_context=dist_utils.get_spmd_context(parallel_dims=parallel_dims, spmd_typechecking=False),
         hf_adapter=Qwen3StateDictAdapter(model_config, None),
         routers=RouterCounters(model),
+    )
+
+
+def _training_config(config: TrainerConfig) -> TrainingConfig:
+    return TrainingConfig(
+        seq_len=config.tokens_per_row,
+        mixed_precision_param=config.compute_dtype,
+        enable_cpu_offload=config.fsdp_cpu_offload,
     )
 
 

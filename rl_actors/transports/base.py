@@ -147,7 +147,7 @@ class Transport(ABC):
     """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
 
     training_bytes = 0
-    """What training takes of a rank's GPU at its peak, as the trainer estimates it. Slots take what is left."""
+    """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots take the rest."""
     kind: str = "other"
     """Name of the place where the tensors of a version are, for the metrics of a push."""
 
