@@ -3,7 +3,7 @@
 All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides return
 the logprobs of the sampled tokens. The other side is each of the ways to run vLLM in WAYS, one after the other, in a process of its own, and
 the fastest one counts. The client and that process take turns, so that a slow moment of the machine affects both. On a GPU each of the two may
-use two fifths of the memory. With --replicas N the other side is the client of one replica, with one of N parts of the requests.
+use two fifths of the memory. With --replicas N the other side is the client of one replica, and gets one N-th of the requests.
 """
 
 import argparse
@@ -179,7 +179,7 @@ class Rounds:
 
     def __init__(self, arguments: argparse.Namespace, vocab_size: int) -> None:
         self.arguments = arguments
-        self.share = arguments.replicas  # the client of several replicas gets as many times the requests
+        self.share = arguments.replicas  # the client of N replicas gets N times the requests
         prompt_tokens, self.new_tokens = (128, 256) if torch.cuda.is_available() else (16, 64)
         self.prompts = prompts_of(max(arguments.requests) * self.share, prompt_tokens, vocab_size)
         self.first_token = 2

@@ -27,7 +27,7 @@ class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
     """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's, ten times its policy's."""
     clip: float | None = 0.5
-    """Largest change of a value in a step before its loss stops to fall: verl's and OpenRLHF's 0.5. None: no limit."""
+    """Largest change of a value in one step that lowers its loss. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
     warmup_steps: int = 0
     """Steps before the first policy step, in which only the critic is trained, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
 
@@ -45,7 +45,7 @@ class CriticConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """The samples of a step with what the critic made of them."""
+    """The samples of a step with the columns that come from the critic."""
 
     for_policy: list[Sample]  # with the column advantages
     for_critic: list[Sample]  # with the columns returns and old_values
@@ -62,7 +62,7 @@ class Critic:
         """Advantages and returns of the samples, from their rewards and the critic's current values.
 
         An action is a position whose loss weight is not 0. rewards: [T] of every sample, the reward for each action. is_cut_off: True for
-        a sample that a limit has ended and not the policy or the environment; gae.bootstrap says whether its last state has a value.
+        a sample that was ended by a limit, not by the policy or the environment. gae.bootstrap says whether its last state has a value.
         """
         rows = await self.values(samples)
         values = [row[:-1] for row in rows]
@@ -117,7 +117,7 @@ class Critic:
 
 
 def _with_last_state(sample: Sample) -> Sample:
-    """The sample with one more position, which reads the last target. Its own target says nothing; only the value before it is used."""
+    """The sample with one more position, which reads the last target. Its own target can be any token, because only its value is used."""
     tokens = torch.cat([sample.tokens, sample.targets[-1:]])
     return replace(sample, tokens=tokens, targets=torch.cat([sample.targets, sample.targets[-1:]]), columns={})
 

@@ -1,4 +1,4 @@
-"""Rollouts of a task with episodes: problems -> episodes of several turns -> groups. The queue and the training treat them as all groups."""
+"""Rollouts of a task with episodes: problems -> episodes of several turns -> groups. Queue and training treat these groups like others."""
 
 import asyncio
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class EpisodeRollouts(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Sampled):
-    """After an error of the generator the queue asks for the problem again, which then gets fresh episodes."""
+    """The policy of one episode. It raises an error of the generator as GenerationError, so that the queue has the problem played again."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         try:

@@ -77,7 +77,7 @@ class PlayedEpisode:
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
     rewards_per_token: list[float]  # of each token of the completion: the turn's reward at its last token
     lines: list[Line]
-    num_retries: int = 0  # episodes that failed before
+    num_retries: int = 0  # failed attempts before this one
 
     @property
     def reward(self) -> float:
@@ -93,7 +93,7 @@ class PlayedEpisode:
         return "\n".join(line.text for line in self.lines[1:])
 
     def shown(self) -> list[Record]:
-        """The lines as a record has them."""
+        """The lines as records for rollouts.jsonl."""
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
@@ -177,8 +177,8 @@ class Player:
     async def play(self, environment: EpisodeEnvironment, problem: Problem, policy: Policy) -> PlayedEpisode:
         """One episode of the problem.
 
-        Raises EpisodeError for an answer of the episode that its protocol does not have, and if the last new attempt fails too. Raises the
-        errors of the policy.
+        Raises EpisodeError if the episode gives an answer that its protocol does not allow, or if the last attempt fails. Raises the
+        policy's own errors.
         """
         for num_retries in range(self.scorer.max_retries + 1):
             try:
@@ -322,7 +322,7 @@ class TurnSender:
         params: SamplingParams,
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """params: of every turn. call: context manager of each call."""
+        """params: those of every turn. call: gives a context manager, which is held during each call."""
         self.generator, self.params, self.call = generator, params, call
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -336,7 +336,7 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion. number: the index of the turn in the seeds of `params`, so that it does not matter which turns share a call."""
+        """A completion. number: index of the turn, from which its seed is made. So the turns that share its call do not change it."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
         if len(self._waiting) == 1:
@@ -367,14 +367,14 @@ class Sampled:
     """The policy of one episode, whose turns the generator samples."""
 
     sender: TurnSender
-    first_number: int  # index of the first turn in the seeds; the others follow
+    first_number: int  # index of the first turn; each later turn has the next one
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         return await self.sender.complete(tokens, self.first_number + turn)
 
 
 async def together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
-    """The results of all, in their order. The first error ends the others and is raised."""
+    """The results of all coroutines, in order. The first error ends the other coroutines and is raised."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]

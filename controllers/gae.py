@@ -19,7 +19,7 @@ STD_EPS = 1e-8
 @dataclass(kw_only=True)
 class GAEConfig:
     gamma: float = 1.0
-    """Factor on a later reward for each action that comes before it. 1: all rewards count the same, as is usual where one reward ends an answer."""
+    """Discount, applied once for each action by which a reward comes later. 1: none, as is usual with one reward at the end of an answer."""
     actor_lambda: float = 0.95
     """λ of the policy's advantages. 1: returns minus values, without bias. Lower: less variance, and more trust in the values. 0.95 is the
     choice of VC-PPO (arXiv 2503.01491)."""
@@ -30,8 +30,8 @@ class GAEConfig:
     of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
 
     bootstrap: bool = True
-    """A sequence that a limit has cut off goes on with the value of its last state, as if it had not ended (arXiv 1712.00378). False: the
-    limit is an end, whose value is 0."""
+    """True: the last state of a sequence that a limit has cut off has the critic's value, as if the sequence went on (arXiv 1712.00378).
+    False: it has the value 0, as at any other end."""
     whiten: bool = True
     """Advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
 
@@ -62,7 +62,7 @@ def estimate(
     last_values: the value of the state after the last action, for a sequence that was cut off; 0 for one that has ended.
     Numbers at positions that are no actions are not read, so they may be NaN.
 
-    With d_a = r_a + γ V_{a+1} - V_a over the actions a, V of the last state being its last_value:
+    For action a let d_a = r_a + γ V_{a+1} - V_a, where last_values has the V after the last action. Then
     advantage_a = sum_{k >= 0} (γ λ)^k d_{a+k}, and return_a is V_a plus the same sum with the critic's λ.
 
     Two actions without a discount, λ = 1, values 0.5 and 0.75, one reward 1 at the end: advantages 0.5 and 0.25, returns 1 and 1.
@@ -101,7 +101,7 @@ def _advantages(
 
 
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The std has one degree of freedom less than actions.
+    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance is divided by the number of actions minus 1.
 
     Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become different numbers. One action gives 0.
     """

@@ -127,7 +127,7 @@ class GRPOConfig(RunConfig):
     def make_loss(self, kl: KL | None = None) -> PolicyLoss:
         """The loss that these fields describe. Raises ValueError for an option that the loss does not have or that is out of its limits.
 
-        kl: takes the place of the KL divergence of the fields, if the loss has one.
+        kl: used instead of the fields' KL divergence, if the loss has a KL term.
         """
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
@@ -142,7 +142,7 @@ class GRPOConfig(RunConfig):
 
 
 ConfigOfLoop = TypeVar("ConfigOfLoop", bound=GRPOConfig)
-"""The config of this loop, or of one that has its parts."""
+"""GRPOConfig, or the config of another loop that uses functions of this module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

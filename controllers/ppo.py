@@ -36,7 +36,7 @@ class PPOConfig(GRPOConfig):
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
     kl_control: KLControlConfig = field(default_factory=KLControlConfig)
-    """Whether the weight of the KL divergence, reference_kl, changes so that the divergence keeps a target."""
+    """Rule that changes the weight of the KL divergence, so that the divergence stays near a target. The first weight is reference_kl."""
 
     short_flags: ClassVar[dict[str, str]] = GRPOConfig.short_flags | {"--critic-lr": "--critic.schedule.learning-rate"}
 
@@ -58,7 +58,7 @@ class PPOConfig(GRPOConfig):
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds trainer.max_sequence_length={self.trainer.max_sequence_length}: "
-                "the critic reads also the last token of a completion"
+                "the critic also reads the last token of a completion"
             )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
@@ -134,7 +134,7 @@ async def train_policy(
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
     """The parts of epochs_per_step passes over the samples. Each pass shuffles them and divides them into at most updates_per_step parts.
 
-    The order depends only on the run's seed and the step, so policy and critic get the same parts, and a resumed run the former ones.
+    The order depends only on the run's seed and the step. So policy and critic get the same parts, and a resumed run repeats them.
     """
     draw = Random(f"{config.seed} {step}")
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -147,9 +147,10 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 async def token_rewards(
     config: PPOConfig, batch: RolloutBatch, samples: Sequence[Sample], reference: Reference | None, kl: KL
 ) -> tuple[list[Tensor], dict[str, float]]:
-    """(the reward for every token, [T] of each sample: a turn's at its last token, and the completion's penalties at its last; metrics).
+    """The reward for every token, [T] of each sample, and metrics.
 
-    With reference_kl_in="reward" every token pays `kl`, its estimated KL divergence from the reference times the coefficient.
+    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. With
+    reference_kl_in="reward" each sampled token's reward is reduced by kl.coefficient times its estimated KL divergence from the reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []
@@ -167,7 +168,7 @@ async def token_rewards(
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:
-    """True for each completion that a limit of tokens or turns has ended."""
+    """For each completion: True if a limit of tokens or turns has ended it."""
     return [is_truncated for group in batch.groups for is_truncated in group.truncated]
 
 

@@ -1,8 +1,8 @@
 """Rollouts that run ahead of the trainer: which groups of completions are under way, and which of them the next step trains on.
 
 The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
-`size` groups. At most (ahead + 1) * size groups have been drawn and not been trained on. While a step trains on its groups, the others
-are being generated.
+`size` groups. At most (ahead + 1) * size groups are drawn and not yet trained on. While a step trains on its groups, the others are being
+generated.
 
 Why no group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most
 `ahead` steps have changed the weights, each by at most `versions_per_step` versions. The config's max_staleness counts versions, so
@@ -75,7 +75,7 @@ class _Finished:
 class RolloutQueue:
     """Draws problems, has them completed and scored, and gives every step its batch. Use it in an `async with` block.
 
-    cursor: index of the next problem that was never drawn. pending: indices of problems that an earlier part of the run has drawn and that
+    cursor: index of the first problem that was never drawn. pending: indices of problems that an earlier part of the run has drawn and that
     were in no batch. They are completed again, before new ones: a checkpoint has no completions, because newer weights give better ones.
     """
 

@@ -36,8 +36,8 @@ class RolloutConfig:
     top_p: float = 1.0
     """Share of the probability mass that is sampled from. Below 1 the trainer's logprobs cannot match the generator's."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
-    """Rule that makes advantages from the rewards of a group. gae is PPO's and no other loop's: a value model makes the advantages, every group
-    is trained on, and a group may have one completion."""
+    """Rule that makes advantages from the rewards of a group. Only PPO takes gae: a value model makes the advantages, every group is
+    trained on, and a group may have one completion."""
     max_refills: int = 1
     """Largest number of times in a step that further groups are generated because groups had equal rewards."""
     max_staleness: int = 0

@@ -96,7 +96,7 @@ class RunConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """The way of the weights' bytes from the trainer to the generator."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
-    """Turns of trainer and generator in the memory of the same GPUs."""
+    """Whether trainer and generator take turns in the memory of the same GPUs."""
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10
@@ -168,7 +168,7 @@ class RunConfig:
         return []
 
     def episode_limits(self) -> EpisodeLimits:
-        """The limits of an episode, in which max_tokens is that of a turn."""
+        """The limits of an episode. The run's max_tokens is the limit of one turn."""
         longest = min(self.generator.max_model_len, self.trainer.max_sequence_length)
         return EpisodeLimits(
             max_turns=self.episodes.max_turns,
@@ -277,7 +277,7 @@ class Run(Generic[Config]):
     """Controller's state after the last step. Empty before the first step."""
     gate: Gate | None = None
     saved_step: int = 0  # step of the last checkpoint
-    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the last push and pull that a record has
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the push and the pull that the last record counted
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
@@ -296,7 +296,7 @@ class Run(Generic[Config]):
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """The trainer works in the body, and its time is `time/train`. The generator's next work must be a pull."""
+        """Context manager in whose body the trainer works. It measures time/train. The generator must pull before it generates again."""
         await self.turns.to_trainer()
         with self.timer("train"):
             yield
@@ -328,7 +328,7 @@ class Run(Generic[Config]):
             self.gate.check(step, values)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
-        """Metrics of the last push and pull, each once: in the first record after it."""
+        """Metrics of the last push and the last pull. Each is only in the first record after it."""
         pull = self.generator.last_pull if self.config.has_generator else None
         if pull is not None and not pull.num_bytes:  # the generator had the version already
             pull = None

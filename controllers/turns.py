@@ -33,7 +33,7 @@ class TurnsConfig:
     def validate(self, *, has_generator: bool, num_ranks: int, gpu: int) -> None:
         """Raises ValueError or TypeError naming the value if trainer and generator cannot take turns.
 
-        num_ranks: of the trainer. gpu: the generator's first one.
+        num_ranks: number of the trainer's ranks. gpu: the generator's first GPU.
         """
         require_parts("turns.offload", self.offload)
         if self.enabled and not has_generator:
@@ -46,7 +46,7 @@ class TurnsConfig:
 
 
 class Turns(Protocol):
-    """The names that SideBySide and InTurn share."""
+    """Protocol of SideBySide and InTurn."""
 
     async def to_trainer(self) -> None:
         """The trainer works from now on."""
@@ -89,7 +89,8 @@ class InTurn:
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
         self.trainer, self.generator, self.timer = trainer, generator, timer
         self.parts = config.parts
-        # A pull brings the whole weights after every training, so they need no copy on the host. No pull brings the weights under an adapter.
+        # A pull after every training replaces all weights, so they need no copy on the host (level 2). With an adapter a pull brings only
+        # the adapter, so the weights under it are copied to the host (level 1).
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.is_trainers = False

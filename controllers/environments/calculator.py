@@ -105,7 +105,8 @@ class Products:
     def demonstration(self, problem: Problem) -> Sequence[str]:
         """One third of the demonstrations ask the calculator and say what it answered. The others guess a number from 1000 to 1999 at once.
 
-        So they show what turns look like, but not that it is better to ask. That is left to the rewards. After them a greedy policy guesses.
+        So they show the form of a turn, but not that it is better to ask. After the supervised phase a greedy policy guesses. The rewards
+        teach it to ask.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):

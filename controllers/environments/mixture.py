@@ -91,7 +91,7 @@ class MixedEnvironment:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """The number of each environment's problems in a block: its share of BLOCK, rounded, and at least 1. The numbers add up to BLOCK."""
+    """For each environment its number of problems in a block: its share of BLOCK, rounded, and at least 1. The numbers add up to BLOCK."""
     counts = [max(1, int(weight * BLOCK)) for weight in weights]
     remainders = [weight * BLOCK - count for weight, count in zip(weights, counts, strict=True)]
     while sum(counts) != BLOCK:

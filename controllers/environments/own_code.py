@@ -1,4 +1,4 @@
-"""Functions and tasks of the user's, by their names module:function. Their errors are found before a run, with file and line.
+"""The user's own functions and tasks, by their names module:function. Their errors are found before a run, with file and line.
 
 Knows no file and no data set.
 """
@@ -66,7 +66,7 @@ def require_problems(name: str, environment: object, *, trains: bool) -> None:
 
 
 def described(error: BaseException) -> str:
-    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)". A frame of this module or of the import system is no place."""
+    """described(KeyError("x")) -> "KeyError: 'x' (my_task.py:12)". The place is never in this module or in the import system."""
     hidden = (__file__, importlib.__file__)
     frames = [
         frame

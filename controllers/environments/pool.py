@@ -100,7 +100,7 @@ class RewardPool:
         return id(environment) in self._numbers
 
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
-        """The answer of an environment's reward function. timeout: seconds from the moment when a process is free.
+        """The answer of an environment's reward function. timeout: seconds, counted from the moment when a process is free.
 
         Raises TimeoutError, or RewardFailed if the function raised an exception or ended its process.
         """

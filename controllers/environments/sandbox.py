@@ -23,9 +23,9 @@ CLOCK_FACTOR = 4
 """A program may take this many times its CPU seconds by the clock."""
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
-# Where a process may not make a namespace, the program runs with the network. The process ends with the one that started it, even if that
-# one is killed; the system forgets this wish in a new namespace, so it comes after `unshare`. A program can end itself before its tests, with
-# `exit()` for example, so passing has an exit status of its own, which the program does not see.
+# Where a process may not make a namespace, the program runs with the network. `prctl` ends the process together with its parent, even if the
+# parent is killed. It comes after `unshare`, because a new namespace would undo it. A program can end itself before its tests, with `exit()`
+# for example. So passed tests have an exit status of their own, which the program does not see.
 LIMITED = """
 import ctypes, os, resource, runpy, signal, sys
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
@@ -34,7 +34,7 @@ libc.unshare(CLONE_NEWUSER | CLONE_NEWNET)
 libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 program, parent, passed, seconds, memory, file_size = sys.argv[1], *map(int, sys.argv[2:])
 if os.getppid() != parent:
-    sys.exit(1)  # it ended before the wish was known
+    sys.exit(1)  # the parent ended before prctl
 sys.argv[:] = [program]
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -78,7 +78,7 @@ class Client:
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
-        """True if every process of the actor answers within `timeout` seconds. A process answers also while it runs a call.
+        """True if every process of the actor answers within `timeout` seconds. A process also answers while it runs a call.
 
         False before the processes have started, and after `close`.
         """

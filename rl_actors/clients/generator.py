@@ -143,7 +143,7 @@ class GeneratorClient(Client):
         async for index, completions in generator.generate_each(prompts, params): …
 
         The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends the
-        others in the engine. A plain `for` works, too. A seeded call gives the same completions in every order of finishing.
+        others in the engine. A plain `for` works, too.
         indices: for each prompt its index p in the seeds of SamplingParams; None: its place in the list.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits; in the loop, the error of the call.
         """

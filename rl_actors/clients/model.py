@@ -1,4 +1,4 @@
-"""Base class of the clients of a model: calls in order, one at a time, for all ranks. What only a trainer can is in trainer.py.
+"""Base class of the clients of a model: calls in order, one at a time, for all ranks. trainer.py adds the calls that only a trainer has.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
 that the caller may change. Only the send is queued.
@@ -36,7 +36,7 @@ Check = Callable[[TrainerLimits], None]
 """A function that raises ValueError or TypeError for a call that the trainer would refuse."""
 
 _turns: "weakref.WeakKeyDictionary[ProcMesh, asyncio.Lock]" = weakref.WeakKeyDictionary()
-"""Clients of the same processes take turns. Otherwise their collectives could start in another order on every rank, and would not match."""
+"""Clients of the same processes take turns. Otherwise two ranks could start their collectives in different orders and wait for ever."""
 
 
 class ModelClient(Client):
@@ -73,7 +73,7 @@ class ModelClient(Client):
         self._limits = TrainerLimits.of_config(config) if config is not None else None
         self._given_processes = processes
         if processes is not None:
-            self._logs, self._is_quiet = None, True  # the output is where that of the processes is
+            self._logs, self._is_quiet = None, True  # the output is in the files of the given processes
         self._stops_actor = mesh is None and processes is not None
         self._checkpoint = checkpoint
         self._transport = None if isinstance(transport, Call) else transport
@@ -102,11 +102,11 @@ class ModelClient(Client):
 
         transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes a torchstore,
         or a small actor if torchstore is not installed; other clients have none.
-        processes: those in which the model is built beside what is there: Monarch's, or those of another client, which must outlive this
-        one. Clients of the same processes take turns. None: new processes on this host, which end with this client.
+        processes: running processes that get the model beside what they have: a ProcMesh, or another client, which must outlive this one
+        and lends its own. Clients of the same processes take turns. None: new processes on this host, which end with this client.
         checkpoint: directory that save_checkpoint of a trainer of such a model wrote. The model starts with its weights. Empty: with those
         of config.hf_path, or with random ones.
-        Raises ValueError if no model can be built from the config, if there are too few GPUs, or if the number of processes is another.
+        Raises ValueError if no model can be built from the config, if there are too few GPUs, or if `processes` has the wrong number.
         """
         require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
         config = cls._own_config(config)
@@ -253,9 +253,9 @@ class ModelClient(Client):
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
 
-        The host's memory is pinned beside a GPU, made at the first offload, and kept. Every later call first brings back what it needs:
-        forward, pushes and exports the weights; forward_backward the weights and gradients; optim_step everything; checkpoints the weights
-        and the optimizer state. Refused, by RuntimeError, while a step is broken. On a CPU it saves no memory.
+        The host's memory is allocated at the first offload and kept; beside a GPU it is pinned. Every later call first brings back the parts
+        that it needs: forward, pushes and exports the weights; forward_backward the weights and gradients; optim_step everything; checkpoints
+        the weights and the optimizer state. Raises RuntimeError while a step is broken. On a CPU it saves no memory.
         """
         require_parts("offload", parts)
         return self._in_turn("offload", self._move, "offload", list(parts))
@@ -339,7 +339,7 @@ def _require_processes(processes: "ProcMesh | ModelClient", needed: int) -> None
         count = processes.size()
     elif processes.config is None:
         raise ValueError(
-            f"processes={processes!r}: the caller spawned its mesh, so this client does not know its processes; pass the processes themselves"
+            f"processes={processes!r}: that client did not spawn its mesh, so it does not know the processes; pass the ProcMesh itself"
         )
     else:
         count = processes.config.num_processes()

@@ -31,7 +31,7 @@ class Part:
 class RoutedCall:
     n: int  # completions of each prompt
     parts: list[Part]
-    finished: Groups = field(default_factory=list)  # that nobody has fetched
+    finished: Groups = field(default_factory=list)  # not yet fetched
 
     def num_left(self) -> int:
         return sum(part.num_left for part in self.parts)

@@ -44,7 +44,7 @@ class Router:
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of the longest known prompt that it begins with: itself, or an earlier turn."""
+        """The hash of a prompt, and the replica of the longest known prompt with which it begins. An earlier turn's prompt is such a one."""
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

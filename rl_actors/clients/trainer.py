@@ -57,9 +57,9 @@ class TrainerClient(ModelClient):
 
     # The writing of the last save_checkpoint.
     _writing: Call[None] | None = None
-    # The writing of the last save_checkpoint, until wait() is called. If it fails before, the next optim_step or save_checkpoint raises.
+    # The same, until wait() is called. If the writing fails before that, the next optim_step or save_checkpoint raises the error.
     _unwaited: Call[None] | None = None
-    # Those since the last optim_step or discard_gradients.
+    # The calls that added gradients since the last optim_step or discard_gradients.
     _gradient_calls: Sequence[Call[ForwardBackwardOutput]] = ()
 
     async def _close(self) -> None:

@@ -1,4 +1,4 @@
-"""The client of a value model: a trainer whose model gives one number for each position, and nothing else that differs."""
+"""The client of a value model: a TrainerClient whose model gives one number for each position instead of logprobs."""
 
 from dataclasses import replace
 from typing import ClassVar

@@ -60,7 +60,7 @@ class Offload:
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Bring the parts back to the device. Does nothing for a part that is there.
 
-        If the device has too little memory, the storages that came back stay on the device and the others on the host. Another call goes on with these.
+        If the device has too little memory, the storages that came back stay on the device. Another call brings the others.
         """
         if not any(part in self.away for part in parts):
             return HostMove()

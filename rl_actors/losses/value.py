@@ -17,8 +17,8 @@ from rl_actors.metrics import Partials
 class ValueLoss:
     """sum_i w_i l_i, where l_i = (V_i - R_i)^2 / 2. V are the values, R the returns.
 
-    With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c] and O are the old_values,
-    those of the value model when the batch began. (Schulman et al., "Proximal policy optimization algorithms", as in OpenAI's baselines.)
+    With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c]. O are the old_values, which
+    the value model gave before the batch's first step. (Schulman et al., "Proximal policy optimization algorithms", as in OpenAI's baselines.)
     Its metrics are value_clip_fraction:mean, the share of positions where the clipped term is the larger one, and the sums from which
     explained_variance is computed.
     """

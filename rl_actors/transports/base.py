@@ -40,7 +40,7 @@ class Manifest:
     """Names, shapes and dtypes of the tensors of one published version.
 
     A stream is one lineage of versions. A trainer that goes back to version 6 begins a new stream, because its next version 7 is not the
-    former one.
+    version 7 of the former stream.
     """
 
     stream: str

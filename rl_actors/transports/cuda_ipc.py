@@ -3,7 +3,7 @@
 torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay behind when a process is killed. So this module calls
 CUDA itself: cudaMalloc once per slot, a handle of 64 bytes in the slot's address, and cudaIpcOpenMemHandle once per reader.
 
-It was not run on a GPU yet; tests/gpu/test_weights.py is for that.
+It has not run on a GPU yet. tests/gpu/test_weights.py tests it there.
 """
 
 import contextlib
@@ -112,7 +112,7 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Copies that begin in the context have ended when it ends, also by an error."""
+    """Context manager whose end waits for the copies that began in it, also after an error."""
     try:
         yield
     finally:
@@ -137,5 +137,5 @@ def pin(data: Tensor, *, read_only: bool) -> bool:
 
 
 def unpin(address: int) -> None:
-    """End the pinning of `pin`. It must come before the memory is unmapped."""
+    """Undo `pin`. Call it before the memory is unmapped."""
     cudart().cudaHostUnregister(ctypes.c_void_p(address))

@@ -84,7 +84,9 @@ class Snapshot:
 
 
 class Plan:
-    """The part of every tensor that this rank holds, and its place in a slot. The plan is made at the first write and kept while the tensors stay."""
+    """The part of every tensor that this rank holds, and its place in a slot. The plan is made at the first write, and again if the tensors'
+    names, shapes or layouts change.
+    """
 
     def __init__(self) -> None:
         self._made_for: dict[str, tuple[object, ...]] = {}

@@ -48,7 +48,7 @@ os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 
 
 class Core(Protocol):
-    """The names that InProcess and OwnProcess share."""
+    """Protocol of InProcess and OwnProcess."""
 
     recovers: bool  # whether the core works on after an error in a step
 

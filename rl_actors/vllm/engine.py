@@ -178,7 +178,7 @@ class EngineThread:
         )
 
     def _set_version(self, version: int) -> None:
-        """Tokens of later steps have this version."""
+        """Give tokens of later steps this version."""
         self.version = version
         self.engine.set_weight_version(str(version))
 

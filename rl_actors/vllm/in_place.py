@@ -73,7 +73,7 @@ def load_in_place(plan: Plan, version: OpenVersion) -> None:
 
 
 def copy_pieces(target: Target, pieces: list[Piece]) -> None:
-    """Copy what the pieces have of the target's part."""
+    """Copy the values that the pieces and the target have in common."""
     for piece in pieces:
         into: list[slice] = []
         out_of: list[slice] = []

@@ -2,7 +2,7 @@
 
 Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull brings them. The keys and values are dropped at both levels.
 vLLM takes this memory from an allocator of its own, which keeps the addresses: CUDA graphs are valid after a wake.
-A CPU has no sleep mode. There nothing is released, but the calls and their refusals are the same.
+A CPU has no sleep mode. There the calls and their refusals are the same, but no memory is released.
 """
 
 from typing import TYPE_CHECKING

@@ -29,7 +29,7 @@ WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
 
 
 class Machine(Protocol):
-    """The names that cpu.py and gpu.py share. The two modules are its implementations."""
+    """Protocol of the modules cpu.py and gpu.py."""
 
     ENV: dict[str, str]  # environment of vLLM's process
 

@@ -1,8 +1,8 @@
 """The work of a vLLM worker at a pull: it opens the version that a source names, and loads the tensors one at a time.
 
 vLLM adds the methods of WeightsExtension to its worker class. They run in the worker's process, which is the actor's own or another one.
-A pull opens the version first, which changes nothing, and then loads it. Workers answer with their errors and do not raise them, so that an
-error of one of them leaves no answer of the others unread.
+A pull opens the version first, which changes nothing, and then loads it. A worker returns its error instead of raising it, so that the
+answers of all workers are read.
 """
 
 import contextlib
@@ -57,8 +57,8 @@ class WeightsExtension:
     def end_with_core(self) -> int:
         """Let this process end with the core that started it, also in the middle of a collective. Returns its pid.
 
-        vLLM's ranks on a CPU share memory under names that only a process which ends by itself removes. All ranks have opened it by now, so
-        the names can go, and the memory goes with the processes.
+        On a CPU vLLM's ranks share memory that has names, and a process that is killed does not remove them. All ranks have opened the memory
+        by now, so the names are removed here. The memory is freed with the processes.
         """
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if ident := os.environ.get("VLLM_DIST_IDENT"):

@@ -1,4 +1,4 @@
-"""The leash of a reference, beside sums written out in Python's float64."""
+"""KL control, compared with sums that are written out in float64."""
 
 import math
 
