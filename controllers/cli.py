@@ -56,21 +56,34 @@ class _Flags(Protocol):
 
 
 def parse(
-    prog: str, configs: Configs, argv: Sequence[str] | None = None, fixed_on_resume: Sequence[str] = FIXED_ON_RESUME
+    prog: str,
+    configs: Configs,
+    argv: Sequence[str] | None = None,
+    fixed_on_resume: Sequence[str] = FIXED_ON_RESUME,
+    configs_by_controller: Mapping[str, Configs] | None = None,
 ) -> Invocation:
     """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
     `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit fields of this config.
+    configs_by_controller: the configs of all controllers. The error about a config of another controller names that controller.
     Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
     """
     try:
-        return _parse(prog, configs, sys.argv[1:] if argv is None else list(argv), fixed_on_resume)
+        return _parse(
+            prog, configs, sys.argv[1:] if argv is None else list(argv), fixed_on_resume, configs_by_controller or {}
+        )
     except ValueError as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
 
 
-def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequence[str]) -> Invocation:
+def _parse(
+    prog: str,
+    configs: Configs,
+    argv: list[str],
+    fixed_on_resume: Sequence[str],
+    configs_by_controller: Mapping[str, Configs],
+) -> Invocation:
     # These flags choose the config whose fields the other flags edit. So they are read first, and a second time with the other flags.
     source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
     source.add_argument("--config")
@@ -84,6 +97,7 @@ def _parse(prog: str, configs: Configs, argv: list[str], fixed_on_resume: Sequen
     if chosen.eval_only and not chosen.eval_only.is_dir():
         raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
 
+    _require_own(chosen.config, configs, configs_by_controller)
     name, base = _base(configs, chosen.config, chosen.resume, chosen.eval_only)
     before = config_file.leaves_of(base)
     if chosen.algorithm:
@@ -142,6 +156,14 @@ def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) ->
         flag, equals, value = argument.partition("=")
         whole.append(short_flags.get(flag, flag) + equals + value)
     return whole
+
+
+def _require_own(config: str | None, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> None:
+    """Raise ValueError, naming the controller, for a config that only other controllers have."""
+    owners = [controller for controller, theirs in configs_by_controller.items() if config in theirs]
+    if owners and config not in configs:
+        own = ", ".join(configs)
+        raise ValueError(f"--config {config} belongs to {' and '.join(owners)}; the configs of this controller: {own}")
 
 
 def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: Path | None) -> tuple[str, "RunConfig"]:

@@ -57,7 +57,8 @@ def main(controller: str) -> None:
         # Without this entry, `configs` would import the running module a second time, under its own name.
         sys.modules[controller] = running
     prog = started_as(controller)
-    invocation = cli.parse(prog, import_module("configs").CONFIGS[controller])
+    configs = import_module("configs").CONFIGS
+    invocation = cli.parse(prog, configs[controller], configs_by_controller=configs)
     train: Train = import_module(controller).train
     try:
         if invocation.plan:

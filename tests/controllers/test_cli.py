@@ -213,6 +213,16 @@ def test_a_command_line_that_cannot_run_is_refused_with_status_2(capsys, argv, m
     assert message in refusal(capsys, *argv)
 
 
+def test_a_config_of_another_controller_is_refused_by_the_name_of_that_controller(capsys):
+    everything = configs.CONFIGS
+    with pytest.raises(SystemExit):
+        cli.parse(PROG, everything["controllers.dpo"], ["--config", "tiny_ppo"], configs_by_controller=everything)
+    message = "--config tiny_ppo belongs to controllers.ppo; the configs of this controller: tiny"
+    assert message in capsys.readouterr().err
+    own = cli.parse(PROG, everything["controllers.dpo"], ["--config", "tiny"], configs_by_controller=everything)
+    assert own.config_name == "tiny"
+
+
 @pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
 def test_a_folder_that_holds_a_run_is_refused_with_the_command_that_resumes_it(capsys, file):
     Path("my run").mkdir()
