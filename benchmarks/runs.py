@@ -64,7 +64,7 @@ def flags(name: str, weights: Path, folder: Path) -> list[str]:
 def figures(first: dict[str, Any], updates: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of a run. first: the record of its first step. updates: the records of its GRPO steps.
 
-    A difference is the largest of all updates; the time of a part is the shortest.
+    Differences are the largest over all updates, and times are the shortest.
     """
     differences = {
         "difference_mean": "logprob_diff/mean",

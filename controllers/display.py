@@ -32,7 +32,7 @@ COLUMNS = (  # title, width, key of the record, format
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
-    # Policy versions between the weights that sampled and the weights that were trained.
+    # Policy versions from the oldest weights that sampled a token to the weights of the step's last update.
     ("lag", 3, "policy_lag", ".2g"),
 )
 PANEL_COLUMNS = (
@@ -41,7 +41,7 @@ PANEL_COLUMNS = (
     ("trainer", 4, "busy/trainer", ".0%"),
     ("generator", 4, "busy/generator", ".0%"),
 )
-"""The live panel has room for more than a line."""
+"""Columns of the live panel, which has room for more of them than a line."""
 
 
 class LineDisplay:

@@ -22,11 +22,11 @@ class DataEnvironment:
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
         """rows: used instead of the rows of config.task, which is then not read. trains=False: all problems may be held out.
 
-        Raises ValueError, with the place or the numbers, for a bad row and for too few problems.
+        Raises ValueError for a bad row, with its place, and for too few problems, with their numbers.
         """
         self.config, self.reward = config, text_score(config)
-        # The held-out problems may have a file of their own, and then all problems of that file may be held out. With trains=False all
-        # problems of any file may be.
+        # All problems of a file may be held out if no problem of that file is trained on: if the held-out problems have a file of their own,
+        # or if trains is False.
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -134,7 +134,7 @@ def _read_table(path: str) -> Iterator[Row]:
 def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
     """The rows of a Hugging Face data set. The data set is a directory, or an id that is in the cache or can be fetched.
 
-    Raises ValueError, naming the id and the command that fetches it.
+    Raises ValueError, naming the data set, if it cannot be loaded. For an id the error has the command that fetches it.
     """
     from datasets import load_dataset
 

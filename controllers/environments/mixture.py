@@ -23,7 +23,7 @@ class Part:
 def read_parts(config: EnvironmentConfig) -> list[Part]:
     """The parts of a mixture, each with its share of the held-out problems. Raises ValueError, naming the part, for a wrong part.
 
-    A part takes the fields that it does not set from the config that has the mixture.
+    A field that a part does not set has its value in `config`.
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(
