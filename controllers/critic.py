@@ -27,7 +27,7 @@ class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
     """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's, ten times its policy's."""
     clip: float | None = 0.5
-    """Largest change of a value in one step that lowers its loss. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
+    """Change of a value in one step beyond which its loss falls no further. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
     warmup_steps: int = 0
     """Steps before the first policy step, in which only the critic is trained, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
 

@@ -101,7 +101,7 @@ def _advantages(
 
 
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance is divided by the number of actions minus 1.
+    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance is a sum divided by the number of actions minus 1.
 
     Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become different numbers. One action gives 0.
     """

@@ -1,4 +1,4 @@
-"""The frame of a controller's program, from its command line to its exit status. Trains nothing.
+"""The part of a controller's program around its training: command line, checks, start, end and exit status. Trains nothing.
 
 The program parses the command line, checks the config, opens the run, and closes the run whatever happens. The exit status of training
 is 0 if the run reached its last step, 1 if it failed, 2 if the config cannot run, 3 if the run missed its gate, 130 after Ctrl-C and 143

@@ -85,7 +85,7 @@ class Snapshot:
 
 class Plan:
     """The part of every tensor that this rank holds, and its place in a slot. The plan is made at the first write, and again if the tensors'
-    names, shapes or layouts change.
+    names, shapes, dtypes or layouts change.
     """
 
     def __init__(self) -> None:
