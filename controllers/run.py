@@ -277,7 +277,10 @@ class Run(Generic[Config]):
     """Controller's state after the last step. Empty before the first step."""
     gate: Gate | None = None
     saved_step: int = 0  # step of the last checkpoint
-    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the last push and the last pull that are in a record
+    transfers: tuple[Transfer | None, Transfer | None] = (
+        None,
+        None,
+    )  # the last push and the last pull that are in a record
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
