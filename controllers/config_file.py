@@ -40,7 +40,7 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 def from_values(cls: type[Config], values: object) -> Config:
     """A config from the values of a file. Types are strict: "3" and true are no integers. Raises ValueError with a line for each wrong field."""
-    # A dataclass without settings of its own gets those of the model around it.
+    # pydantic gives a dataclass that has no settings of its own the settings of the model around it.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
         # The values go through JSON, because pydantic's strict mode takes a list for a tuple and a string for a path only in JSON.
