@@ -25,6 +25,7 @@ LOOPS = {
 """Controllers and their meanings. launch.main starts them."""
 
 PROGRAMS = {
+    "serve": ("controllers.serve_actors", "own a trainer and a generator, to which programs attach"),
     "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
     "requirements": ("controllers.command:requirements", "print the lock, or what uv overrides and excludes"),

@@ -17,9 +17,17 @@ from rl_actors.processes.spawn import Probe, ProcessMesh, collect, spawn_process
 if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
 
+    from rl_actors.service.remote import Lease
+
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
 """Seconds to wait for the end of Monarch at the end of the program."""
+
+ATTACH_TIMEOUT = 30.0
+"""Seconds in which a service must answer a client that attaches."""
+
+STEP_WAIT = 60.0
+"""Seconds that a call to a service waits for the end of another client's step."""
 
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
@@ -49,6 +57,7 @@ class Client:
         self._closed = False
         self._broken: str | None = None
         self._version: int | None = None  # the last policy_version that the actor reported
+        self._lease: Lease | None = None  # of a client that is attached to a service
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -73,6 +82,11 @@ class Client:
             return "did not start"
         return f"broken, {self._broken}" if self._broken else "ready"
 
+    @property
+    def policy_version(self) -> int | None:
+        """The last policy_version that the actor reported to this client. None before its first answer."""
+        return self._version
+
     def ready(self) -> Call[None]:
         """A call that is done when the actor is set up. Raises the error if the start fails."""
         return self._started
@@ -96,7 +110,7 @@ class Client:
         return True
 
     def close(self) -> Call[None]:
-        """End the processes that this client spawned. A mesh that the caller spawned keeps running. A second call does nothing."""
+        """End the processes that this client spawned. A mesh that the caller spawned, and a service, keep running. A second call does nothing."""
         self._closed = True
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
@@ -112,6 +126,8 @@ class Client:
         return self._processes.mesh
 
     async def _close(self) -> None:
+        if self._lease is not None:
+            self._lease.close()
         async with self._spawning:
             if self._processes is not None:
                 processes, self._processes = self._processes, None

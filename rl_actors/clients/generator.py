@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from rl_actors.clients.base import Client
+from rl_actors.clients.base import ATTACH_TIMEOUT, Client
 from rl_actors.clients.call import Call, in_background
 from rl_actors.clients.finished_groups import FinishedGroups
 from rl_actors.clients.limits import GeneratorLimits
@@ -88,6 +88,31 @@ class GeneratorClient(Client):
         return cls(
             None, name=name, config=config, transport=transport, logs=logs, first_version=first_version, **timeouts
         )
+
+    @classmethod
+    def attach(
+        cls,
+        address: str,
+        *,
+        certificates: str = "",
+        timeout: float = ATTACH_TIMEOUT,
+        call_timeout: float = GeneratorConfig.call_timeout,
+    ) -> "GeneratorClient":
+        """A client of the generator that a running service owns. The calls of all clients run at the same time.
+
+        certificates: folder of certificates for a tls:// address. The calls of a client that ends are aborted. Waits for the service, and
+        raises as TrainerClient.attach does.
+        """
+        from rl_actors.service import remote
+
+        mesh, info = remote.attach(
+            address, "generator", certificates=certificates, timeout=timeout, call_timeout=call_timeout
+        )
+        client = GeneratorClient(mesh, call_timeout=call_timeout, setup_timeout=timeout)
+        client._lease = mesh.lease
+        client._limits = GeneratorLimits.of_info(info)
+        remote.leave_with(client, mesh.lease)
+        return client
 
     async def _set_up(self) -> None:
         if self._mesh is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import cloudpickle
 
-from rl_actors.clients.base import Client
+from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT, Client
 from rl_actors.clients.call import Call, in_background
 from rl_actors.clients.conversion import as_tensors, merge_outputs
 from rl_actors.clients.limits import TrainerLimits
@@ -133,6 +133,43 @@ class ModelClient(Client):
     def _own_config(cls, config: TrainerConfig) -> TrainerConfig:
         """The config with which this kind of client builds the model."""
         return config
+
+    @classmethod
+    def attach(
+        cls,
+        address: str,
+        *,
+        certificates: str = "",
+        timeout: float = ATTACH_TIMEOUT,
+        call_timeout: float = TrainerConfig.call_timeout,
+        step_wait: float = STEP_WAIT,
+    ) -> Self:
+        """A client of the model that a running service owns. Any number of programs may attach, train and leave.
+
+        >>> trainer = TrainerClient.attach("tcp://127.0.0.1:4400")             # doctest: +SKIP
+
+        The calls of all clients run one at a time. From the first forward_backward of a client to its optim_step or discard_gradients, the
+        calls of other clients that would change weights or gradients wait, at most step_wait seconds and at most half of call_timeout; then they
+        are refused with the name of the client that they waited for. If a client ends in an open step, its gradients are discarded.
+        certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are of the service's machine.
+        Waits for the service. Raises ValueError for a wrong address, another version of rl_actors, torch, Monarch or Python, and a service
+        without such a model; ConnectionError if no service answers, or certificates are refused; TimeoutError after `timeout` seconds.
+        """
+        from rl_actors.service import remote
+
+        mesh, info = remote.attach(
+            address,
+            cls.default_name,
+            certificates=certificates,
+            timeout=timeout,
+            step_wait=step_wait,
+            call_timeout=call_timeout,
+        )
+        client = cls(mesh, call_timeout=call_timeout, setup_timeout=timeout)
+        client._lease = mesh.lease
+        client._limits = TrainerLimits.of_info(info)
+        remote.leave_with(client, mesh.lease)
+        return client
 
     async def _open_transport(
         self, given: Transport | Call[Transport] | Call[Transport | None] | None
@@ -267,6 +304,16 @@ class ModelClient(Client):
 
     async def _move(self, endpoint: str, parts: list[Part]) -> HostMove:
         return of_all_ranks(await self._ordered(endpoint, parts))
+
+    def relay(self, endpoint: str, *arguments: object) -> Call[list[Any]]:
+        """The answers of all ranks to a call that a client in another program has checked. For a service, which sends nothing else."""
+        return self._in_turn(endpoint, self._relay, endpoint, *arguments, mends=endpoint == "discard_gradients")
+
+    async def _relay(self, endpoint: str, *arguments: object) -> list[Any]:
+        answers = await self._ordered(endpoint, *arguments)
+        if endpoint == "discard_gradients":
+            self._broken = None
+        return answers
 
     def _in_turn(
         self,

@@ -248,6 +248,10 @@ class TrainerClient(ModelClient):
 
         Raises ValueError for a model that vLLM cannot run as the trainer does: one with values, or one with an expert bias.
         """
+        if self._lease is not None:
+            raise ValueError(
+                f"{self.name} is attached to a service, whose generator it cannot add to; use GeneratorClient.attach({str(self._lease.address)!r})"
+            )
         if self.config is not None:
             self.config.require_hf("spawn_generator")
         if config is None:

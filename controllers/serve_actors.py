@@ -1,0 +1,290 @@
+"""A service: the trainer and the generator of a config, for programs that attach to them, call them, and leave. It trains nothing by itself.
+
+python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
+python -m controllers.serve_actors status tcp://127.0.0.1:4400
+
+A program calls TrainerClient.attach("tcp://127.0.0.1:4400") or GeneratorClient.attach(…). docs/operations.md says more.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import import_module
+from pathlib import Path
+
+from monarch.actor import context, enable_transport, shutdown_context
+
+from controllers import cli
+from controllers.command import started_as
+from controllers.launch import SHUTDOWN_TIMEOUT
+from controllers.run import Actors, RunConfig, shares_gpu
+from controllers.run_folder import RunFolder
+from controllers.tokenizer import build_character_tokenizer
+from rl_actors import validation
+from rl_actors.clients.base import ATTACH_TIMEOUT
+from rl_actors.clients.call import in_background
+from rl_actors.processes.output import route_logs
+from rl_actors.processes.spawn import prepare_this_process
+from rl_actors.service import remote, tls
+from rl_actors.service.coordinator import spawn_coordinator
+from rl_actors.service.door import Door
+from rl_actors.service.members import GeneratorMember, Member, ModelMember
+from rl_actors.service.service import Service
+from rl_actors.service.wire import Address
+
+PROGRAM = "controllers.serve_actors"
+DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line says about the service itself."""
+
+    address: Address
+    certificates: str  # folder; empty: without TLS
+    idle_timeout: float | None  # seconds without a client, after which the service ends; None: never
+    has_generator: bool
+
+
+def main() -> None:
+    """Serve, or ask a running service: status, stop, logs."""
+    prog, argv = started_as(PROGRAM), sys.argv[1:]
+    if argv and argv[0] in ("status", "stop", "logs"):
+        sys.exit(_ask(prog, argv))
+    own, rest = _parser(prog).parse_known_args(argv)
+    if own.help:
+        print(_parser(prog).format_help())
+        rest = ["--help"]
+    invocation = cli.parse(prog, _configs(), _config_flags(own, rest))
+    try:
+        has_generator = invocation.config.has_generator and not own.without_generator
+        options = _options(own, has_generator=has_generator)
+        _require_servable(invocation, options)
+    except ValueError as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        sys.exit(2)
+    status = _serve(invocation, options)
+    with contextlib.suppress(Exception, KeyboardInterrupt):
+        shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
+    sys.exit(status)
+
+
+def _parser(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        add_help=False,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Own the trainer and the generator of a config. Programs attach to them, call them, and leave.",
+        epilog=f"A running service: {prog} status|stop|logs ADDRESS.\nFields of the config follow; any of them can be set.",
+    )
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--config", help="name of a config, or a file of JSON, YAML or TOML (default: tiny)")
+    parser.add_argument(
+        "--address", default=DEFAULT_ADDRESS, help=f"tcp://HOST:PORT; port 0: any (default: {DEFAULT_ADDRESS})"
+    )
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates; the address then begins with tls://")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="serve without TLS on an interface that other machines reach; everyone there can run code as you",
+    )
+    parser.add_argument(
+        "--idle-timeout", type=float, metavar="SECONDS", help="end after this time without a client (default: never)"
+    )
+    parser.add_argument("--without-generator", action="store_true", help="serve only the trainer")
+    return parser
+
+
+def _configs() -> cli.Configs:
+    """The configs of all loops by name. A name that several loops have is GRPO's."""
+    by_loop = import_module("configs").CONFIGS
+    merged: dict[str, cli.Configs] = {}
+    for loop in ("controllers.grpo", "controllers.ppo", "controllers.sft", "controllers.dpo"):
+        merged = {**by_loop[loop], **merged}
+    return merged
+
+
+def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
+    return ([] if own.config is None else ["--config", own.config]) + list(rest)
+
+
+def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
+    """Raises ValueError for an address that nobody should serve at."""
+    address = Address.parse(own.address)
+    if address.tls != bool(own.tls):
+        raise ValueError(
+            f"--address {address} needs --tls FOLDER"
+            if address.tls
+            else f"--tls needs an address tls://…, not {address}"
+        )
+    if own.tls:
+        tls.require_files(own.tls)
+    elif not address.is_loopback() and not own.insecure:
+        raise ValueError(
+            f"--address {address} is reachable from other machines, and without TLS everyone there can run code as you; use --tls FOLDER "
+            "with tls://, an address of loopback, or --insecure on a private network"
+        )
+    if own.idle_timeout is not None and own.idle_timeout <= 0:
+        raise ValueError(f"--idle-timeout {own.idle_timeout:g}; it must be positive")
+    return Options(address=address, certificates=own.tls, idle_timeout=own.idle_timeout, has_generator=has_generator)
+
+
+def _require_servable(invocation: cli.Invocation, options: Options) -> None:
+    """Raises ValueError for what a service cannot do."""
+    config = invocation.config
+    if invocation.resume or invocation.eval_only:
+        raise ValueError("a service neither resumes nor evaluates a run; a client may call load_checkpoint")
+    if config.alphabet == "auto":
+        raise ValueError("alphabet='auto' needs a task; name the characters, as in --alphabet 0123456789+=")
+    validation.require_gpus(config.trainer)
+    if options.has_generator:
+        validation.require_gpu(config.generator)
+
+
+def _serve(invocation: cli.Invocation, options: Options) -> int:
+    """Serve until a signal, a `stop` or the idle timeout. Returns the exit status."""
+    folder = RunFolder(_folder(invocation))
+    folder.path.mkdir(parents=True, exist_ok=True)
+    route_logs(folder.log("service"), label="service", verbose=invocation.verbose)
+    if invocation.config.alphabet:
+        build_character_tokenizer(folder.path / "tokenizer", invocation.config.alphabet)
+    prepare_this_process()
+    if options.certificates:
+        tls.use_for_monarch(options.certificates)
+    kind = "tls" if options.address.tls else "tcp"
+    host = f"[{options.address.host}]" if ":" in options.address.host else options.address.host
+    enable_transport(f"{kind}://{host}:0")
+    context()
+    try:
+        return asyncio.run(_run(invocation, options, folder, kind))
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _folder(invocation: cli.Invocation) -> Path:
+    """The folder of the service: --output-dir, or runs/service-<time>."""
+    path = invocation.output_dir
+    is_default = path.parent == Path("runs") and path.name.startswith(f"{invocation.config_name}-")
+    return Path("runs") / f"service-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}" if is_default else path
+
+
+async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder, kind: str) -> int:
+    """Start the actors, open the door, and wait for the end."""
+    ending: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
+    _watch_signals(ending)
+    actors = Actors(invocation.config, folder, verbose=invocation.verbose)
+    try:
+        starting = asyncio.ensure_future(_start(actors, invocation.config, has_generator=options.has_generator))
+        await asyncio.wait((starting, ending), return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            starting.cancel()
+        else:
+            await _keep_door_open(starting.result(), options, folder, kind, ending)
+    finally:
+        await actors.close()
+    status, reason = ending.result()
+    print(f"the service ends: {reason}", flush=True)
+    return status
+
+
+async def _keep_door_open(
+    members: dict[str, Member],
+    options: Options,
+    folder: RunFolder,
+    kind: str,
+    ending: "asyncio.Future[tuple[int, str]]",
+) -> None:
+    """Serve at the address until `ending` is known."""
+    loop = asyncio.get_running_loop()
+    service = Service(members)
+    coordinator = await asyncio.to_thread(spawn_coordinator, service)
+    door = Door(
+        service,
+        coordinator,
+        logs=folder.log("service").parent,
+        stop=lambda reason: loop.call_soon_threadsafe(_end, ending, 0, reason),
+        transport=kind,
+    )
+    protection = tls.server_context(options.certificates) if options.certificates else None
+    address = await in_background(door.open(options.address, protection), "opening the door")
+    print(f"serving {', '.join(members)} at {address}; logs: {folder.log('service').parent}", flush=True)
+    try:
+        while not ending.done():
+            await asyncio.wait((ending,), timeout=1.0)
+            if options.idle_timeout is not None and service.idle_seconds() > options.idle_timeout:
+                _end(ending, 0, f"no client for {options.idle_timeout:g} s")
+    finally:
+        reason = ending.result()[1] if ending.done() else "it failed"
+        await in_background(door.close(reason), "closing the door")
+
+
+def _watch_signals(ending: "asyncio.Future[tuple[int, str]]") -> None:
+    """The first Ctrl-C or SIGTERM ends the service in order."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, _end, ending, 128 + number, number.name)
+
+
+def _end(ending: "asyncio.Future[tuple[int, str]]", status: int, reason: str) -> None:
+    if not ending.done():
+        ending.set_result((status, reason))
+
+
+async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
+    """Spawn the actors of the config. A trainer that shares a GPU with vLLM is up first, because vLLM measures the free memory."""
+    generator = None
+    if has_generator and not shares_gpu(config):
+        generator = actors.spawn_generator()  # first, because it takes longer than the trainer
+    trainer = actors.spawn_trainer()
+    critic = actors.spawn_critic() if config.has_critic else None
+    infos = await trainer.info()
+    members: dict[str, Member] = {"trainer": ModelMember(trainer, infos)}
+    if critic is not None:
+        members["value_trainer"] = ModelMember(critic, await critic.info())
+    if has_generator:
+        generator = generator or actors.spawn_generator()
+        await generator.ready()
+        members["generator"] = GeneratorMember(generator)
+    return members
+
+
+def _ask(prog: str, argv: Sequence[str]) -> int:
+    """Ask a running service, and print its answer. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog=f"{prog} {argv[0]}", allow_abbrev=False)
+    parser.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help=f"default: {DEFAULT_ADDRESS}")
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates, for an address tls://…")
+    parser.add_argument("--timeout", type=float, default=ATTACH_TIMEOUT, help="seconds (default: %(default)g)")
+    if argv[0] == "logs":
+        parser.add_argument("--lines", type=int, default=20, help="lines of each log (default: %(default)s)")
+    asked = parser.parse_args(argv[1:])
+    question = {"wants": argv[0]} | ({"lines": asked.lines} if argv[0] == "logs" else {})
+    try:
+        answer = remote.ask(asked.address, question, certificates=asked.tls, timeout=asked.timeout)
+    except (ValueError, OSError) as error:
+        print(f"{prog}: error: {error}", file=sys.stderr)
+        return 1
+    if argv[0] == "logs":
+        logs = answer["logs"]
+        assert isinstance(logs, dict)
+        for name, lines in logs.items():
+            print(f"==> {name} <==", *lines, "", sep="\n")
+    elif argv[0] == "stop":
+        print(f"the service at {asked.address} ends")
+    else:
+        print(json.dumps(answer["status"], indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,71 @@
+"""The coordinator of a service as a Monarch actor. Attached clients call it, and it calls the one client of each mesh.
+
+It lives in the service's own process, beside the clients of the meshes. A message carries pickled bytes, so that an object that cannot be
+unpickled here is an error of its call and does not end the actor.
+"""
+
+import pickle
+import traceback
+import uuid
+from typing import TYPE_CHECKING
+
+import cloudpickle
+from monarch.actor import Actor, concurrent_endpoint, this_proc
+
+from rl_actors.clients.call import in_background
+from rl_actors.service.service import Service
+
+if TYPE_CHECKING:
+    from monarch.actor import UndeliverableMessageEnvelope
+
+_services: dict[str, Service] = {}
+"""The services of this process. An actor gets the key, because its arguments are pickled."""
+
+
+class Coordinator(Actor):
+    """Any number of calls run at the same time. The Service decides which of them wait."""
+
+    def __init__(self, key: str) -> None:
+        self.service = _services[key]
+
+    @concurrent_endpoint
+    async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
+        """The answers of all ranks, or the error of the call; see `opened`. number: of the client; arguments: pickled."""
+        try:
+            unpickled = pickle.loads(arguments)
+            answers = await in_background(self.service.call(number, endpoint, unpickled, patience), endpoint)
+            return cloudpickle.dumps((answers, None))
+        except Exception as error:
+            return _pickled(error)
+
+    def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
+        """An answer that cannot be delivered is dropped, because its client has ended. The actor goes on."""
+        return True
+
+
+def opened(answer: bytes) -> list[object]:
+    """The answers of all ranks. Raises the error of the call."""
+    answers, error = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return answers
+
+
+def _pickled(error: Exception) -> bytes:
+    """The error, or a RuntimeError with its traceback if it cannot be pickled and made again."""
+    try:
+        sent = cloudpickle.dumps((None, error))
+        if type(pickle.loads(sent)[1]) is type(error):
+            return sent
+    except Exception:
+        pass
+    return cloudpickle.dumps((None, RuntimeError("".join(traceback.format_exception(error)))))
+
+
+def spawn_coordinator(service: Service) -> bytes:
+    """Start the coordinator in this process. Returns a pickled reference to it, with which other programs call it."""
+    key = uuid.uuid4().hex[:12]
+    _services[key] = service
+    coordinator = this_proc().spawn(f"coordinator_{key}", Coordinator, key)
+    coordinator.initialized.get()
+    return cloudpickle.dumps(coordinator)

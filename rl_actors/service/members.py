@@ -1,0 +1,207 @@
+"""The actors of a service, each behind its one client in the service's process. They run what attached clients ask for."""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from rl_actors.clients.base import Client
+from rl_actors.clients.generator import GeneratorClient
+from rl_actors.clients.model import ModelClient
+from rl_actors.clients.trainer import SavedCheckpoint, TrainerClient
+from rl_actors.service.open_step import CHANGING, Attached, OpenStep
+from rl_actors.types import Completion, SamplingParams, TrainerInfo
+
+logger = logging.getLogger(__name__)
+
+RELAYED = frozenset(
+    (
+        "forward",
+        "forward_backward",
+        "optim_step",
+        "discard_gradients",
+        "load_checkpoint",
+        "export_hf",
+        "export_lora",
+        "profile",
+        "offload",
+        "onload",
+        "push_model_state_dict",
+        "pull_model_state_dict",
+    )
+)
+"""Endpoints of a model whose arguments and answers pass through the service unchanged."""
+
+
+class Member(Protocol):
+    """What a service needs of an actor."""
+
+    num_ranks: int  # number of answers to a call
+
+    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+        """The answers of all ranks. patience: seconds that the call may wait for the end of another client's step."""
+
+    async def leave(self, client: Attached) -> None:
+        """Undo what the client left unfinished."""
+
+    async def describe(self) -> dict[str, object]:
+        """State for people, as values of JSON."""
+
+
+async def _alive(client: Client) -> list[object]:
+    if not await client.is_alive():
+        raise RuntimeError(f"{client.name}: not all processes answer")
+    return [None]
+
+
+class ModelMember:
+    """A trainer, value model or reference. One client has the open step; see OpenStep."""
+
+    def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
+        """infos: those of all ranks, when the model is up."""
+        self.client, self.num_ranks = client, len(infos)
+        self._infos = infos
+        self.step = OpenStep()
+        self._saved: dict[int, SavedCheckpoint] = {}  # number of a client -> its last checkpoint
+
+    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+        if endpoint == "setup":  # answered from here, because the ranks may be busy with a call of another client
+            version = self.client.policy_version or 0
+            return [replace(info, policy_version=version) for info in self._infos]
+        if endpoint == "info":
+            return list(await self.client.info())
+        if endpoint == "is_alive":
+            return await _alive(self.client)
+        if endpoint == "wait_for_checkpoint":
+            await self._saved[client.number].wait()
+            return [None] * self.num_ranks
+        if endpoint not in CHANGING:
+            return await self._send(client, endpoint, arguments)
+        await self.step.enter(client, endpoint, patience)
+        try:
+            answers = await self._send(client, endpoint, arguments)
+        except Exception:
+            # The call may have been refused, or may have failed in the middle of a step.
+            if await self._is_idle():
+                self.step.leave(client)
+            raise
+        if endpoint != "forward_backward":
+            self.step.leave(client)
+        return answers
+
+    async def _send(self, client: Attached, endpoint: str, arguments: Sequence[object]) -> list[object]:
+        if endpoint == "save_checkpoint" and isinstance(self.client, TrainerClient):
+            path, optimizer = arguments
+            saved = await self.client.save_checkpoint(str(path), optimizer=bool(optimizer))
+            self._saved[client.number] = saved
+            return [saved.policy_version] * self.num_ranks
+        if endpoint not in RELAYED:
+            raise ValueError(f"{self.client.name} has no call {endpoint!r}")
+        return await self.client.relay(endpoint, *arguments)
+
+    async def _is_idle(self) -> bool:
+        """True if no gradients are accumulated and nothing has failed in the middle of a step."""
+        try:
+            infos: list[TrainerInfo] = await self.client.info()
+        except Exception:
+            return False
+        return all(info.state == "idle" for info in infos)
+
+    async def leave(self, client: Attached) -> None:
+        """Discard the gradients of a step that the client has open. This waits for the call that is running."""
+        self._saved.pop(client.number, None)
+        if self.step.holder is not client:
+            return
+        try:
+            await self.client.relay("discard_gradients")
+            logger.info("%s has left in an open step; its gradients were discarded", client)
+        except Exception as error:
+            logger.warning("the gradients of %s, which has left, could not be discarded: %r", client, error)
+        self.step.leave(client)
+
+    async def describe(self) -> dict[str, object]:
+        holder = self.step.holder
+        described: dict[str, object] = {
+            "state": repr(self.client),
+            "ranks": self.num_ranks,
+            "alive": await self.client.is_alive(),
+            "open_step_of": None if holder is None else str(holder),
+        }
+        if holder is not None:
+            described["open_for_seconds"] = round(self.step.seconds(), 1)
+        return described
+
+
+class GeneratorMember:
+    """A generator, or several replicas. Its calls run at the same time."""
+
+    num_ranks = 1
+
+    def __init__(self, client: GeneratorClient) -> None:
+        self.client = client
+        self._calls: dict[str, Callable[..., Awaitable[object]]] = {
+            "compute_logprobs": client.compute_logprobs,
+            "pull_model_state_dict": self._pull,
+            "sleep": client.sleep,
+            "wake": client.wake,
+        }
+
+    async def run(self, client: Attached, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+        await self.client.ready()
+        if endpoint in ("setup", "info"):
+            return [await self.client.info()]
+        if endpoint == "is_alive":
+            return await _alive(self.client)
+        if endpoint == "start_generate":
+            return [await self._start(client, *arguments)]  # type: ignore[arg-type]
+        if endpoint == "finished_groups":
+            return [await self._fetch(client, *arguments)]  # type: ignore[arg-type]
+        if endpoint == "abort_generate":
+            (number,) = arguments
+            return [await self._abort(client, number)]  # type: ignore[arg-type]
+        if endpoint not in self._calls:
+            raise ValueError(f"{self.client.name} has no call {endpoint!r}")
+        return [await self._calls[endpoint](*arguments)]
+
+    async def _start(
+        self, client: Attached, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+    ) -> int:
+        number = await self.client.start_generate(prompts, params, indices)
+        client.generations[number] = len(prompts)
+        if client.has_left:
+            await self._abort(client, number)
+        return number
+
+    async def _fetch(self, client: Attached, number: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
+        if number not in client.generations:
+            raise ValueError(
+                f"no generate call {number} of this client is running: it has given all its completions, has failed, or was aborted"
+            )
+        try:
+            groups = await self.client.finished_groups(number, at_least)
+        except Exception:
+            client.generations.pop(number, None)
+            raise
+        client.generations[number] -= len(groups)
+        if not client.generations[number]:
+            del client.generations[number]
+        return groups
+
+    async def _abort(self, client: Attached, number: int) -> None:
+        if client.generations.pop(number, None) is not None:
+            await self.client.abort_generate(number)
+
+    async def _pull(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> object:
+        await self.client.pull_model_state_dict(version, timeout, in_flight=in_flight)
+        return self.client.last_pull
+
+    async def leave(self, client: Attached) -> None:
+        """End what the client has running in the engine."""
+        aborts = [self._abort(client, number) for number in list(client.generations)]
+        with contextlib.suppress(Exception):
+            await asyncio.gather(*aborts)
+
+    async def describe(self) -> dict[str, object]:
+        return {"state": repr(self.client), "ranks": self.num_ranks, "alive": await self.client.is_alive()}

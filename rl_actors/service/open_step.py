@@ -1,0 +1,76 @@
+"""`OpenStep`: which client of a service accumulates gradients. Knows no actors.
+
+The first forward_backward of a client opens a step. Until its optim_step or discard_gradients, the calls of other clients that would change
+weights or gradients wait. Calls that only read do not.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+CHANGING = frozenset(
+    ("forward_backward", "optim_step", "discard_gradients", "save_checkpoint", "load_checkpoint", "profile")
+)
+"""Endpoints of a trainer that read or change the state of a step. Other endpoints are legal for any client at any time."""
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Attached:
+    """A client of the service. It lasts as long as its connection."""
+
+    number: int
+    name: str  # given by the client, with its process and host: "trainer, pid 4242 on host-3"
+    member: str  # "trainer", "generator", …: whom it calls
+    since: float = field(default_factory=time.time)
+    num_calls: int = 0
+    has_left: bool = False
+    waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)  # for the end of another client's step
+    # Prompts that have not been fetched, of every generate call of this client.
+    generations: dict[int, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"client {self.number} ({self.name})"
+
+
+class OpenStep:
+    """The client that has the open step of one trainer. Others get it in the order in which they asked. Use it on one event loop."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Lock()
+        self.holder: Attached | None = None
+        self._held_since = 0.0
+
+    async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
+        """Wait until no other client has an open step. The client has it from now on.
+
+        Raises RuntimeError naming the client that has it after `patience` seconds, and if `client` has left meanwhile.
+        """
+        if self.holder is client:
+            return
+        acquiring = asyncio.ensure_future(self._free.acquire())
+        client.waiting.add(acquiring)
+        try:
+            await asyncio.wait((acquiring,), timeout=patience)
+            if not acquiring.done():
+                raise RuntimeError(
+                    f"{endpoint} waited {patience:g} s, and {self.holder} still has the step that it opened "
+                    f"{time.monotonic() - self._held_since:.0f} s ago; try again when it has called optim_step or discard_gradients, or has ended"
+                )
+        finally:
+            client.waiting.discard(acquiring)
+            acquiring.cancel()
+        if client.has_left or acquiring.cancelled():
+            if not acquiring.cancelled():
+                self._free.release()
+            raise RuntimeError(f"{endpoint} was not run: {client} has left")
+        self.holder, self._held_since = client, time.monotonic()
+
+    def leave(self, client: Attached) -> None:
+        """The step of this client is closed. Does nothing if another client has it, or none."""
+        if self.holder is client:
+            self.holder = None
+            self._free.release()
+
+    def seconds(self) -> float:
+        """Time for which the holder has had it; 0 without a holder."""
+        return 0.0 if self.holder is None else time.monotonic() - self._held_since

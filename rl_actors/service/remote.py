@@ -1,0 +1,246 @@
+"""The side of a client of a service: the connection, the calls to the coordinator, and `attach`, which makes the usual client of them."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import pickle
+import socket
+import ssl
+import threading
+import weakref
+from collections.abc import Awaitable, Iterator
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import cloudpickle
+from monarch.actor import context, enable_transport
+
+from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT
+from rl_actors.processes.spawn import prepare_this_process
+from rl_actors.service import tls
+from rl_actors.service.coordinator import opened
+from rl_actors.service.wire import MAX_LINE_BYTES, PROTOCOL, Address, Message, decode, encode, keep_alive
+from rl_actors.service.wire import versions as own_versions
+
+if TYPE_CHECKING:
+    from rl_actors.service.coordinator import Coordinator
+
+
+class Lease:
+    """The connection to a service. Each side takes its end for the end of the other one."""
+
+    def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
+        self.address, self.answer = address, answer
+        self.ended: Future[str] = Future()  # the reason
+        self._connection = connection
+        watching = threading.Thread(
+            target=_watch, args=(connection, self.ended, str(address)), name="rl_actors_lease", daemon=True
+        )
+        watching.start()
+
+    def close(self) -> None:
+        """Leave the service. It discards the gradients of a step that is open. A second call does nothing."""
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> None:
+    """Read until the connection ends. The service's last line has the reason."""
+    received = b""
+    with contextlib.suppress(OSError, ValueError):
+        while part := connection.recv(4096):
+            received = (received + part)[-MAX_LINE_BYTES:]
+    reason = "the connection has ended"
+    with contextlib.suppress(ValueError):
+        reason = str(decode(received).get("end", reason))
+    with contextlib.suppress(Exception):
+        ended.set_result(f"the service at {address} is gone: {reason}")
+
+
+class RemoteMesh:
+    """In the place of an actor mesh: its endpoints go to a service's coordinator. Each call has one answer for each rank."""
+
+    def __init__(self, coordinator: "Coordinator", lease: Lease, *, number: int, num_ranks: int, patience: float):
+        self._coordinator, self.lease = coordinator, lease
+        self._number, self._num_ranks, self._patience = number, num_ranks, patience
+
+    def __getattr__(self, name: str) -> "RemoteEndpoint":
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return RemoteEndpoint(self, name)
+
+    @property
+    def probe(self) -> "LocalEndpoint":
+        """Its answer is a probe whose `who` asks the service whether all processes live."""
+        return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
+
+    async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
+        """The answers of all ranks. Raises ConnectionError as soon as the service is gone, and the error of the call."""
+        asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._patience)
+        answer = asyncio.ensure_future(_awaited(asked))
+        ended = asyncio.wrap_future(self.lease.ended)
+        await asyncio.wait((answer, ended), return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            raise ConnectionError(ended.result())
+        return opened(answer.result())
+
+    @property
+    def num_ranks(self) -> int:
+        return self._num_ranks
+
+
+async def _awaited(future: Awaitable[bytes]) -> bytes:
+    return await future
+
+
+class RemoteEndpoint:
+    """One endpoint of a RemoteMesh, called as those of Monarch are."""
+
+    def __init__(self, mesh: RemoteMesh, name: str, num_answers: int | None = None) -> None:
+        self._mesh, self._name = mesh, name
+        self._num_answers = mesh.num_ranks if num_answers is None else num_answers
+
+    def stream(self, *arguments: object, order: object = None) -> Iterator[Awaitable[object]]:
+        """The answers of the ranks. order: not sent, because the service numbers the calls of all its clients."""
+        answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
+        return (_nth(answers, index) for index in range(self._num_answers))
+
+
+async def _nth(answers: "asyncio.Future[list[object]]", index: int) -> object:
+    return (await answers)[index]
+
+
+class LocalEndpoint:
+    """An endpoint whose answers are known."""
+
+    def __init__(self, answers: list[object]) -> None:
+        self._answers = answers
+
+    def stream(self, *_: object) -> Iterator[Awaitable[object]]:
+        return (_just(answer) for answer in self._answers)
+
+
+async def _just(value: object) -> object:
+    return value
+
+
+class RemoteProbe:
+    def __init__(self, who: RemoteEndpoint) -> None:
+        self.who = who
+
+
+def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
+    """The answer of a service to a question that needs no actors: {"wants": "status"}. Raises as `attach` does."""
+    target = Address.parse(address)
+    connection, answer = _greet(target, wants, certificates, timeout)
+    connection.close()
+    return answer
+
+
+def _greet(address: Address, wants: Message, certificates: str, timeout: float) -> tuple[socket.socket, Message]:
+    """Connect, send a greeting, and return the connection with the first answer."""
+    if timeout <= 0:
+        raise ValueError(f"timeout={timeout}; it must be positive")
+    protection = tls.client_context(address, certificates)
+    connection: socket.socket | None = None
+    try:
+        connection = socket.create_connection((address.host, address.port), timeout)
+        if protection is not None:
+            connection = protection.wrap_socket(connection, server_hostname=address.host)
+        keep_alive(connection)
+        connection.sendall(encode({"protocol": PROTOCOL, "versions": own_versions(), **wants}))
+        answer = decode(_read_line(connection))
+    except Exception as error:
+        if connection is not None:
+            connection.close()
+        raise _plain(error, address, timeout) from error
+    if "error" in answer:
+        connection.close()
+        raise ValueError(f"the service at {address} refuses: {answer['error']}")
+    connection.settimeout(None)
+    return connection, answer
+
+
+def _plain(error: Exception, address: Address, timeout: float) -> Exception:
+    """What went wrong while connecting, in words."""
+    match error:
+        case ssl.SSLError():
+            return ConnectionError(f"{address}: no trust between this program and the service: {error}")
+        case TimeoutError():
+            return TimeoutError(f"{address} did not answer within {timeout:g} s")
+        case ConnectionRefusedError():
+            return ConnectionError(f"no service listens at {address}")
+        case socket.gaierror():
+            return ConnectionError(f"{address}: the host is unknown: {error}")
+        case OSError():
+            return ConnectionError(f"{address} cannot be reached: {error}")
+        case ValueError():
+            return ConnectionError(f"{address} is not a service of rl_actors, or it uses TLS differently: {error}")
+    return error
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        part = connection.recv(65536)
+        if not part or len(line) > MAX_LINE_BYTES:
+            break
+        line += part
+    return line
+
+
+def attach(
+    address: str,
+    member: str,
+    *,
+    certificates: str = "",
+    timeout: float = ATTACH_TIMEOUT,
+    step_wait: float = STEP_WAIT,
+    call_timeout: float,
+) -> tuple[RemoteMesh, object]:
+    """Attach to one actor of a service. Returns its mesh for a client, and the info of its first rank.
+
+    Raises ValueError for a wrong address, for versions that differ and for an actor that the service lacks; ConnectionError if no service
+    answers or there is no trust; TimeoutError after `timeout` seconds.
+    """
+    target = Address.parse(address)
+    name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"
+    connection, answer = _greet(target, {"wants": "attach", "member": member, "name": name}, certificates, timeout)
+    own_host = connection.getsockname()[0]
+    lease = Lease(target, connection, answer)
+    try:
+        join_monarch(str(answer["transport"]), own_host, certificates)
+        coordinator = pickle.loads(base64.b64decode(str(answer["coordinator"])))
+        number, num_ranks = int(str(answer["client"])), int(str(answer["num_ranks"]))
+        patience = min(step_wait, call_timeout / 2)
+        mesh = RemoteMesh(coordinator, lease, number=number, num_ranks=num_ranks, patience=patience)
+        asked = coordinator.call.call_one(number, "setup", cloudpickle.dumps(()), patience)
+        try:
+            info = opened(asked.get(timeout=timeout))[0]
+        except TimeoutError:
+            raise TimeoutError(
+                f"{address} let this program in, but its {member} did not answer within {timeout:g} s"
+            ) from None
+    except BaseException:
+        lease.close()
+        raise
+    return mesh, info
+
+
+def join_monarch(transport: str, own_host: str, certificates: str) -> None:
+    """Let Monarch of this process reach the service, and be reached at the address that leads there."""
+    prepare_this_process()
+    if transport == "tls":
+        tls.use_for_monarch(certificates)
+    host = f"[{own_host}]" if ":" in own_host else own_host
+    with contextlib.suppress(RuntimeError):  # Monarch is in use already, and keeps its address
+        enable_transport(f"{transport}://{host}:0")
+    context()
+
+
+def leave_with(client: object, lease: Lease) -> None:
+    """Leave the service when the client is garbage-collected, too."""
+    weakref.finalize(client, lease.close)

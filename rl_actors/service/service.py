@@ -1,0 +1,74 @@
+"""`Service`: the clients that are attached to the actors of one program, and the order of their calls. Sends nothing over a network."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from rl_actors.service.members import Member
+from rl_actors.service.open_step import Attached
+
+logger = logging.getLogger(__name__)
+
+
+class Service:
+    """The one caller of the actors. Its methods run on the event loop that the clients of a process share."""
+
+    def __init__(self, members: Mapping[str, Member]) -> None:
+        """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""
+        self.members = members
+        self.clients: dict[int, Attached] = {}
+        self.started = time.time()
+        self.last_left = time.monotonic()
+        self._numbers = itertools.count(1)
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    def attach(self, name: str, member: str) -> Attached:
+        """Raises ValueError if the service has no such actor."""
+        if member not in self.members:
+            raise ValueError(f"this service has no {member}; it has {', '.join(self.members)}")
+        client = Attached(number=next(self._numbers), name=name, member=member)
+        self.clients[client.number] = client
+        logger.info("%s is attached to the %s", client, member)
+        return client
+
+    async def call(self, number: int, endpoint: str, arguments: Sequence[object], patience: float) -> list[object]:
+        """The answers of all ranks to a call of an attached client. Raises RuntimeError for a client that has left."""
+        client = self.clients.get(number)
+        if client is None:
+            raise RuntimeError(f"client {number} of the service has left, so {endpoint} was not run")
+        client.num_calls += 1
+        return await self.members[client.member].run(client, endpoint, arguments, patience)
+
+    def leave(self, client: Attached) -> None:
+        """Forget a client whose connection has ended, and undo what it left unfinished."""
+        if client.has_left:
+            return
+        client.has_left = True
+        self.last_left = time.monotonic()
+        self.clients.pop(client.number, None)
+        for waiting in list(client.waiting):
+            waiting.cancel()
+        logger.info("%s has left after %d calls", client, client.num_calls)
+        leaving = asyncio.ensure_future(self.members[client.member].leave(client))
+        self._leaving.add(leaving)
+        leaving.add_done_callback(self._leaving.discard)
+
+    def idle_seconds(self) -> float:
+        """Time since the last client left, or since the start. 0 while a client is attached."""
+        return 0.0 if self.clients else time.monotonic() - self.last_left
+
+    async def describe(self) -> dict[str, object]:
+        """State of the actors and the clients, as values of JSON."""
+        members = {name: await member.describe() for name, member in self.members.items()}
+        clients = [
+            {
+                "client": str(client),
+                "member": client.member,
+                "calls": client.num_calls,
+                "attached_for_seconds": round(time.time() - client.since, 1),
+            }
+            for client in self.clients.values()
+        ]
+        return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}

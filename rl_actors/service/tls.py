@@ -1,0 +1,66 @@
+"""Mutual TLS: certificates of a private authority, for the door of a service and for Monarch's own connections.
+
+A folder of certificates has `authority.pem`, and for every program the pair `certificate.pem` and `key.pem`. Both sides of a connection show
+a certificate of the same authority; a program without one is refused.
+"""
+
+import os
+import ssl
+import stat
+from pathlib import Path
+
+from rl_actors.service.wire import Address
+
+AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
+MONARCH_VARIABLES = {
+    "HYPERACTOR_TLS_CERT": CERTIFICATE,
+    "HYPERACTOR_TLS_KEY": KEY,
+    "HYPERACTOR_TLS_CA": AUTHORITY,
+}
+"""Variables from which Monarch 0.7 reads its certificates. Processes that it spawns inherit them."""
+
+
+def require_files(folder: str) -> Path:
+    """The folder. Raises ValueError naming a file that is missing, and a key that others can read."""
+    path = Path(folder)
+    for name in (AUTHORITY, CERTIFICATE, KEY):
+        if not (path / name).is_file():
+            raise ValueError(f"{path / name} does not exist; `make certificates` makes a folder of certificates")
+    mode = (path / KEY).stat().st_mode
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ValueError(f"{path / KEY} can be read by others (mode {stat.S_IMODE(mode):o}); chmod 600 it")
+    return path
+
+
+def server_context(folder: str) -> ssl.SSLContext:
+    """TLS of a service, which lets in only programs with a certificate of the authority. Raises ValueError as require_files does."""
+    made = _context(ssl.PROTOCOL_TLS_SERVER, folder)
+    made.verify_mode = ssl.CERT_REQUIRED
+    return made
+
+
+def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
+    """TLS of a client, or None for an address without it. Raises ValueError if only one of the address and the folder asks for TLS."""
+    if address.tls != bool(folder):
+        missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"
+        raise ValueError(f"{address} {missing}; see docs/operations.md")
+    return _context(ssl.PROTOCOL_TLS_CLIENT, folder) if folder else None
+
+
+def _context(protocol: int, folder: str) -> ssl.SSLContext:
+    path = require_files(folder)
+    made = ssl.SSLContext(protocol)
+    made.minimum_version = ssl.TLSVersion.TLSv1_3
+    try:
+        made.load_cert_chain(path / CERTIFICATE, path / KEY)
+        made.load_verify_locations(path / AUTHORITY)
+    except ssl.SSLError as error:
+        raise ValueError(f"{path} has no usable certificates: {error}") from None
+    return made
+
+
+def use_for_monarch(folder: str) -> None:
+    """Let Monarch use these certificates, in this process and those that it spawns. Call it before Monarch's first use."""
+    path = require_files(folder).absolute()
+    for variable, name in MONARCH_VARIABLES.items():
+        os.environ[variable] = str(path / name)

@@ -1,0 +1,146 @@
+"""Certificates for a service and its clients: a private authority, and one certificate with which every machine shows that it belongs.
+
+python scripts/certificates.py certificates --host gpu-1 --host 10.0.0.5
+
+Copy the folder, without its subfolder `authority`, to every machine of the run, over a connection that you trust. Whoever has it can run code in
+the service. A second call with other hosts makes a new certificate of the same authority.
+"""
+
+import argparse
+import datetime
+import ipaddress
+import os
+import socket
+import sys
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+ALWAYS = ("localhost", "127.0.0.1", "::1")
+BACKDATED = datetime.timedelta(hours=1)  # clocks of machines differ
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of the certificates; it is made")
+    parser.add_argument("--host", action="append", default=[], help="name or address of a machine; may be repeated")
+    parser.add_argument("--days", type=int, default=365, help="time for which the certificate is valid (default: 365)")
+    given = parser.parse_args()
+    if given.days < 1:
+        parser.error(f"--days {given.days}; it must be at least 1")
+    hosts = list(dict.fromkeys([*ALWAYS, socket.gethostname(), *given.host]))
+    try:
+        make(given.folder, hosts, days=given.days)
+    except OSError as error:
+        sys.exit(f"error: {error}")
+    print(f"{given.folder}: a certificate for {', '.join(hosts)}, valid for {given.days} days")
+
+
+def make(folder: Path, hosts: list[str], *, days: int) -> None:
+    """Write authority.pem, certificate.pem and key.pem. The authority's own key stays in the subfolder `authority`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    secret = folder / "authority" / "key.pem"
+    if not secret.exists():
+        secret.parent.mkdir(mode=0o700, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP256R1())
+        _write_key(secret, key)
+        (folder / "authority.pem").write_bytes(_pem(_authority(key, days=10 * 365)))
+    authority_key = serialization.load_pem_private_key(secret.read_bytes(), password=None)
+    assert isinstance(authority_key, ec.EllipticCurvePrivateKey)
+    authority = x509.load_pem_x509_certificate((folder / "authority.pem").read_bytes())
+    key = ec.generate_private_key(ec.SECP256R1())
+    certificate = _certificate(key, authority_key, authority.subject, hosts, days=days)
+    _write_key(folder / "key.pem", key)
+    (folder / "certificate.pem").write_bytes(_pem(certificate))
+
+
+def _authority(key: ec.EllipticCurvePrivateKey, *, days: int) -> x509.Certificate:
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rl-actors private authority")])
+    usage = _usage(certifies=True)
+    return (
+        _builder(name, name, key, days=days)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def _certificate(
+    key: ec.EllipticCurvePrivateKey,
+    authority_key: ec.EllipticCurvePrivateKey,
+    issuer: x509.Name,
+    hosts: list[str],
+    *,
+    days: int,
+) -> x509.Certificate:
+    """A certificate of both sides of a connection, for these hosts."""
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rl-actors")])
+    of_authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
+    both_sides = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    return (
+        _builder(name, issuer, key, days=days)
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(certifies=False), critical=True)
+        .add_extension(both_sides, critical=False)
+        .add_extension(of_authority, critical=False)
+        .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=False)
+        .sign(authority_key, hashes.SHA256())
+    )
+
+
+def _builder(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, *, days: int
+) -> x509.CertificateBuilder:
+    now = datetime.datetime.now(datetime.UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - BACKDATED)
+        .not_valid_after(now + datetime.timedelta(days=days))
+    )
+
+
+def _usage(*, certifies: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=True,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=certifies,
+        crl_sign=certifies,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _host(host: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _pem(certificate: x509.Certificate) -> bytes:
+    return certificate.public_bytes(serialization.Encoding.PEM)
+
+
+def _write_key(path: Path, key: ec.EllipticCurvePrivateKey) -> None:
+    """Write a private key that only its owner can read, from the first byte on."""
+    path.unlink(missing_ok=True)
+    plain = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(plain)
+
+
+if __name__ == "__main__":
+    main()

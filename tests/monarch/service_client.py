@@ -1,0 +1,50 @@
+"""A client of a service in a program of its own. It reads commands from stdin, and prints one line of JSON for each.
+
+open: forward_backward. close: optim_step. steps N: N whole steps. forward: mean logprob. generate: a completion. bad: a wrong call.
+"""
+
+import json
+import sys
+
+import support
+
+from rl_actors import GeneratorClient, OptimParams, SamplingParams, TrainerClient
+
+
+def main() -> None:
+    address, certificates, seed, learning_rate = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    trainer = TrainerClient.attach(address, certificates=certificates)
+    samples = support.random_samples(seed=seed)
+    params = OptimParams(learning_rate=learning_rate, grad_divisor=96)
+
+    def whole_step() -> list[float]:
+        trainer.forward_backward(samples, loss="cross_entropy").result()
+        result = trainer.optim_step(params).result()
+        return [result.policy_version, result.grad_norm]
+
+    def answer(command: str, *arguments: str) -> object:
+        match command:
+            case "open":
+                return trainer.forward_backward(samples, loss="cross_entropy").result().metrics["loss:sum"]
+            case "close":
+                result = trainer.optim_step(params).result()
+                return [result.policy_version, result.grad_norm]
+            case "steps":
+                return [whole_step() for _ in range(int(arguments[0]))]
+            case "forward":
+                output = trainer.forward(samples).result()
+                return [output.policy_version, sum(float(logprobs.sum()) for logprobs in output.logprobs)]
+            case "generate":
+                generator = GeneratorClient.attach(address, certificates=certificates)
+                generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+                [[completion]] = generator.generate([[3, 7]], SamplingParams(max_tokens=4, temperature=0.0)).result()
+                return [completion.tokens, completion.policy_versions]
+        raise ValueError(command)
+
+    print(json.dumps("attached"), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(answer(*line.split())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""A service in a process of its own, and programs that attach to it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import support
+from waiting import GUARD, wait_until
+
+from rl_actors import GeneratorClient, OptimParams, Sample, TrainerClient
+from rl_actors.service import remote
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join(map(str, (ROOT, HERE, HERE.parent))),
+    "OMP_NUM_THREADS": "1",
+}
+
+
+class Program:
+    """A Python program, to which a test writes lines and from which it reads lines."""
+
+    def __init__(self, *arguments: str) -> None:
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.process = subprocess.Popen(
+            [sys.executable, "-u", *arguments], env=ENVIRONMENT, cwd=ROOT, text=True, start_new_session=True, **pipes
+        )
+
+    def send(self, command: str) -> None:
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+
+    def read(self) -> object:
+        line = self.process.stdout.readline()
+        assert line, f"the program has ended with {self.process.wait(GUARD)}"
+        return json.loads(line)
+
+    def ask(self, command: str):
+        self.send(command)
+        return self.read()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(GUARD)
+
+    def end(self) -> int:
+        self.process.stdin.close()
+        status = self.process.wait(GUARD)
+        self.process.stdout.close()
+        return status
+
+
+class RunningService(Program):
+    """`python -m controllers.serve_actors` at a free port of loopback."""
+
+    def __init__(self, folder: Path, *flags: str, address: str = "tcp://127.0.0.1:0") -> None:
+        fields = ["--trainer.model.vocab-size", str(support.VOCAB_SIZE), "--output-dir", str(folder)]
+        super().__init__("-m", "controllers.serve_actors", "--config", "tiny", "--address", address, *fields, *flags)
+        line = self.process.stdout.readline()
+        assert line.startswith("serving "), line
+        self.address = line.split(" at ")[1].split(";")[0]
+
+    def stop(self) -> tuple[int, str]:
+        """Exit status and output after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        rest = self.process.stdout.read()
+        return self.end(), rest
+
+
+def client(service: RunningService, *, seed: int, learning_rate: float = 0.0, certificates: str = "") -> Program:
+    return Program(str(HERE / "service_client.py"), service.address, certificates, str(seed), str(learning_rate))
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory):
+    """A trainer without a generator."""
+    running = RunningService(tmp_path_factory.mktemp("service"), "--without-generator")
+    yield running
+    status, rest = running.stop()
+    assert (status, rest) == (128 + signal.SIGTERM, "the service ends: SIGTERM\n")
+
+
+def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
+    """With a learning rate of 0 the weights stay, so a step's gradient norm shows whether other gradients were in it."""
+    programs = [client(service, seed=seed) for seed in range(3)]
+    for program in programs:
+        assert program.read() == "attached"
+    alone = [program.ask("steps 1")[0] for program in programs]
+    assert [version for version, _ in alone] == [1, 2, 3]
+    killed, *others = programs
+    killed.ask("open")
+    for program in others:
+        program.send("steps 3")
+    state = remote.ask(service.address, {"wants": "status"})["status"]
+    assert f"pid {killed.process.pid} " in state["members"]["trainer"]["open_step_of"]
+    killed.kill()
+    steps = [program.read() for program in others]
+    versions = [[int(version) for version, _ in each] for each in steps]
+    assert sorted(versions[0] + versions[1]) == [4, 5, 6, 7, 8, 9]
+    assert all(each == sorted(each) for each in versions)
+    for each, (_, norm) in zip(steps, alone[1:], strict=True):
+        assert [found for _, found in each] == pytest.approx([norm] * 3, rel=1e-6)
+    assert [program.end() for program in others] == [0, 0]
+    wait_until(lambda: not remote.ask(service.address, {"wants": "status"})["status"]["clients"])
+
+
+def test_a_client_trains_what_another_program_trained_before(service):
+    first = client(service, seed=5, learning_rate=1e-2)
+    assert first.read() == "attached"
+    version, before = first.ask("forward")
+    [[trained, _]] = first.ask("steps 1")
+    assert (first.end(), trained) == (0, version + 1)
+    # This program attaches, too, although its Monarch may be in use with other connections already.
+    with TrainerClient.attach(service.address) as trainer:
+        samples = support.random_samples(seed=5)
+        output = trainer.forward(samples).result()
+        assert output.policy_version == trained
+        assert sum(float(logprobs.sum()) for logprobs in output.logprobs) > before + 1
+        assert trainer.is_alive().result()
+        trainer.forward_backward(samples, loss="cross_entropy").result()
+        result = trainer.optim_step(OptimParams(learning_rate=1e-2, grad_divisor=96)).result()
+        assert result.policy_version == trained + 1
+
+
+def test_an_attached_client_refuses_and_fails_as_any_other(service):
+    sample = Sample.from_tokens([3], [4], advantages=1.0)
+    with TrainerClient.attach(service.address) as trainer:
+        with pytest.raises(ValueError, match="vocab"):  # in the caller's thread
+            trainer.forward(support.random_samples()[:1] + [Sample.from_tokens([10**6], [4])])
+        with pytest.raises(RuntimeError, match="no gradients are accumulated") as caught:
+            trainer.optim_step(OptimParams(learning_rate=0.0)).result()
+        assert any("optim_step" in note for note in caught.value.__notes__)
+        with pytest.raises(ValueError, match="use GeneratorClient.attach"):
+            trainer.spawn_generator()
+        with pytest.raises(ValueError, match="this service has no generator; it has trainer"):
+            GeneratorClient.attach(service.address)
+        output = trainer.forward_backward_custom([sample], lambda samples, logprobs: (-logprobs[0].sum(), {}))
+        assert output.result().metrics["loss:sum"] > 0
+        trainer.discard_gradients().result()
+    with pytest.raises(RuntimeError, match="not possible after close"):
+        trainer.info()
+
+
+def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, tmp_path):
+    with TrainerClient.attach(service.address) as trainer:
+        saved = trainer.save_checkpoint(str(tmp_path / "saved")).result()
+        saved.wait().result()
+        assert (tmp_path / "saved").is_dir()
+        assert trainer.load_checkpoint(str(tmp_path / "saved")).result() == saved.policy_version
+
+
+@pytest.mark.slow
+def test_a_client_generates_with_the_weights_that_it_pushed(tmp_path):
+    running = RunningService(tmp_path)
+    one, other = client(running, seed=0, learning_rate=1e-2), client(running, seed=1)
+    assert (one.read(), other.read()) == ("attached", "attached")
+    one.ask("steps 2")
+    answers = [program.ask("generate") for program in (one, other)]
+    assert answers[0] == answers[1] and answers[0][1] == [2] * len(answers[0][0])
+    assert (one.end(), other.end()) == (0, 0)
+    assert running.stop()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_a_service_ends_by_itself_or_when_it_is_asked_to(tmp_path):
+    idle = RunningService(tmp_path / "idle", "--without-generator", "--idle-timeout", "0.5")
+    assert (idle.process.stdout.read(), idle.end()) == ("the service ends: no client for 0.5 s\n", 0)
+    asked = RunningService(tmp_path / "asked", "--without-generator")
+    attached = TrainerClient.attach(asked.address)
+    command = [sys.executable, "-m", "controllers.serve_actors"]
+    for words in (["status"], ["logs", "--lines", "3"], ["stop"]):
+        answer = subprocess.run(
+            [*command, *words, asked.address], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=GUARD
+        )
+        assert answer.returncode == 0, answer.stderr
+        assert {"status": '"trainer"', "logs": "==> trainer-0.log", "stop": "ends"}[words[0]] in answer.stdout
+    assert (asked.process.stdout.read(), asked.end()) == ("the service ends: it was asked to stop\n", 0)
+    with pytest.raises(ConnectionError, match="is gone: it was asked to stop"):
+        attached.info().result()
+    attached.close().result()
+    status = subprocess.run([*command, "status", asked.address], env=ENVIRONMENT, cwd=ROOT, capture_output=True)
+    assert status.returncode == 1 and b"no service listens" in status.stderr

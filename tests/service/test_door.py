@@ -1,0 +1,174 @@
+"""What a program is told that cannot attach. The door is real; no actor is behind it."""
+
+import contextlib
+import socket
+import threading
+
+import pytest
+from waiting import wait_until
+
+from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
+from rl_actors.clients.call import in_background
+from rl_actors.service import door as door_module
+from rl_actors.service import remote
+from rl_actors.service.door import Door
+from rl_actors.service.service import Service
+from rl_actors.service.wire import PROTOCOL, Address
+
+TIMEOUT = 600.0
+"""No refusal needs it: it is only reached by a hang."""
+
+
+class NoTrainer:
+    num_ranks = 1
+
+    async def leave(self, client) -> None: ...
+
+    async def describe(self) -> dict[str, object]:
+        return {"state": "not there"}
+
+
+@pytest.fixture
+def served(tmp_path):
+    """(service, address) of an open door. `stopped` has the reasons for which it was asked to stop."""
+    (tmp_path / "trainer-0.log").write_text("one\ntwo\nthree\n")
+    stopped: list[str] = []
+    service = Service({"trainer": NoTrainer(), "generator": NoTrainer()})
+    door = Door(service, b"not a pickle", logs=tmp_path, stop=stopped.append, transport="tcp")
+    address = in_background(door.open(Address("127.0.0.1", 0)), "open").result()
+    service.stopped, service.door = stopped, door
+    yield service, str(address)
+    in_background(door.close("the test is over"), "close").result()
+
+
+@contextlib.contextmanager
+def listener(answer: bytes | None):
+    """A program that takes one connection and sends `answer`, or nothing. Gives its address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    if answer is not None:
+                        connection.recv(1)
+                        connection.sendall(answer)
+                        connection.shutdown(socket.SHUT_WR)
+                    while connection.recv(4096):
+                        pass
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"tcp://127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("client", [TrainerClient, GeneratorClient])
+@pytest.mark.parametrize(
+    "address",
+    ["", "127.0.0.1:4400", "tcp://127.0.0.1", "http://127.0.0.1:80", "tcp://:4400", "tcp://h:70000", "tcp://h:1/x", 7],
+)
+def test_a_text_that_is_no_address_is_refused_by_its_value(client, address):
+    with pytest.raises(ValueError, match="the address is .*it must be tcp://HOST:PORT"):
+        client.attach(address, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("client", [TrainerClient, GeneratorClient])
+def test_nothing_listens(client):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with pytest.raises(ConnectionError, match=f"no service listens at tcp://127.0.0.1:{port}"):
+        client.attach(f"tcp://127.0.0.1:{port}", timeout=TIMEOUT)
+
+
+def test_an_unknown_host_is_named():
+    with pytest.raises(ConnectionError, match="tcp://no-such-host.invalid:4400"):
+        TrainerClient.attach("tcp://no-such-host.invalid:4400", timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", b"[]\n", b'{"protocol": "another"}\n', b"\x15\x03\x01\n"]
+)
+def test_another_program_listens(answer):
+    with listener(answer) as address, pytest.raises(ConnectionError, match=f"{address} is not a service of rl_actors"):
+        TrainerClient.attach(address, timeout=TIMEOUT)
+
+
+def test_a_program_that_never_answers_ends_at_the_timeout():
+    with listener(None) as address, pytest.raises(TimeoutError, match="did not answer within 0.2 s"):
+        TrainerClient.attach(address, timeout=0.2)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0])
+def test_a_timeout_must_be_positive(served, timeout):
+    with pytest.raises(ValueError, match="timeout"):
+        TrainerClient.attach(served[1], timeout=timeout)
+
+
+@pytest.mark.parametrize("name", ["rl_actors", "torch", "torchmonarch", "python"])
+def test_another_version_is_named_before_anything_is_unpickled(served, monkeypatch, name):
+    service, address = served
+    others = door_module.own_versions() | {name: "0.0.1"}
+    monkeypatch.setattr(remote, "own_versions", lambda: others)
+    with pytest.raises(ValueError, match=f"{name} .* here, 0.0.1 there"):
+        TrainerClient.attach(address, timeout=TIMEOUT)
+    assert not service.clients
+
+
+def test_an_actor_that_the_service_lacks_is_named(served):
+    with pytest.raises(ValueError, match="this service has no value_trainer; it has trainer, generator"):
+        ValueTrainerClient.attach(served[1], timeout=TIMEOUT)
+
+
+def test_a_tls_address_needs_certificates_and_the_other_way_round(served, tmp_path):
+    with pytest.raises(ValueError, match="tls://127.0.0.1:1 needs a folder of certificates"):
+        TrainerClient.attach("tls://127.0.0.1:1", timeout=TIMEOUT)
+    with pytest.raises(ValueError, match="is without TLS, but certificates were given"):
+        TrainerClient.attach(served[1], certificates=str(tmp_path), timeout=TIMEOUT)
+
+
+def test_a_closed_service_says_why_to_those_that_are_attached(served):
+    service, address = served
+    target = Address.parse(address)
+    wants = {"wants": "attach", "member": "trainer", "name": "a test"}
+    lease = remote.Lease(target, *remote._greet(target, wants, "", TIMEOUT))
+    assert [client.name for client in service.clients.values()] == ["a test"]
+    in_background(service.door.close("it was asked to stop"), "close").result()
+    assert lease.ended.result(TIMEOUT) == f"the service at {address} is gone: it was asked to stop"
+    with pytest.raises(ConnectionError, match="no service listens"):
+        TrainerClient.attach(address, timeout=TIMEOUT)
+
+
+def test_the_end_of_a_connection_is_the_end_of_its_client(served):
+    service, address = served
+    target = Address.parse(address)
+    wants = {"wants": "attach", "member": "trainer", "name": "a test"}
+    lease = remote.Lease(target, *remote._greet(target, wants, "", TIMEOUT))
+    lease.close()
+    wait_until(lambda: not service.clients, "the client leaves")
+
+
+def test_the_door_answers_questions_of_people(served):
+    service, address = served
+    status = remote.ask(address, {"wants": "status"}, timeout=TIMEOUT)["status"]
+    assert status["members"]["trainer"] == {"state": "not there"} and status["clients"] == []
+    assert remote.ask(address, {"wants": "logs", "lines": 2}, timeout=TIMEOUT)["logs"] == {
+        "trainer-0.log": ["two", "three"]
+    }
+    remote.ask(address, {"wants": "stop"}, timeout=TIMEOUT)
+    assert service.stopped == ["it was asked to stop"]
+    with pytest.raises(ValueError, match="has no answer to 'dance'"):
+        remote.ask(address, {"wants": "dance"}, timeout=TIMEOUT)
+
+
+def test_a_connection_that_says_nothing_of_a_service_is_closed(served):
+    host, port = "127.0.0.1", Address.parse(served[1]).port
+    with socket.create_connection((host, port)) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")
+        assert connection.recv(100) == b""
+
+
+def test_addresses_are_read_as_they_are_written():
+    for text in ("tcp://127.0.0.1:4400", "tls://example.org:1", "tcp://[::1]:4400"):
+        assert str(Address.parse(text)) == text
+    assert Address.parse("tcp://127.0.0.1:1").is_loopback() and not Address.parse("tcp://192.0.2.1:1").is_loopback()
+    assert PROTOCOL.startswith("rl-actors")
