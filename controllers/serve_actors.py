@@ -106,12 +106,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _configs() -> cli.Configs:
-    """The configs of all loops by name. A name that several loops have is GRPO's."""
+    """The configs of GRPO and PPO by name. They differ in their value model."""
     by_loop = import_module("configs").CONFIGS
-    merged: dict[str, cli.Configs] = {}
-    for loop in ("controllers.grpo", "controllers.ppo", "controllers.sft", "controllers.dpo"):
-        merged = {**by_loop[loop], **merged}
-    return merged
+    return by_loop["controllers.grpo"] | by_loop["controllers.ppo"]
 
 
 def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
@@ -209,16 +206,15 @@ async def _keep_door_open(
     loop = asyncio.get_running_loop()
     service = Service(members)
     coordinator = await asyncio.to_thread(spawn_coordinator, service)
-    door = Door(
-        service,
-        coordinator,
-        logs=folder.log("service").parent,
-        stop=lambda reason: loop.call_soon_threadsafe(_end, ending, 0, reason),
-        transport=kind,
-    )
+
+    def stop(reason: str) -> None:
+        loop.call_soon_threadsafe(_end, ending, 0, reason)
+
+    logs = folder.log("service").parent
+    door = Door(service, coordinator, logs=logs, stop=stop, transport=kind)
     protection = tls.server_context(options.certificates) if options.certificates else None
     address = await in_background(door.open(options.address, protection), "opening the door")
-    print(f"serving {', '.join(members)} at {address}; logs: {folder.log('service').parent}", flush=True)
+    print(f"serving {', '.join(members)} at {address}; logs: {logs}", flush=True)
     try:
         while not ending.done():
             await asyncio.wait((ending,), timeout=1.0)

@@ -159,8 +159,8 @@ class GeneratorMember:
         if endpoint == "finished_groups":
             return [await self._fetch(client, *arguments)]  # type: ignore[arg-type]
         if endpoint == "abort_generate":
-            (number,) = arguments
-            return [await self._abort(client, number)]  # type: ignore[arg-type]
+            await self._abort(client, *arguments)  # type: ignore[arg-type]
+            return [None]
         if endpoint not in self._calls:
             raise ValueError(f"{self.client.name} has no call {endpoint!r}")
         return [await self._calls[endpoint](*arguments)]

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 from monarch.actor import context, enable_transport
@@ -200,8 +200,8 @@ def attach(
     timeout: float = ATTACH_TIMEOUT,
     step_wait: float = STEP_WAIT,
     call_timeout: float,
-) -> tuple[RemoteMesh, object]:
-    """Attach to one actor of a service. Returns its mesh for a client, and the info of its first rank.
+) -> tuple[RemoteMesh, Any]:
+    """Attach to one actor of a service. Returns its mesh for a client, and the TrainerInfo or GeneratorInfo of its first rank.
 
     Raises ValueError for a wrong address, for versions that differ and for an actor that the service lacks; ConnectionError if no service
     answers or there is no trust; TimeoutError after `timeout` seconds.

@@ -1,6 +1,7 @@
 """A client of a service in a program of its own. It reads commands from stdin, and prints one line of JSON for each.
 
-open: forward_backward. close: optim_step. steps N: N whole steps. forward: mean logprob. generate: a completion. bad: a wrong call.
+open: forward_backward. steps N RATE: N whole steps, by default with a learning rate of 0. forward: version and summed logprobs.
+generate: a completion of the newest weights.
 """
 
 import json
@@ -12,12 +13,12 @@ from rl_actors import GeneratorClient, OptimParams, SamplingParams, TrainerClien
 
 
 def main() -> None:
-    address, certificates, seed, learning_rate = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
+    address, certificates, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
     trainer = TrainerClient.attach(address, certificates=certificates)
     samples = support.random_samples(seed=seed)
-    params = OptimParams(learning_rate=learning_rate, grad_divisor=96)
 
-    def whole_step() -> list[float]:
+    def whole_step(learning_rate: float) -> list[float]:
+        params = OptimParams(learning_rate=learning_rate, grad_divisor=96)
         trainer.forward_backward(samples, loss="cross_entropy").result()
         result = trainer.optim_step(params).result()
         return [result.policy_version, result.grad_norm]
@@ -26,11 +27,9 @@ def main() -> None:
         match command:
             case "open":
                 return trainer.forward_backward(samples, loss="cross_entropy").result().metrics["loss:sum"]
-            case "close":
-                result = trainer.optim_step(params).result()
-                return [result.policy_version, result.grad_norm]
             case "steps":
-                return [whole_step() for _ in range(int(arguments[0]))]
+                learning_rate = float(arguments[1]) if arguments[1:] else 0.0
+                return [whole_step(learning_rate) for _ in range(int(arguments[0]))]
             case "forward":
                 output = trainer.forward(samples).result()
                 return [output.policy_version, sum(float(logprobs.sum()) for logprobs in output.logprobs)]

@@ -73,8 +73,8 @@ class RunningService(Program):
         return self.end(), rest
 
 
-def client(service: RunningService, *, seed: int, learning_rate: float = 0.0, certificates: str = "") -> Program:
-    return Program(str(HERE / "service_client.py"), service.address, certificates, str(seed), str(learning_rate))
+def client(service: RunningService, *, seed: int, certificates: str = "") -> Program:
+    return Program(str(HERE / "service_client.py"), service.address, certificates, str(seed))
 
 
 @pytest.fixture(scope="module")
@@ -106,19 +106,16 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     assert all(each == sorted(each) for each in versions)
     for each, (_, norm) in zip(steps, alone[1:], strict=True):
         assert [found for _, found in each] == pytest.approx([norm] * 3, rel=1e-6)
+
+    # What one program trains, another one goes on with.
+    version, before = others[1].ask("forward")
+    [[trained, _]] = others[1].ask("steps 1 0.01")
+    assert (version, trained) == (9, 10)
     assert [program.end() for program in others] == [0, 0]
     wait_until(lambda: not remote.ask(service.address, {"wants": "status"})["status"]["clients"])
-
-
-def test_a_client_trains_what_another_program_trained_before(service):
-    first = client(service, seed=5, learning_rate=1e-2)
-    assert first.read() == "attached"
-    version, before = first.ask("forward")
-    [[trained, _]] = first.ask("steps 1")
-    assert (first.end(), trained) == (0, version + 1)
-    # This program attaches, too, although its Monarch may be in use with other connections already.
+    # This program's Monarch may be in use with other connections already.
     with TrainerClient.attach(service.address) as trainer:
-        samples = support.random_samples(seed=5)
+        samples = support.random_samples(seed=2)
         output = trainer.forward(samples).result()
         assert output.policy_version == trained
         assert sum(float(logprobs.sum()) for logprobs in output.logprobs) > before + 1
@@ -158,9 +155,9 @@ def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, t
 @pytest.mark.slow
 def test_a_client_generates_with_the_weights_that_it_pushed(tmp_path):
     running = RunningService(tmp_path)
-    one, other = client(running, seed=0, learning_rate=1e-2), client(running, seed=1)
+    one, other = client(running, seed=0), client(running, seed=1)
     assert (one.read(), other.read()) == ("attached", "attached")
-    one.ask("steps 2")
+    one.ask("steps 2 0.01")
     answers = [program.ask("generate") for program in (one, other)]
     assert answers[0] == answers[1] and answers[0][1] == [2] * len(answers[0][0])
     assert (one.end(), other.end()) == (0, 0)

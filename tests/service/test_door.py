@@ -155,7 +155,7 @@ def test_the_door_answers_questions_of_people(served):
         "trainer-0.log": ["two", "three"]
     }
     remote.ask(address, {"wants": "stop"}, timeout=TIMEOUT)
-    assert service.stopped == ["it was asked to stop"]
+    wait_until(lambda: service.stopped == ["it was asked to stop"], "the service is asked to stop")
     with pytest.raises(ValueError, match="has no answer to 'dance'"):
         remote.ask(address, {"wants": "dance"}, timeout=TIMEOUT)
 
