@@ -5,6 +5,7 @@ from configs.blank import blank, blank_sft
 from configs.qwen3_ppo import qwen3_0_6b_ppo
 from configs.small import small
 from configs.tiny import tiny, tiny_dpo, tiny_sft
+from configs.tiny_chat import tiny_chat
 from configs.tiny_game import tiny_game, tiny_tool
 from configs.tiny_ppo import tiny_ppo, tiny_ppo_game, tiny_ppo_tool
 
@@ -27,3 +28,5 @@ CONFIGS = {
     "controllers.dpo": {"tiny": tiny_dpo},
     "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},
 }
+SERVERS = {"tiny_chat": tiny_chat}
+"""Configs of `python -m controllers.serve`."""

@@ -1,8 +1,10 @@
 """Fakes for tests: environments, generators and trainers without a model."""
 
+import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from rl_actors import (
     OptimResult,
     Sample,
     SamplingParams,
+    TrainerConfig,
     TrainerInfo,
     metrics,
 )
+from rl_actors.clients.trainer import SavedCheckpoint
 from rl_actors.metrics import to_numbers
 
 
@@ -230,3 +234,150 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
         logprobs = [-4 * draw.random() for _ in tokens]
         versions = [self.version] * len(tokens)
         return Completion(tokens=tokens, logprobs=logprobs, policy_versions=versions, finish_reason="stop")
+
+
+class UnigramTrainer:
+    """A trainer of a model that has one number for each token and reads no text: logprobs are log_softmax(numbers). Its gradients are real."""
+
+    def __init__(self, config: TrainerConfig) -> None:
+        self.config = config
+        self.numbers = torch.zeros(config.model.vocab_size, requires_grad=True)
+        self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
+        self.calls: list[str] = []
+        self.version = 0
+        self.is_closed = False
+        self.gate = asyncio.Event()  # forward_backward waits for it
+        self.gate.set()
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+    def _run(self, samples: Sequence[Sample], loss) -> tuple[torch.Tensor, ForwardBackwardOutput]:
+        rows, wide_rows, partials = [], [], []
+        total = torch.zeros(())
+        for sample in samples:
+            columns = {name: column[None] for name, column in sample.columns.items()}
+            if len(sample) > self.config.max_sequence_length:
+                raise ValueError(f"a sample has {len(sample)} positions")
+            logprobs = self.numbers.log_softmax(0)
+            if "target_ids" in columns:
+                columns["target_logprobs"] = logprobs[columns["target_ids"]]
+                wide_rows.append(columns["target_logprobs"][0].detach())
+            row = logprobs[sample.targets][None]
+            rows.append(row[0].detach())
+            value, found = loss(row, **columns)
+            total = total + value
+            partials.append(found)
+        merged = to_numbers(metrics.merge(partials))
+        output = ForwardBackwardOutput(
+            logprobs=rows,
+            metrics=metrics.finish(merged),
+            policy_version=self.version,
+            target_logprobs=wide_rows or None,
+        )
+        return total, output
+
+    async def forward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
+        self.calls.append("forward")
+        return self._run(samples, loss)[1]
+
+    async def forward_backward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
+        await self.gate.wait()
+        self.calls.append("forward_backward")
+        total, output = self._run(samples, loss)
+        total.backward()
+        return output
+
+    async def optim_step(self, params: OptimParams) -> OptimResult:
+        self.calls.append("optim_step")
+        if self.numbers.grad is None:
+            raise ValueError("optim_step: no gradients are accumulated")
+        [group] = self.optimizer.param_groups
+        group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps}
+        group["weight_decay"] = params.weight_decay
+        norm = float(self.numbers.grad.norm())
+        if params.grad_clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_([self.numbers], params.grad_clip_norm)
+        self.optimizer.step()
+        self.numbers.grad = None
+        self.version += 1
+        return OptimResult(policy_version=self.version, grad_norm=norm)
+
+    async def discard_gradients(self) -> None:
+        self.calls.append("discard_gradients")
+        self.numbers.grad = None
+
+    async def save_checkpoint(self, path: str, *, optimizer: bool = True) -> SavedCheckpoint:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        state = {"numbers": self.numbers.detach(), "optimizer": self.optimizer.state_dict(), "version": self.version}
+        torch.save(state, Path(path) / "state.pt")
+        return SavedCheckpoint(path=path, policy_version=self.version, wait=self.ready)
+
+    async def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
+        state = torch.load(Path(path) / "state.pt")
+        with torch.no_grad():
+            self.numbers.copy_(state["numbers"])
+        self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
+        if optimizer:
+            self.optimizer.load_state_dict(state["optimizer"])
+        self.version = state["version"]
+        return self.version
+
+    async def export_hf(self, path: str, dtype: str = "float32") -> None:
+        Path(path).mkdir(parents=True)
+        torch.save(self.numbers.detach(), Path(path) / "numbers.pt")
+
+
+class UnigramGenerator:
+    """A generator of the UnigramTrainer's model. A version is a directory of `folder`; one without numbers is the untrained model."""
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        self.folder = folder
+        self.numbers = torch.zeros(vocab_size)
+        self.version = -1
+        self.pulls: list[int] = []
+        self.calls: list[list[list[int]]] = []  # prompts of each call of generate_each
+        self.gate = asyncio.Event()  # generate_each waits for it
+        self.gate.set()
+
+    async def ready(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def pull_model_state_dict(self, version: int) -> int:
+        directory = self.folder / str(version)
+        if not directory.is_dir():
+            raise TimeoutError(f"version {version} was not published")
+        file = directory / "numbers.pt"
+        self.numbers = torch.load(file) if file.is_file() else torch.zeros_like(self.numbers)
+        self.version = version
+        self.pulls.append(version)
+        return version
+
+    async def generate_each(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        self.calls.append([list(prompt) for prompt in prompts])
+        await self.gate.wait()
+        for index, prompt in enumerate(prompts):
+            draws = [random.Random(f"{params.seed}/{list(prompt)}/{each}") for each in range(params.n)]
+            yield index, [self._completion(draw, params) for draw in draws]
+
+    def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:
+        tokens: list[int] = []
+        logprobs = self.numbers.log_softmax(0)
+        while len(tokens) < params.max_tokens and not (tokens and tokens[-1] in params.stop_token_ids):
+            tokens += draw.choices(range(len(logprobs)), weights=logprobs.exp().tolist())
+        stopped = tokens[-1] in params.stop_token_ids
+        return Completion(
+            tokens=tokens,
+            logprobs=[float(logprobs[token]) for token in tokens],
+            policy_versions=[self.version] * len(tokens),
+            finish_reason="stop" if stopped else "length",
+        )
+
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        logprobs = self.numbers.log_softmax(0)
+        return [logprobs[torch.tensor(list(sequence[1:]))] for sequence in sequences]

@@ -1,0 +1,358 @@
+"""The protobuf messages of Tinker's protocol, as SDK 0.38 sends and reads them. Knows no HTTP and no actors.
+
+Numbers travel as raw little-endian bytes. A message and its fields have the numbers that the SDK uses; the table MESSAGES is our own
+description of them.
+
+T positions of one datum, K targets of one position, N tokens of a prompt.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+from google.protobuf.message import DecodeError
+
+PACKAGE = "rl_actors_serve"
+ENUMS = {
+    "StopReason": ("STOP", "LENGTH"),
+    "DType": ("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"),
+}
+MESSAGES: dict[str, tuple[str, ...]] = {
+    # number [repeated | optional | map] type name [in ONEOF]; a map's type is that of its values, its keys are strings
+    "SparseCsr": ("1 bytes values", "2 bytes crow_indices", "3 bytes col_indices"),
+    "Tensor": (
+        "1 bytes dense in encoding",
+        "2 SparseCsr sparse_csr in encoding",
+        "3 DType dtype",
+        "4 repeated int64 shape",
+    ),
+    "EncodedTextChunk": ("1 bytes tokens",),
+    "ImageChunk": ("1 bytes data", "2 string format"),
+    "DmelChunk": ("1 bytes dmel",),
+    "Chunk": (
+        "1 EncodedTextChunk encoded_text in chunk",
+        "2 ImageChunk image in chunk",
+        "3 DmelChunk dmel in chunk",
+    ),
+    "Span": ("1 string sequence_id", "2 int64 offset", "3 int64 length"),
+    "ProvenanceSpan": ("1 Span prompt_tokens in span", "2 Span sampled_tokens in span"),
+    "Datum": (
+        "1 repeated Chunk model_input",
+        "2 map Tensor loss_fn_inputs",
+        "3 repeated ProvenanceSpan model_input_spans",
+        "4 repeated ProvenanceSpan loss_fn_input_spans",
+    ),
+    "LossConfigValue": ("1 double number in value", "2 string text in value"),
+    "ForwardBackwardRequest": (
+        "1 string model_id",
+        "2 int32 seq_id",
+        "3 repeated Datum data",
+        "4 string loss_fn",
+        "5 map double loss_fn_config",
+        "6 bool forward_only",
+        "7 map LossConfigValue loss_fn_config_v2",
+    ),
+    "BatchedTensor": ("1 bytes data", "2 bytes offsets", "3 DType dtype", "4 repeated int64 trailing_shape"),
+    "ArrayRecord": ("1 string type_tag", "2 map BatchedTensor fields", "3 int64 num_datums"),
+    "ForwardBackwardOutput": (
+        "1 string loss_fn_output_type",
+        "2 repeated ArrayRecord loss_fn_outputs",
+        "3 map double metrics",
+    ),
+    "TopkLogprobs": ("1 bytes token_ids", "2 bytes logprobs", "3 uint32 k", "4 uint32 length"),
+    "PromptAltTokens": ("1 Tensor tokens", "2 Tensor logprobs"),
+    "SampledSequence": (
+        "1 StopReason stop_reason",
+        "2 bytes tokens",
+        "3 optional bytes logprobs",
+        "4 optional TopkLogprobs topk_sampled_logprobs",
+    ),
+    "SampleResponse": (
+        "1 repeated SampledSequence sequences",
+        "2 optional bytes prompt_logprobs",
+        "3 optional TopkLogprobs topk_prompt_logprobs",
+        "4 int32 prompt_cache_hit_tokens",
+        "5 optional Tensor target_prompt_logprobs",
+        "6 optional PromptAltTokens prompt_alt_tokens",
+    ),
+}
+"""Message -> its fields."""
+
+DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
+"""Number of a DType -> numpy's. No SDK sends bfloat16."""
+MAX_ELEMENTS = 1 << 28
+"""Largest number of elements of a sparse tensor that is written out. A few bytes could otherwise ask for all memory."""
+NO_LOGPROB = -99999.0
+"""Logprob in a cell of a top-k table that has no token."""
+
+_FIELD = descriptor_pb2.FieldDescriptorProto
+_SCALARS = {
+    "bytes": _FIELD.TYPE_BYTES,
+    "string": _FIELD.TYPE_STRING,
+    "bool": _FIELD.TYPE_BOOL,
+    "double": _FIELD.TYPE_DOUBLE,
+    "int32": _FIELD.TYPE_INT32,
+    "int64": _FIELD.TYPE_INT64,
+    "uint32": _FIELD.TYPE_UINT32,
+}
+
+
+def _make_classes() -> dict[str, Any]:
+    """Message -> its class. The classes are in a pool of their own, so the SDK may be in the same process."""
+    file = descriptor_pb2.FileDescriptorProto(name="rl_actors_serve.proto", package=PACKAGE, syntax="proto3")
+    for name, values in ENUMS.items():
+        enum = file.enum_type.add(name=name)
+        for number, value in enumerate(values):
+            enum.value.add(name=f"{name}_{value}", number=number)
+    for name, fields in MESSAGES.items():
+        message = file.message_type.add(name=name)
+        # The oneofs that the table names come before those that `optional` makes, as protobuf demands.
+        for line in sorted(fields, key=lambda line: line.split()[1] == "optional"):
+            _add_field(message, line.split())
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    found = {}
+    for name in MESSAGES:
+        found[name] = message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}"))
+    return found
+
+
+def _add_field(message: descriptor_pb2.DescriptorProto, words: list[str]) -> None:
+    number, rest = int(words[0]), words[1:]
+    label = rest.pop(0) if rest[0] in ("repeated", "optional", "map") else ""
+    kind, name, oneof = rest[0], rest[1], rest[3] if len(rest) == 4 else ""
+    field = message.field.add(name=name, number=number, label=_FIELD.LABEL_OPTIONAL)
+    if label == "map":
+        entry = message.nested_type.add(name=f"{name.title().replace('_', '')}Entry")
+        entry.options.map_entry = True
+        entry.field.add(name="key", number=1, type=_FIELD.TYPE_STRING, label=_FIELD.LABEL_OPTIONAL)
+        _set_type(entry.field.add(name="value", number=2, label=_FIELD.LABEL_OPTIONAL), kind)
+        field.type, field.label = _FIELD.TYPE_MESSAGE, _FIELD.LABEL_REPEATED
+        field.type_name = f".{PACKAGE}.{message.name}.{entry.name}"
+        return
+    _set_type(field, kind)
+    if label == "repeated":
+        field.label = _FIELD.LABEL_REPEATED
+    if label == "optional":
+        field.proto3_optional, oneof = True, f"_{name}"
+    if oneof:
+        names = [each.name for each in message.oneof_decl]
+        if oneof not in names:
+            message.oneof_decl.add(name=oneof)
+            names.append(oneof)
+        field.oneof_index = names.index(oneof)
+
+
+def _set_type(field: descriptor_pb2.FieldDescriptorProto, kind: str) -> None:
+    if kind in _SCALARS:
+        field.type = _SCALARS[kind]
+        return
+    field.type = _FIELD.TYPE_ENUM if kind in ENUMS else _FIELD.TYPE_MESSAGE
+    field.type_name = f".{PACKAGE}.{kind}"
+
+
+CLASSES = _make_classes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training sequence as a client sent it."""
+
+    tokens: np.ndarray  # [T] int64
+    inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], float32 or int64; sparse tensors are written out
+    # [T] bool: True where a target is a sampled token, by the spans of the loss inputs. None if the client sent no spans.
+    is_sampled: np.ndarray | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardCall:
+    """A forward or forward_backward request. `data` raises ValueError for datums that cannot be read."""
+
+    model_id: str
+    seq_id: int  # 0 if the client sent none
+    loss_fn: str
+    config: Mapping[str, float | str]
+    forward_only: bool
+    message: Any = field(repr=False)
+
+    def data(self) -> list[Datum]:
+        """The datums. Raises ValueError naming the datum and what is wrong with it."""
+        found = []
+        for index, datum in enumerate(self.message.data):
+            try:
+                found.append(_read_datum(datum))
+            except ValueError as error:
+                raise ValueError(f"datum {index}: {error}") from None
+        return found
+
+
+def read_forward_backward(body: bytes) -> ForwardBackwardCall:
+    """The request of a body. Raises ValueError if the body is not one."""
+    message = CLASSES["ForwardBackwardRequest"]()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for name, value in message.loss_fn_config_v2.items():  # it wins over the former field
+        config[name] = value.text if value.WhichOneof("value") == "text" else value.number
+    return ForwardBackwardCall(
+        model_id=message.model_id,
+        seq_id=message.seq_id,
+        loss_fn=message.loss_fn,
+        config=config,
+        forward_only=message.forward_only,
+        message=message,
+    )
+
+
+def _read_datum(message: Any) -> Datum:
+    pieces = []
+    for chunk in message.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise ValueError(f"a chunk of model_input is {kind or 'empty'}; only encoded text is supported")
+        pieces.append(_numbers(chunk.encoded_text.tokens, DTYPES[3], "model_input"))
+    tokens = np.concatenate(pieces) if pieces else np.zeros(0, np.int32)
+    inputs = {name: read_tensor(tensor, f"loss_fn_inputs[{name!r}]") for name, tensor in message.loss_fn_inputs.items()}
+    is_sampled = _read_spans(message.loss_fn_input_spans, len(tokens)) if message.loss_fn_input_spans else None
+    return Datum(tokens=tokens.astype(np.int64), inputs=inputs, is_sampled=is_sampled)
+
+
+def _read_spans(spans: Sequence[Any], num_positions: int) -> np.ndarray:
+    """[T] bool: the positions of sampled tokens. The spans follow each other and cover all positions."""
+    is_sampled, begin = np.zeros(num_positions, bool), 0
+    for span in spans:
+        kind = span.WhichOneof("span")
+        if kind is None:
+            raise ValueError("a span of loss_fn_input_spans is neither of a prompt nor of sampled tokens")
+        length = getattr(span, kind).length
+        if not 0 <= length <= num_positions - begin:
+            raise ValueError(f"a span of loss_fn_input_spans has length {length}, but {num_positions - begin} are left")
+        is_sampled[begin : begin + length] = kind == "sampled_tokens"
+        begin += length
+    if begin != num_positions:
+        raise ValueError(f"loss_fn_input_spans cover {begin} of {num_positions} positions")
+    return is_sampled
+
+
+def read_tensor(message: Any, name: str) -> np.ndarray:
+    """The numbers of a Tensor, dense. Raises ValueError if its bytes, dtype and shape do not fit each other."""
+    if message.dtype not in DTYPES:
+        raise ValueError(f"{name} has dtype {message.dtype}; known are float32, int64 and int32")
+    dtype, shape = DTYPES[message.dtype], tuple(message.shape)
+    if message.WhichOneof("encoding") == "sparse_csr":
+        csr = message.sparse_csr
+        values = _numbers(csr.values, dtype, name)
+        crow = _numbers(csr.crow_indices, DTYPES[2], f"{name}: crow_indices")
+        return dense_of_csr(values, crow, _numbers(csr.col_indices, DTYPES[2], f"{name}: col_indices"), shape, name)
+    values = _numbers(message.dense, dtype, name)
+    return shaped(values, shape or (len(values),), name)
+
+
+def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """The values in this shape. Raises ValueError if their number is another."""
+    if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
+        raise ValueError(f"{name} holds {values.size} numbers, but its shape is {shape}")
+    return values.reshape(shape)
+
+
+def dense_of_csr(
+    values: np.ndarray, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str
+) -> np.ndarray:
+    """A matrix from compressed sparse rows; entries that are not listed are 0. Raises ValueError for indices that do not fit."""
+    if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_ELEMENTS:
+        raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_ELEMENTS} elements")
+    num_rows, num_columns = shape
+    steps = np.diff(crow)
+    fits = len(crow) == num_rows + 1 and crow[0] == 0 and crow[-1] == len(values) == len(col) and (steps >= 0).all()
+    if not fits or (len(col) and not (col.min() >= 0 and col.max() < num_columns)):
+        raise ValueError(f"{name}: the indices of its sparse rows do not fit shape {shape} and {len(values)} values")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(num_rows), steps), col] = values
+    return dense
+
+
+def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise ValueError(f"{name} has {len(data)} bytes, which is no multiple of {dtype.itemsize}")
+    return np.frombuffer(data, dtype)
+
+
+def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
+    """A ForwardBackwardOutput. logprobs: [T] or [T, K] for each datum; neighbours with the same K share a record."""
+    message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
+    for rows in _runs_of_one_shape(logprobs):
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
+        offsets = np.cumsum([0, *(row.size * 4 for row in rows)], dtype="<i8")
+        tensor = record.fields["logprobs"]
+        tensor.data = b"".join(np.ascontiguousarray(row, "<f4").tobytes() for row in rows)
+        tensor.offsets, tensor.dtype = offsets.tobytes(), 1
+        tensor.trailing_shape.extend(rows[0].shape[1:])
+    for name, value in metrics.items():
+        message.metrics[name] = value
+    return message.SerializeToString()
+
+
+def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    """Neighbours whose shapes agree after the first dimension."""
+    run: list[np.ndarray] = []
+    for row in rows:
+        if run and row.shape[1:] != run[0].shape[1:]:
+            yield run
+            run = []
+        run.append(row)
+    if run:
+        yield run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopK:
+    """The likeliest tokens at each of some positions. A cell without a token has the id 0 and NO_LOGPROB."""
+
+    token_ids: np.ndarray  # [N, K] int32
+    logprobs: np.ndarray  # [N, K] float32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One sampled sequence."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    is_stopped: bool  # True: it ended with a stop; False: at its limit
+    topk: TopK | None = None
+
+
+def write_sample(
+    sequences: Sequence[SampledSequence],
+    *,
+    prompt_logprobs: np.ndarray | None = None,
+    topk_prompt: TopK | None = None,
+    target_prompt: np.ndarray | None = None,
+) -> bytes:
+    """A SampleResponse. prompt_logprobs: [N] float32, NaN where there is none. target_prompt: [N - 1, K] float32."""
+    message = CLASSES["SampleResponse"]()
+    for sequence in sequences:
+        written = message.sequences.add(stop_reason=0 if sequence.is_stopped else 1)
+        written.tokens = np.asarray(sequence.tokens, "<i4").tobytes()
+        written.logprobs = np.asarray(sequence.logprobs, "<f4").tobytes()
+        if sequence.topk is not None:
+            _write_topk(written.topk_sampled_logprobs, sequence.topk)
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs.astype("<f4").tobytes()
+    if topk_prompt is not None:
+        _write_topk(message.topk_prompt_logprobs, topk_prompt)
+    if target_prompt is not None:
+        tensor = message.target_prompt_logprobs
+        tensor.dense, tensor.dtype = np.ascontiguousarray(target_prompt, "<f4").tobytes(), 1
+        tensor.shape.extend(target_prompt.shape)
+    return message.SerializeToString()
+
+
+def _write_topk(message: Any, topk: TopK) -> None:
+    message.length, message.k = topk.token_ids.shape
+    message.token_ids = np.ascontiguousarray(topk.token_ids, "<i4").tobytes()
+    message.logprobs = np.ascontiguousarray(topk.logprobs, "<f4").tobytes()

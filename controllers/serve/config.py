@@ -1,0 +1,67 @@
+"""Config of a Tinker server: the model that it serves, its actors, and its limits."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rl_actors import GeneratorConfig, TrainerConfig
+from rl_actors.model_config import ModelConfig
+
+
+@dataclass(kw_only=True)
+class ServeConfig:
+    """A server of one base model. Every training run has a trainer of its own, and all samplers share one generator."""
+
+    name: str
+    """Name of the base model for clients."""
+    hf_path: str = ""
+    """Hugging Face directory of the base model, with its tokenizer. Empty: `write_base` writes one."""
+    write_base: Callable[[Path], None] | None = None
+    """Writes the directory of the base model, if hf_path is empty."""
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    """Config of every trainer. Model, path and adapters are set for each run."""
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    """Config of the generator. The model is set when the server starts."""
+    lora_alpha: float = 32.0
+    """Scale of the adapters of every run. The protocol has no field for it."""
+    max_trainers: int = 2
+    """Largest number of training runs in memory at the same time. Another one waits on disk until it is used again."""
+    samplers_kept: int = 8
+    """Number of unnamed samplers of each run whose weights are kept; those of older ones are deleted."""
+    hold_seconds: float = 30.0
+    """Seconds that the server holds a question for an answer that is not ready. The SDK gives up after 45."""
+    max_body_bytes: int = 64 << 20
+    """Largest body of a request, also after it was decompressed."""
+    max_samples: int = 1024
+    """Largest num_samples of one request."""
+    max_waiting: int = 20_000
+    """Largest number of unanswered requests. A request for a sample beyond it gets a 429 and is sent again."""
+
+    def for_base(self, directory: Path) -> None:
+        """Set the model of trainer and generator from the directory of the base model."""
+        self.hf_path = str(directory)
+        self.trainer.hf_path = self.hf_path
+        self.trainer.model = ModelConfig.from_hf(self.hf_path)
+        self.generator.model = ModelConfig.from_hf(self.hf_path)
+
+    def validate(self) -> None:
+        """Raises ValueError naming the value and the limit if the server cannot start from this config."""
+        if ":" in self.name or not self.name:
+            raise ValueError(f"name={self.name!r}; it must not be empty, and the SDK cuts a name at ':'")
+        for name in ("max_trainers", "samplers_kept", "hold_seconds", "max_body_bytes", "max_samples", "max_waiting"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
+        if self.hold_seconds > 40:
+            raise ValueError(
+                f"hold_seconds={self.hold_seconds}; it must be at most 40, because the SDK gives up after 45"
+            )
+        self.trainer.validate()
+        self.generator.validate()
+
+
+def tokenizer_id(directory: str) -> str:
+    """The directory in a form that the SDK does not cut: it cuts a name with exactly two slashes at the second one."""
+    path = Path(directory).absolute()
+    if ":" in str(path):
+        raise ValueError(f"the base model is in {path}, but the SDK cuts the path of a tokenizer at ':'")
+    return str(path) if str(path).count("/") != 2 else f"{path.parent}/./{path.name}"

@@ -1,0 +1,168 @@
+"""Promises of the server: a request is accepted at once, and its answer is fetched later by a long poll. Knows no HTTP and no actors.
+
+A request that is sent again under the same key gets the promise of the first one, so its work is done once.
+"""
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+
+logger = logging.getLogger(__name__)
+
+Json = dict[str, object]
+
+
+class UserError(Exception):
+    """A fault of the request. Its text goes to the client, in a failed future of the category `user`."""
+
+
+class NotFoundError(UserError):
+    """Something that the request names does not exist, or belongs to someone else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The end of a request: a JSON object, a protobuf message, or an error."""
+
+    json: Json | None = None
+    proto: bytes | None = None
+    error: str | None = None
+    category: str = "unknown"  # of the error: "user" or "server"
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.proto or b"")
+
+
+@dataclass(slots=True, kw_only=True)
+class Promise:
+    """A request that was accepted."""
+
+    request_id: str
+    key: Hashable
+    what: str  # name of the call, for logs and the status page
+    extra: Json  # further fields of the reply to the request
+    begun: float
+    answered: float | None = None
+    fetched: float | None = None
+    answer: Answer | None = None
+    is_done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def reply(self) -> Json:
+        return {"request_id": self.request_id, **self.extra}
+
+
+class Futures:
+    """All promises of a server."""
+
+    def __init__(
+        self,
+        *,
+        keep_fetched: float = 60.0,
+        keep_unfetched: float = 3600.0,
+        keep_keys: float = 1800.0,
+        max_answers: int = 20_000,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """keep_fetched, keep_unfetched: seconds for which an answer is kept after it was fetched, or if it never is. keep_keys: seconds
+        for which a request that is sent again is recognised after its answer. max_answers: largest number of promises that are kept.
+        """
+        self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
+        self.max_answers, self.now = max_answers, now
+        self.promises: OrderedDict[str, Promise] = OrderedDict()
+        self.keys: dict[Hashable, str] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._swept = now()
+
+    def submit(
+        self, key: Hashable, what: str, work: Callable[[], Awaitable[Answer]], extra: Json | None = None
+    ) -> Promise:
+        """Start the work, or find that of an earlier request with this key. key: None for a request that is never sent again."""
+        self._sweep()
+        known = self.promises.get(self.keys.get(key, "")) if key is not None else None
+        if known is not None:
+            return known
+        promise = Promise(request_id=uuid.uuid4().hex, key=key, what=what, extra=extra or {}, begun=self.now())
+        self.promises[promise.request_id] = promise
+        if key is not None:
+            self.keys[key] = promise.request_id
+        task = asyncio.create_task(self._run(promise, work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        return promise
+
+    async def _run(self, promise: Promise, work: Callable[[], Awaitable[Answer]]) -> None:
+        try:
+            promise.answer = await work()
+        except (UserError, ValueError, TypeError) as error:
+            promise.answer = Answer(error=_text(error), category="user")
+        except asyncio.CancelledError:
+            promise.answer = Answer(error="the server stops", category="server")
+            raise
+        except Exception as error:
+            logger.exception("%s failed", promise.what)
+            promise.answer = Answer(error=f"{type(error).__name__}: {_text(error)}", category="server")
+        finally:
+            promise.answered = self.now()
+            promise.is_done.set()
+
+    async def wait(self, request_id: str, hold: float) -> Promise:
+        """The promise, after its answer or after `hold` seconds. Raises KeyError for one that never was or was dropped."""
+        promise = self.promises[request_id]
+        if promise.answer is None:
+            try:
+                await asyncio.wait_for(promise.is_done.wait(), hold)
+            except TimeoutError:
+                return promise
+        return promise
+
+    def fetched(self, promise: Promise) -> None:
+        """Note that the answer was sent to the client. It is kept for a while, because the client may not have got it."""
+        promise.fetched = self.now()
+
+    def num_waiting(self) -> int:
+        return sum(promise.answer is None for promise in self.promises.values())
+
+    async def close(self) -> None:
+        """Cancel the work that runs."""
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def _sweep(self) -> None:
+        """Drop the payloads of old answers, and later their keys. Runs at most once a second."""
+        now = self.now()
+        if now - self._swept < 1.0 and len(self.promises) <= self.max_answers:
+            return
+        self._swept = now
+        for promise in list(self.promises.values()):
+            if promise.answered is None:
+                continue
+            is_old = promise.fetched is not None and now - promise.fetched > self.keep_fetched
+            if promise.answer is not None and (is_old or now - promise.answered > self.keep_unfetched):
+                promise.answer = DROPPED
+            if now - promise.answered > max(self.keep_keys, self.keep_fetched):
+                self._forget(promise)
+        for promise in list(self.promises.values())[: max(0, len(self.promises) - self.max_answers)]:
+            if promise.answered is not None:
+                self._forget(promise)
+
+    def _forget(self, promise: Promise) -> None:
+        del self.promises[promise.request_id]
+        if promise.key is not None and self.keys.get(promise.key) == promise.request_id:
+            del self.keys[promise.key]
+
+
+DROPPED = Answer(
+    error="the answer was fetched before, or nobody fetched it for an hour; it was dropped", category="server"
+)
+"""The answer in the place of one that was dropped."""
+
+
+def _text(error: BaseException) -> str:
+    """The text of an error with its notes on one line each."""
+    return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])

@@ -1,0 +1,168 @@
+"""Requests for samples: their limits, and how a generator answers them. Knows no HTTP.
+
+N tokens of the prompt, C tokens of a completion.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from controllers.serve import messages
+from controllers.serve.codec import SampledSequence, write_sample
+from controllers.serve.sampling import VersionedGenerator
+from rl_actors import SamplingParams
+from rl_actors.types import Completion
+from rl_actors.validation import validate_prompts, validate_sampling_params, validate_sequences
+
+
+class Tokenizer(Protocol):
+    """The parts of a tokenizer of transformers that stop strings need."""
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopStrings:
+    """Strings that end a completion."""
+
+    strings: tuple[str, ...]
+    tokenizer: Tokenizer
+
+    def cut(self, completion: Completion) -> tuple[int, bool]:
+        """(C of the shortest beginning that has a stop string, True), or (C of the whole completion, whether it ended with a stop)."""
+        tokens = completion.tokens
+        if not self._is_in(tokens):
+            return len(tokens), completion.finish_reason == "stop"
+        shortest, longest = 1, len(tokens)
+        while shortest < longest:
+            middle = (shortest + longest) // 2
+            if self._is_in(tokens[:middle]):
+                longest = middle
+            else:
+                shortest = middle + 1
+        return longest, True
+
+    def _is_in(self, tokens: Sequence[int]) -> bool:
+        text = self.tokenizer.decode(tokens)
+        return any(string in text for string in self.strings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """A request for samples that was checked."""
+
+    prompt: list[int]
+    params: SamplingParams
+    stop_strings: StopStrings | None
+    prompt_logprobs: bool
+    last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
+
+    async def run(self, generator: VersionedGenerator) -> bytes:
+        """The answer, as a SampleResponse. The generator holds the right version."""
+        completions = await generator.sample(self.prompt, self.params)
+        scores = await self._scores(generator) if self.prompt_logprobs else None
+        return write_sample([self._sequence(completion) for completion in completions], prompt_logprobs=scores)
+
+    async def _scores(self, generator: VersionedGenerator) -> np.ndarray:
+        """[N]: the logprob of each token of the prompt at temperature 1, NaN for the first and for those that are not wanted."""
+        scores = np.full(len(self.prompt), np.nan, np.float32)
+        if len(self.prompt) > 1:
+            scores[1:] = (await generator.score(self.prompt)).numpy()
+        if self.last_n is not None:
+            scores[: -self.last_n] = np.nan
+        return scores
+
+    def _sequence(self, completion: Completion) -> SampledSequence:
+        count, is_stopped = len(completion.tokens), completion.finish_reason == "stop"
+        if self.stop_strings is not None:
+            count, is_stopped = self.stop_strings.cut(completion)
+        return SampledSequence(
+            tokens=completion.tokens[:count], logprobs=completion.logprobs[:count], is_stopped=is_stopped
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingLimits:
+    """What the generator and its model allow."""
+
+    max_model_len: int
+    vocab_size: int
+    end_token_ids: tuple[int, ...]  # tokens that end a completion if the request names no stop
+    tokenizer: Tokenizer
+
+    def read(self, body: messages.Sample) -> Wanted:
+        """Raises ValueError or TypeError naming the field, its value and the limit."""
+        _refuse_unsupported(body)
+        prompt = prompt_tokens(body.prompt)
+        validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        params, stop_strings = self._params(body, len(prompt))
+        validate_sampling_params(params, vocab_size=self.vocab_size)
+        if body.prompt_logprobs:
+            validate_sequences([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        last_n = body.prompt_logprobs_last_n
+        if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < len(prompt)):
+            raise ValueError(
+                f"prompt_logprobs_last_n={last_n}; it needs prompt_logprobs, and it must be 1 to {len(prompt) - 1}"
+            )
+        return Wanted(
+            prompt=prompt,
+            params=params,
+            stop_strings=stop_strings,
+            prompt_logprobs=bool(body.prompt_logprobs),
+            last_n=last_n,
+        )
+
+    def _params(self, body: messages.Sample, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
+        given, room = body.sampling_params, self.max_model_len - num_prompt
+        stop = [given.stop] if isinstance(given.stop, str) else given.stop
+        ids = self.end_token_ids
+        strings: tuple[str, ...] = ()
+        if stop is not None:
+            # A list is all the stops there are: without one of them the end tokens of the model do not end a completion either.
+            strings = tuple(each for each in stop if isinstance(each, str))
+            if "" in strings:
+                raise ValueError("stop has an empty string")
+            ids = tuple(each for each in stop if isinstance(each, int)) or self._ids_of(strings)
+        params = SamplingParams(
+            max_tokens=room if given.max_tokens is None else min(given.max_tokens, room),
+            n=body.num_samples,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=max(given.top_k, 0) if given.top_k >= -1 else given.top_k,
+            stop_token_ids=ids,
+            seed=None if given.seed is None else given.seed % (1 << 62),
+            ignore_stop=True,  # the stops of this request are all in stop_token_ids
+        )
+        return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None
+
+    def _ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
+        """The tokens that are a whole stop string each. They let the generator stop by itself."""
+        encoded = [self.tokenizer.encode(string, add_special_tokens=False) for string in strings]
+        return tuple(tokens[0] for tokens in encoded if len(tokens) == 1)
+
+
+def prompt_tokens(prompt: messages.Prompt) -> list[int]:
+    """Raises ValueError for a chunk that is not text."""
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.type != "encoded_text" or chunk.tokens is None:
+            raise ValueError(f"a chunk of the prompt is {chunk.type}; only encoded text is supported")
+        tokens += chunk.tokens
+    return tokens
+
+
+def _refuse_unsupported(body: messages.Sample) -> None:
+    """Raises ValueError naming a field that this server cannot honour."""
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+        if getattr(body, name):
+            raise ValueError(f"{name} is not supported by this server")
+
+
+def require_adam(config: Mapping[str, Any] | None) -> None:
+    """Raises ValueError for the choice of an optimizer that is not AdamW."""
+    kind = (config or {}).get("type", "adamw")
+    if kind != "adamw":
+        raise ValueError(f"optimizer_config of type {kind!r}; this server has only 'adamw'")

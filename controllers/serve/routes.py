@@ -1,0 +1,275 @@
+"""The routes of Tinker's protocol as a FastAPI application over a Server. Every method of Server has one route.
+
+A request that cannot be read is refused with 400 or 422, which the SDK does not repeat. Everything else that is wrong with a request for
+work is the error of its future. An answer that is not ready is a 408, which the SDK asks again.
+"""
+
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from controllers.serve import listings, messages
+from controllers.serve.bodies import read_body
+from controllers.serve.codec import read_forward_backward
+from controllers.serve.futures import NotFoundError, Promise, UserError
+from controllers.serve.server import Server
+
+logger = logging.getLogger(__name__)
+
+PROTOBUF = "application/x-protobuf"
+INLINE_BYTES = 1 << 20
+"""Largest answer that is sent to a client which has asked for the size of larger ones first."""
+ANYONE = "anyone"
+"""The owner of everything on a server without keys."""
+
+
+def server_of(request: Request) -> Server:
+    return request.app.state.server
+
+
+def owner_of(request: Request) -> str:
+    return getattr(request.state, "owner", ANYONE)
+
+
+Serving = Annotated[Server, Depends(server_of)]
+Owner = Annotated[str, Depends(owner_of)]
+router = APIRouter(prefix="/api/v1")
+
+
+def make_app(server: Server) -> FastAPI:
+    """The application. The server must have been begun on the loop that runs it."""
+    app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
+    app.state.server = server
+    app.include_router(router)
+    app.add_exception_handler(NotFoundError, _answer(404))
+    app.add_exception_handler(UserError, _answer(400))
+    app.add_exception_handler(ValueError, _answer(400))
+    app.add_exception_handler(TypeError, _answer(400))
+    return app
+
+
+def _answer(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def answer(request: Request, error: Exception) -> Response:
+        return JSONResponse({"detail": str(error)}, status_code=status)
+
+    return answer
+
+
+# the client and its session
+
+
+@router.post("/client/config")
+async def client_config(body: messages.ClientConfig) -> dict[str, Any]:
+    return {
+        "pjwt_auth_enabled": False,
+        "parallel_fwdbwd_chunks": True,
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": False,
+    }
+
+
+@router.post("/client/dynamic_config")
+async def client_dynamic_config(body: messages.ClientConfig) -> dict[str, Any]:
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+
+
+@router.post("/create_session")
+async def create_session(body: messages.CreateSession, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.create_session(owner, body)
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(body: messages.OfSession, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.heartbeat(owner, body.session_id)
+
+
+@router.post("/sessions/{session_id}/finish", status_code=204)
+async def finish_session(session_id: str, body: messages.FinishSession, server: Serving, owner: Owner) -> None:
+    server.finish_session(owner, session_id, body)
+
+
+@router.post("/telemetry")
+async def telemetry(request: Request) -> dict[str, Any]:
+    """Take the events of an SDK and drop them."""
+    await read_body(request)
+    return {"status": "accepted"}
+
+
+@router.get("/healthz")
+async def healthz() -> dict[str, Any]:
+    return {"status": "ok"}
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(server: Serving) -> dict[str, Any]:
+    model = {
+        "model_name": server.config.name,
+        "max_context_length": server.config.generator.max_model_len,
+        "trainable": True,
+        "sampleable": True,
+    }
+    return {"supported_models": [model]}
+
+
+# training
+
+
+@router.post("/create_model")
+async def create_model(body: messages.CreateModel, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.create_model(owner, body).reply()
+
+
+@router.post("/get_info")
+async def get_info(body: messages.OfModel, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.info(owner, body.model_id)
+
+
+@router.post("/forward_backward")
+async def forward_backward(request: Request, server: Serving, owner: Owner) -> dict[str, Any]:
+    call = read_forward_backward(await read_body(request))
+    return server.forward_backward(owner, call).reply()
+
+
+@router.post("/optim_step")
+async def optim_step(body: messages.OptimStep, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.optim_step(owner, body).reply()
+
+
+@router.post("/save_weights")
+async def save_weights(body: messages.SaveWeights, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.save_weights(owner, body).reply()
+
+
+@router.post("/load_weights")
+async def load_weights(body: messages.LoadWeights, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.load_weights(owner, body).reply()
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(
+    body: messages.SaveWeightsForSampler, server: Serving, owner: Owner
+) -> dict[str, Any]:
+    return server.save_weights_for_sampler(owner, body).reply()
+
+
+# sampling
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(
+    body: messages.CreateSamplingSession, server: Serving, owner: Owner
+) -> dict[str, Any]:
+    return server.create_sampling_session(owner, body)
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, server: Serving, owner: Owner) -> dict[str, Any]:
+    sampler = server.sampler(owner, sampler_id)
+    return {"sampler_id": sampler.id, "base_model": sampler.base_model, "model_path": sampler.model_path}
+
+
+@router.post("/asample", response_model=None)
+async def asample(body: messages.Sample, server: Serving, owner: Owner) -> dict[str, Any] | Response:
+    if server.futures.num_waiting() >= server.config.max_waiting:
+        detail = f"{server.config.max_waiting} requests wait already"
+        return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
+    return server.sample(owner, body).reply()
+
+
+# answers
+
+
+@router.post("/retrieve_future")
+async def retrieve_future(body: messages.RetrieveFuture, server: Serving) -> Response:
+    try:
+        promise = await server.futures.wait(body.request_id, server.config.hold_seconds)
+    except KeyError:
+        detail = f"there is no request {body.request_id}: its answer is dropped, or the server was started again since"
+        return JSONResponse({"detail": detail}, status_code=410)
+    return _reply(promise, server, allow_metadata_only=body.allow_metadata_only)
+
+
+def _reply(promise: Promise, server: Server, *, allow_metadata_only: bool) -> Response:
+    answer = promise.answer
+    if answer is None:
+        not_ready = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
+        return JSONResponse(not_ready, status_code=408)
+    if answer.error is not None:
+        server.futures.fetched(promise)
+        return JSONResponse({"error": answer.error, "category": answer.category})
+    if allow_metadata_only and answer.num_bytes > INLINE_BYTES:
+        return JSONResponse({"status": "complete_metadata", "response_payload_size": answer.num_bytes})
+    server.futures.fetched(promise)
+    if answer.proto is not None:
+        return Response(answer.proto, media_type=PROTOBUF)
+    return JSONResponse(answer.json)
+
+
+# lists, checkpoints
+
+
+@router.get("/training_runs")
+async def training_runs(server: Serving, owner: Owner, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    return listings.runs(server.store, owner, limit, offset)
+
+
+@router.get("/training_runs/{run_id}")
+async def training_run(run_id: str, server: Serving, owner: Owner) -> dict[str, Any]:
+    return listings.run(server.store, listings.require_run(server.store, owner, run_id))
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def checkpoints_of_run(run_id: str, server: Serving, owner: Owner) -> dict[str, Any]:
+    listings.require_run(server.store, owner, run_id)
+    return {"checkpoints": [listings.checkpoint(each) for each in server.store.checkpoints(run_id=run_id)]}
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}", status_code=204)
+async def delete_checkpoint(run_id: str, segment: str, name: str, server: Serving, owner: Owner) -> None:
+    server.delete_checkpoint(owner, run_id, segment, name)
+
+
+@router.post("/training_runs/{run_id}/checkpoints/{segment}/{name}/publish", status_code=204)
+async def publish(run_id: str, segment: str, name: str, server: Serving, owner: Owner) -> None:
+    server.publish(owner, run_id, segment, name, public=True)
+
+
+@router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}/publish", status_code=204)
+async def unpublish(run_id: str, segment: str, name: str, server: Serving, owner: Owner) -> None:
+    server.publish(owner, run_id, segment, name, public=False)
+
+
+@router.put("/training_runs/{run_id}/checkpoints/{segment}/{name}/ttl", status_code=204)
+async def set_ttl(run_id: str, segment: str, name: str, body: messages.SetTtl, server: Serving, owner: Owner) -> None:
+    server.set_ttl(owner, run_id, segment, name, body.ttl_seconds)
+
+
+@router.get("/checkpoints")
+async def checkpoints(server: Serving, owner: Owner, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+    return listings.checkpoints(server.store, owner, limit, offset)
+
+
+@router.post("/weights_info")
+async def weights_info(body: messages.WeightsInfo, server: Serving, owner: Owner) -> dict[str, Any]:
+    return listings.weights_info(server.store, server.visible_checkpoint(owner, body.tinker_path))
+
+
+@router.get("/sessions")
+async def sessions(server: Serving, owner: Owner, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    return {"sessions": [each["id"] for each in server.store.sessions(owner, limit, offset)]}
+
+
+@router.get("/sessions/{session_id}")
+async def session(session_id: str, server: Serving, owner: Owner) -> dict[str, Any]:
+    return listings.session(server.store, server.session(owner, session_id))
+
+
+@router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"], include_in_schema=False)
+async def unsupported(rest: str) -> Response:
+    """Refuse every other call by its name."""
+    return JSONResponse({"detail": f"/api/v1/{rest} is not supported by this server"}, status_code=404)

@@ -1,0 +1,463 @@
+"""What the routes do: sessions, training runs, checkpoints and samplers of one base model. Knows no HTTP.
+
+Methods that return a Promise accept the request at once. Its faults, except for those of its form, are errors of the promise.
+"""
+
+import asyncio
+import logging
+import random
+import shutil
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from controllers.serve import messages, requests
+from controllers.serve.codec import ForwardBackwardCall
+from controllers.serve.config import ServeConfig, tokenizer_id
+from controllers.serve.futures import Answer, Futures, Json, NotFoundError, Promise, UserError
+from controllers.serve.samples import read_batch, write_output
+from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.store import Checkpoint, Run, Sampler, Store, checkpoint_path
+from controllers.serve.trainers import Trainers
+from rl_actors import OptimParams
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_SECONDS = 120.0
+"""Seconds without a heartbeat after which a session counts as gone."""
+SWEEP_SECONDS = 60.0
+"""Seconds between two deletions of checkpoints whose time is over."""
+
+
+class Server:
+    """The state of a server. Its actors are started by `start.py`."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        folder: Path,
+        *,
+        store: Store,
+        trainers: Trainers,
+        generator: VersionedGenerator,
+        sampling: requests.SamplingLimits,
+    ) -> None:
+        self.config, self.folder = config, folder
+        self.store, self.trainers, self.generator, self.sampling = store, trainers, generator, sampling
+        self.futures = Futures()
+        self.base_version = store.version_of_base(config.hf_path)
+        self._link(self.base_version, Path(config.hf_path))
+        self._sweeping: asyncio.Task[None] | None = None
+
+    # start and end
+
+    def begin(self) -> None:
+        """Begin the work that repeats. Needs a running loop."""
+        self._sweeping = asyncio.create_task(self._sweep())
+
+    async def close(self) -> None:
+        """Write the runs to disk and end the actors."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        await self.futures.close()
+        await self.trainers.close()
+        await self.generator.generator.close()
+        self.store.close()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_SECONDS)
+            for checkpoint in self.store.expired(time.time()):
+                self._delete(checkpoint)
+
+    # sessions
+
+    def create_session(self, owner: str, body: messages.CreateSession) -> Json:
+        session_id = uuid.uuid4().hex
+        self.store.add_session(session_id, owner, body.model_dump(exclude={"type"}))
+        return {"type": "create_session", "session_id": session_id}
+
+    def heartbeat(self, owner: str, session_id: str) -> Json:
+        self.session(owner, session_id)
+        self.store.touch_session(session_id)
+        return {"type": "session_heartbeat"}
+
+    def finish_session(self, owner: str, session_id: str, body: messages.FinishSession) -> None:
+        self.session(owner, session_id)
+        self.store.update_session(session_id, finished=str(body.reason.get("type", "")))
+
+    def session(self, owner: str, session_id: str) -> dict[str, Any]:
+        session = self.store.session(session_id)
+        if session is None or session["owner"] != owner:
+            raise NotFoundError(f"there is no session {session_id}")
+        return session
+
+    def is_abandoned(self, run: Run) -> bool:
+        """Whether the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
+        return is_abandoned(self.store, run)
+
+    # training runs
+
+    def create_model(self, owner: str, body: messages.CreateModel) -> Promise:
+        self.session(owner, body.session_id)
+        run_id = f"{body.session_id}:train:{body.model_seq_id}"
+
+        async def work() -> Answer:
+            self._require_base(body.base_model)
+            requests.require_adam(body.optimizer_config)
+            lora = body.lora_config or messages.Lora(rank=0)
+            await self._start_run(
+                Run(
+                    id=run_id,
+                    session_id=body.session_id,
+                    owner=owner,
+                    base_model=body.base_model,
+                    lora=_lora_of(lora),
+                    user_metadata=body.user_metadata,
+                )
+            )
+            return Answer(json={"type": "create_model", "model_id": run_id})
+
+        return self.futures.submit(("create", run_id), "create_model", work, {"model_id": run_id})
+
+    async def _start_run(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
+        if self.store.run(run.id) is not None:
+            raise UserError(f"the training run {run.id} exists already")
+        await self.trainers.create(run, checkpoint, optimizer=optimizer)
+        self.store.add_run(run)
+
+    def load_weights(self, owner: str, body: messages.LoadWeights) -> Promise:
+        """Load a checkpoint into a new run (session_id and model_seq_id), or into one that exists (model_id and seq_id)."""
+        if body.model_id is not None:
+            return self._load_into(owner, body, body.model_id)
+        if body.session_id is None or body.model_seq_id is None:
+            raise ValueError("load_weights needs session_id and model_seq_id, or model_id and seq_id")
+        session_id = body.session_id
+        self.session(owner, session_id)
+        run_id = f"{session_id}:train:{body.model_seq_id}"
+
+        async def work() -> Answer:
+            requests.require_adam(body.optimizer_config)
+            if body.base_model is not None:
+                self._require_base(body.base_model)
+            checkpoint = self._training_checkpoint(owner, body.path)
+            former = self.store.run(checkpoint.run_id)
+            assert former is not None
+            run = Run(
+                id=run_id,
+                session_id=session_id,
+                owner=owner,
+                base_model=body.base_model or former.base_model,
+                lora=former.lora,
+                user_metadata=body.user_metadata,
+            )
+            await self._start_run(run, checkpoint.directory, optimizer=body.optimizer)
+            return Answer(json={"type": "load_weights", "path": body.path, "model_id": run_id})
+
+        return self.futures.submit(("create", run_id), "load_weights", work, {"model_id": run_id})
+
+    def _load_into(self, owner: str, body: messages.LoadWeights, run_id: str) -> Promise:
+        async def work() -> Answer:
+            self._run(owner, run_id)
+            checkpoint = self._training_checkpoint(owner, body.path)
+            await self.trainers.load(run_id, checkpoint.directory, optimizer=body.optimizer)
+            return Answer(json={"type": "load_weights", "path": body.path, "model_id": run_id})
+
+        return self.futures.submit(_key(run_id, body.seq_id), "load_weights", work, {"model_id": run_id})
+
+    def _training_checkpoint(self, owner: str, path: str) -> Checkpoint:
+        checkpoint = self.visible_checkpoint(owner, path)
+        if checkpoint.kind != "training":
+            raise UserError(f"{path} holds weights for a sampler; training continues from a path with /weights/")
+        return checkpoint
+
+    def info(self, owner: str, run_id: str) -> Json:
+        run = self._run(owner, run_id)
+        rank = run.lora["rank"]
+        return {
+            "type": "get_info",
+            "model_id": run_id,
+            "model_data": {
+                "arch": self.config.trainer.model.architecture,
+                "model_name": run.base_model,
+                "tokenizer_id": tokenizer_id(self.config.hf_path),
+            },
+            "model_name": run.base_model,
+            "is_lora": rank > 0,
+            "lora_rank": rank,
+        }
+
+    def forward_backward(self, owner: str, call: ForwardBackwardCall) -> Promise:
+        async def work() -> Answer:
+            self._run(owner, call.model_id)
+            batch = read_batch(call)
+            run = self.trainers.forward if call.forward_only else self.trainers.forward_backward
+            return Answer(proto=write_output(batch, await run(call.model_id, batch)))
+
+        what = "forward" if call.forward_only else "forward_backward"
+        return self.futures.submit(_key(call.model_id, call.seq_id), what, work, {"model_id": call.model_id})
+
+    def optim_step(self, owner: str, body: messages.OptimStep) -> Promise:
+        async def work() -> Answer:
+            self._run(owner, body.model_id)
+            result = await self.trainers.optim_step(body.model_id, _optim_params(body))
+            if result.skipped:
+                names = ", ".join(result.nonfinite_parameters)
+                raise UserError(
+                    f"the gradient is not finite (first in {names}); it was dropped, and no weight has changed"
+                )
+            return Answer(json={"metrics": {"unclipped_grad_l2:mean": result.grad_norm}})
+
+        return self.futures.submit(_key(body.model_id, body.seq_id), "optim_step", work, {"model_id": body.model_id})
+
+    def _run(self, owner: str, run_id: str) -> Run:
+        run = self.store.run(run_id)
+        if run is None or run.owner != owner:
+            raise NotFoundError(f"there is no training run {run_id}")
+        return run
+
+    def _require_base(self, name: str) -> None:
+        if name not in (self.config.name, self.config.hf_path):
+            raise UserError(f"base_model={name!r}; this server has {self.config.name}")
+
+    # checkpoints
+
+    def save_weights(self, owner: str, body: messages.SaveWeights) -> Promise:
+        async def work() -> Answer:
+            run = self._run(owner, body.model_id)
+            name = body.path or uuid.uuid4().hex
+            path = checkpoint_path(run.id, "training", name)
+            former = self.store.checkpoint(path)
+            if former is not None and not body.overwrite:
+                raise UserError(f"{path} exists; give another name, or overwrite=True")
+            # A checkpoint that is replaced keeps its directory until the new one is complete.
+            directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / name
+            await self.trainers.save(run.id, directory)
+            self._put(run, "training", name, directory, body.ttl_seconds, body.user_metadata)
+            return Answer(json={"type": "save_weights", "path": path})
+
+        return self.futures.submit(_key(body.model_id, body.seq_id), "save_weights", work, {"model_id": body.model_id})
+
+    def save_weights_for_sampler(self, owner: str, body: messages.SaveWeightsForSampler) -> Promise:
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise ValueError("save_weights_for_sampler needs either path or sampling_session_seq_id")
+
+        async def work() -> Answer:
+            run = self._run(owner, body.model_id)
+            if body.path is not None:
+                return await self._save_named(run, body, body.path)
+            version = await self._export(run, is_ephemeral=True)
+            if body.kind == "inflight":
+                self.store.update_run(run.id, inflight_version=version)
+            sampler_id = f"{run.session_id}:sample:{body.sampling_session_seq_id}"
+            self.store.add_sampler(
+                Sampler(
+                    id=sampler_id,
+                    session_id=run.session_id,
+                    owner=owner,
+                    base_model=run.base_model,
+                    run_id=run.id,
+                    version=version,
+                    kind=body.kind,
+                )
+            )
+            self._drop_old_versions(run)
+            return Answer(json={"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
+
+        what = "save_weights_for_sampler"
+        return self.futures.submit(_key(body.model_id, body.seq_id), what, work, {"model_id": body.model_id})
+
+    async def _save_named(self, run: Run, body: messages.SaveWeightsForSampler, name: str) -> Answer:
+        path = checkpoint_path(run.id, "sampler", name)
+        if self.store.checkpoint(path) is not None:
+            raise UserError(f"{path} exists; give another name")
+        version = await self._export(run, is_ephemeral=False)
+        directory = self._directory(version)
+        self._put(run, "sampler", name, directory, body.ttl_seconds, body.user_metadata, version=version)
+        return Answer(json={"type": "save_weights_for_sampler", "path": path})
+
+    async def _export(self, run: Run, *, is_ephemeral: bool) -> int:
+        """Write the weights of a run as a new version for samplers, and return its number."""
+        version = self.store.add_version(run.id, is_ephemeral=is_ephemeral)
+        directory = self._directory(version)
+        await self.trainers.export(run.id, directory, self.config.generator.dtype)
+        self.store.finish_version(version, str(directory))
+        return version
+
+    def _directory(self, version: int) -> Path:
+        return self.folder / "samplers" / str(version)
+
+    def _link(self, version: int, directory: Path) -> None:
+        """Make a version of a directory that is somewhere else."""
+        link = self._directory(version)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.unlink(missing_ok=True)  # it may point to a folder that is gone
+            link.symlink_to(directory.absolute())
+
+    def _drop_old_versions(self, run: Run) -> None:
+        for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:
+            self.store.drop_version(version)
+            shutil.rmtree(self._directory(version), ignore_errors=True)
+
+    def _put(
+        self,
+        run: Run,
+        kind: str,
+        name: str,
+        directory: Path,
+        ttl_seconds: int | None,
+        user_metadata: Mapping[str, str] | None,
+        version: int | None = None,
+    ) -> None:
+        """Note a checkpoint whose files are complete."""
+        self.store.put_checkpoint(
+            Checkpoint(
+                path=checkpoint_path(run.id, kind, name),
+                run_id=run.id,
+                owner=run.owner,
+                kind=kind,
+                name=name,
+                directory=str(directory),
+                version=version,
+                size_bytes=sum(file.stat().st_size for file in directory.rglob("*") if file.is_file()),
+                expires=None if ttl_seconds is None else time.time() + ttl_seconds,
+                user_metadata=user_metadata,
+            )
+        )
+
+    def visible_checkpoint(self, owner: str, path: str) -> Checkpoint:
+        checkpoint = self.store.checkpoint(path)
+        is_visible = checkpoint is not None and (checkpoint.owner == owner or checkpoint.public)
+        if checkpoint is None or not is_visible or checkpoint.has_expired(time.time()):
+            raise NotFoundError(f"there is no checkpoint {path}")
+        return checkpoint
+
+    def own_checkpoint(self, owner: str, run_id: str, segment: str, name: str) -> Checkpoint:
+        checkpoint = self.store.checkpoint(f"tinker://{run_id}/{segment}/{name}")
+        if checkpoint is None or checkpoint.owner != owner:
+            raise NotFoundError(f"there is no checkpoint tinker://{run_id}/{segment}/{name}")
+        return checkpoint
+
+    def delete_checkpoint(self, owner: str, run_id: str, segment: str, name: str) -> None:
+        self._delete(self.own_checkpoint(owner, run_id, segment, name))
+
+    def _delete(self, checkpoint: Checkpoint) -> None:
+        self.store.delete_checkpoint(checkpoint.path)
+        if checkpoint.version is not None:
+            self.store.drop_version(checkpoint.version)
+        shutil.rmtree(checkpoint.directory, ignore_errors=True)
+
+    def publish(self, owner: str, run_id: str, segment: str, name: str, *, public: bool) -> None:
+        self.store.update_checkpoint(self.own_checkpoint(owner, run_id, segment, name).path, public=public)
+
+    def set_ttl(self, owner: str, run_id: str, segment: str, name: str, ttl_seconds: int | None) -> None:
+        expires = None if ttl_seconds is None else time.time() + ttl_seconds
+        self.store.update_checkpoint(self.own_checkpoint(owner, run_id, segment, name).path, expires=expires)
+
+    # samplers
+
+    def create_sampling_session(self, owner: str, body: messages.CreateSamplingSession) -> Json:
+        self.session(owner, body.session_id)
+        sampler_id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
+        if self.store.sampler(sampler_id) is None:
+            self.store.add_sampler(self._new_sampler(owner, sampler_id, body))
+        return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
+
+    def _new_sampler(self, owner: str, sampler_id: str, body: messages.CreateSamplingSession) -> Sampler:
+        if body.model_path is None:
+            if body.base_model is None:
+                raise ValueError("create_sampling_session needs base_model or model_path")
+            self._require_base(body.base_model)
+            return Sampler(
+                id=sampler_id,
+                session_id=body.session_id,
+                owner=owner,
+                base_model=body.base_model,
+                version=self.base_version,
+            )
+        checkpoint = self.visible_checkpoint(owner, body.model_path)
+        run = self.store.run(checkpoint.run_id)
+        if checkpoint.version is None or run is None:
+            raise UserError(
+                f"{body.model_path} is a state of training; a sampler needs weights of save_weights_for_sampler"
+            )
+        return Sampler(
+            id=sampler_id,
+            session_id=body.session_id,
+            owner=owner,
+            base_model=run.base_model,
+            model_path=body.model_path,
+            run_id=run.id,
+            version=checkpoint.version,
+        )
+
+    def sampler(self, owner: str, sampler_id: str) -> Sampler:
+        sampler = self.store.sampler(sampler_id)
+        if sampler is None or sampler.owner != owner:
+            raise NotFoundError(f"there is no sampler {sampler_id}")
+        return sampler
+
+    def sample(self, owner: str, body: messages.Sample) -> Promise:
+        """Raises ValueError for a request without a sampling session: SDK 0.38 always sends one."""
+        if body.sampling_session_id is None or body.seq_id is None:
+            raise ValueError("asample needs sampling_session_id and seq_id")
+        sampler_id, seq_id = body.sampling_session_id, body.seq_id
+        if body.num_samples > self.config.max_samples:
+            raise ValueError(f"num_samples={body.num_samples}; it must be at most {self.config.max_samples}")
+
+        async def work() -> Answer:
+            sampler = self.sampler(owner, sampler_id)
+            wanted = self.sampling.read(body)
+            version = self._version_of(sampler)
+            async with self.generator.holding(version):
+                return Answer(proto=await wanted.run(self.generator))
+
+        ids = [f"{sampler_id}:{seq_id}:{index}" for index in range(body.num_samples)]
+        return self.futures.submit(("sample", sampler_id, seq_id), "sample", work, {"sample_sequence_ids": ids})
+
+    def _version_of(self, sampler: Sampler) -> int:
+        """The version with which the sampler samples now. Raises UserError if its weights were dropped."""
+        version = sampler.version
+        if sampler.kind == "inflight":
+            run = self.store.run(sampler.run_id or "")
+            assert run is not None and run.inflight_version is not None
+            version = run.inflight_version
+        if self.store.directory_of(version) is None:
+            raise UserError(
+                f"the weights of sampler {sampler.id} were dropped: they were deleted, or they have no name and "
+                f"{self.config.samplers_kept} newer ones of the run were saved (samplers_kept)"
+            )
+        return version
+
+
+def is_abandoned(store: Store, run: Run) -> bool:
+    """Whether the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
+    session = store.session(run.session_id)
+    if session is None or session["finished"]:
+        return True
+    return time.time() - max(session["last_seen"], run.last_request) > ABANDONED_SECONDS
+
+
+def _key(run_id: str, seq_id: int | None) -> tuple[str, str, int] | None:
+    """The key under which a request to a run is known if it is sent again; None if it has no number."""
+    return ("run", run_id, seq_id) if seq_id else None
+
+
+def _lora_of(lora: messages.Lora) -> dict[str, Any]:
+    values = lora.model_dump()
+    if values["seed"] is None:
+        values["seed"] = random.SystemRandom().randrange(1 << 31)
+    return values
+
+
+def _optim_params(body: messages.OptimStep) -> OptimParams:
+    """Raises UserError for an optimizer that is not AdamW."""
+    if body.adam_params is None:
+        kind = (body.optimizer_params or {}).get("type")
+        raise UserError(f"optimizer_params of type {kind!r}; this server has only AdamW, whose field is adam_params")
+    values = body.adam_params.model_dump()
+    clip = values.pop("grad_clip_norm")
+    return OptimParams(**values, grad_clip_norm=clip if clip > 0 else None, grad_divisor=1.0)

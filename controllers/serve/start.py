@@ -1,0 +1,68 @@
+"""Start of a server: its folder, its base model, its actors."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+
+from controllers.serve.config import ServeConfig, tokenizer_id
+from controllers.serve.requests import SamplingLimits
+from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.server import Server, is_abandoned
+from controllers.serve.store import Store
+from controllers.serve.trainers import Trainer, Trainers
+from controllers.serve.weights import HfDirectories
+from controllers.tokenizer import load_tokenizer
+from rl_actors import GeneratorClient, TrainerClient, TrainerConfig
+
+
+def prepare_base(config: ServeConfig, folder: Path) -> None:
+    """Find or write the directory of the base model, and set the config from it.
+
+    Raises ValueError if there is none or if the config does not fit it.
+    """
+    directory = Path(config.hf_path)
+    if not config.hf_path:
+        if config.write_base is None:
+            raise ValueError("hf_path is empty; give the Hugging Face directory of the base model")
+        directory = folder / "base" / config.name
+        if not (directory / "config.json").is_file():
+            config.write_base(directory)
+    config.for_base(directory.absolute())
+    tokenizer_id(config.hf_path)
+    config.validate()
+
+
+async def start_server(config: ServeConfig, folder: Path) -> Server:
+    """Start the actors and answer when they are ready. `folder` has the state; a server that is started on it again goes on."""
+    await asyncio.to_thread(prepare_base, config, folder)
+    limits = await asyncio.to_thread(sampling_limits, config)
+    store = Store(folder / "state.sqlite")
+    versions = HfDirectories(folder / "samplers")
+    client = GeneratorClient.spawn(config.generator, transport=versions)
+
+    def spawn(trainer: TrainerConfig) -> Trainer:
+        # A transport, because the client would otherwise open one. The trainer never pushes.
+        return TrainerClient.spawn(trainer, transport=versions)
+
+    try:
+        trainers = Trainers(config, store, folder / "parked", spawn=spawn, is_abandoned=partial(is_abandoned, store))
+        server = Server(
+            config, folder, store=store, trainers=trainers, generator=VersionedGenerator(client), sampling=limits
+        )
+        await client.ready()
+    except BaseException:
+        await client.close()
+        raise
+    server.begin()
+    return server
+
+
+def sampling_limits(config: ServeConfig) -> SamplingLimits:
+    """The limits of the generator, with the tokenizer and the end tokens of the base model."""
+    tokenizer = load_tokenizer(config.hf_path)
+    return SamplingLimits(
+        max_model_len=config.generator.max_model_len,
+        vocab_size=config.trainer.model.vocab_size,
+        end_token_ids=tokenizer.stop_token_ids,
+        tokenizer=tokenizer.hf,
+    )

@@ -1,0 +1,107 @@
+"""The weights of samplers: every version is a Hugging Face directory under one folder, and a generator pulls it by its number.
+
+A directory is written by a trainer's export_hf, or it is the base model. This transport only reads.
+"""
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from rl_actors.transports.base import LOAD_TIMEOUT, Manifest, OpenVersion, Source, Transport
+
+STREAM = "samplers"
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""dtype in the header of a safetensors file -> torch's."""
+
+
+class HfDirectories(Transport):
+    """Versions that are Hugging Face directories, or links to them: <folder>/<number>."""
+
+    kind = "files"
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+
+    async def put_tensors(
+        self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
+    ) -> None:
+        raise RuntimeError("the versions of HfDirectories are written by export_hf")
+
+    async def source(self, manifest: Manifest) -> Source:
+        return HfDirectory(directory=self.folder / str(manifest.version), manifest=manifest)
+
+    async def put_object(self, key: str, value: object) -> None:
+        """Does nothing: a generator announces its dtype here, but nobody pushes."""
+
+    async def get_object(self, key: str) -> object | None:
+        if key == "latest":
+            return STREAM, 0
+        stream, _, rest = key.partition("/")
+        version, _, name = rest.partition("/")
+        directory = self.folder / version
+        if stream != STREAM or name != "manifest" or not directory.is_dir():
+            return None
+        return Manifest(stream=STREAM, version=int(version), tensors=tensors_of(directory))
+
+    async def delete(self, manifest: Manifest) -> None:
+        """Does nothing: the server deletes directories."""
+
+
+def tensors_of(directory: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (shape, dtype) of the tensors of a model, from the headers of its safetensors files. A tied head is left out."""
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, entry in _header(file).items():
+            found[name] = (tuple(entry["shape"]), DTYPES[entry["dtype"]])
+    if json.loads((directory / "config.json").read_text()).get("tie_word_embeddings", False):
+        found.pop("lm_head.weight", None)
+    return found
+
+
+def _header(file: Path) -> dict[str, dict]:
+    """The header of a safetensors file: its length in eight bytes, then JSON."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    header.pop("__metadata__", None)
+    return header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HfDirectory(Source, OpenVersion):
+    """The tensors of one Hugging Face directory."""
+
+    directory: Path
+    manifest: Manifest
+    timeout: float = LOAD_TIMEOUT
+    path: str = "files"
+    reason: str = "a sampler's weights are a directory"
+
+    @property
+    def key(self) -> str:
+        return self.manifest.key
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.manifest.shapes
+
+    @property
+    def num_bytes(self) -> int:
+        return self.manifest.num_bytes
+
+    def open(self) -> AbstractContextManager[OpenVersion]:
+        return nullcontext(self)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for file in sorted(self.directory.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (not a mapping)
+                    if name in self.manifest.tensors:
+                        yield name, opened.get_tensor(name)

@@ -1,0 +1,190 @@
+"""A server over fakes in this process, with calls to it in the form of the SDK and without a network."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import httpx
+import numpy as np
+from fakes import UnigramGenerator, UnigramTrainer
+
+from controllers.serve import codec
+from controllers.serve.config import ServeConfig
+from controllers.serve.requests import SamplingLimits
+from controllers.serve.routes import make_app
+from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.server import Server, is_abandoned
+from controllers.serve.store import Store
+from controllers.serve.trainers import Trainers
+from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
+
+VOCABULARY = 16
+LONGEST = 64
+
+
+class Letters:
+    """A tokenizer: id 0 is "a", id 1 is "b", and so on."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(chr(97 + token) for token in tokens)
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return [ord(letter) - 97 for letter in text]
+
+
+class Api:
+    """A server over fakes, and calls to it in the form of the SDK."""
+
+    def __init__(self, folder: Path, **fields: object) -> None:
+        base = folder / "base"
+        base.mkdir(exist_ok=True)
+        (base / "config.json").write_text(json.dumps({}))
+        model = ModelConfig(vocab_size=VOCABULARY)
+        fields = {"name": "letters", "hf_path": str(base), "hold_seconds": 0.05} | fields
+        self.config = ServeConfig(
+            trainer=TrainerConfig(model=model, max_sequence_length=LONGEST),
+            generator=GeneratorConfig(model=model, max_model_len=LONGEST),
+            **fields,
+        )
+        self.trainers: list[UnigramTrainer] = []
+        self.generator = UnigramGenerator(folder / "samplers", VOCABULARY)
+        self.store = Store(folder / "state.sqlite")
+        self.server = Server(
+            self.config,
+            folder,
+            store=self.store,
+            trainers=Trainers(
+                self.config,
+                self.store,
+                folder / "parked",
+                spawn=self._spawn,
+                is_abandoned=partial(is_abandoned, self.store),
+            ),
+            generator=VersionedGenerator(self.generator),
+            sampling=SamplingLimits(
+                max_model_len=LONGEST, vocab_size=VOCABULARY, end_token_ids=(0,), tokenizer=Letters()
+            ),
+        )
+        self.app = make_app(self.server)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://server/api/v1")
+        self.num_samplers = 0
+
+    def _spawn(self, config: TrainerConfig) -> UnigramTrainer:
+        self.trainers.append(UnigramTrainer(config))
+        return self.trainers[-1]
+
+    async def __aenter__(self) -> "Api":
+        self.session = (await self.post("create_session", tags=[], sdk_version="0.38.0"))["session_id"]
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.http.aclose()
+        await self.server.close()
+
+    async def post(self, route: str, **body: object) -> dict:
+        response = await self.http.post(f"/{route}", json=body)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def fetch(self, promise: Mapping) -> httpx.Response:
+        """Ask for the answer until it is there."""
+        while True:
+            response = await self.http.post("/retrieve_future", json={"request_id": promise["request_id"]})
+            if response.status_code != 408:
+                return response
+
+    async def answer(self, promise: Mapping) -> dict:
+        """The JSON answer of a promise."""
+        response = await self.fetch(promise)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def error(self, promise: Mapping) -> str:
+        """The error of a promise that failed by the user's fault."""
+        answer = await self.answer(promise)
+        assert answer.get("category") == "user", answer
+        return answer["error"]
+
+    async def create_model(self, seq: int = 0, **lora: object) -> str:
+        lora_config = {"rank": 0} | lora
+        promise = await self.post(
+            "create_model", session_id=self.session, model_seq_id=seq, base_model="letters", lora_config=lora_config
+        )
+        return (await self.answer(promise))["model_id"]
+
+    async def send_forward_backward(
+        self, model: str, seq: int, data: list, loss: str = "cross_entropy", **more
+    ) -> dict:
+        body = forward_backward_body(model, seq, data, loss, **more)
+        response = await self.http.post(
+            "/forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"}
+        )
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def forward_backward(self, model: str, seq: int, data: list, loss: str = "cross_entropy", **more):
+        """(logprobs of each datum, metrics)."""
+        return await self.output(await self.send_forward_backward(model, seq, data, loss, **more))
+
+    async def output(self, promise: Mapping):
+        response = await self.fetch(promise)
+        assert response.headers["content-type"] == "application/x-protobuf", response.text
+        message = codec.CLASSES["ForwardBackwardOutput"].FromString(response.content)
+        rows = []
+        for record in message.loss_fn_outputs:
+            tensor = record.fields["logprobs"]
+            flat = np.frombuffer(tensor.data, "<f4")
+            ends = np.frombuffer(tensor.offsets, "<i8") // 4
+            for begin, end in zip(ends[:-1], ends[1:], strict=True):
+                rows.append(flat[begin:end].reshape(-1, *tensor.trailing_shape))
+        return rows, dict(message.metrics)
+
+    async def optim_step(self, model: str, seq: int, **params: float) -> dict:
+        params = {"learning_rate": 0.1} | params
+        return await self.answer(await self.post("optim_step", model_id=model, seq_id=seq, adam_params=params))
+
+    async def sampler(self, **where: object) -> str:
+        """A sampling session of a base_model or a model_path."""
+        self.num_samplers += 1
+        seq = 1000 + self.num_samplers
+        body = await self.post("create_sampling_session", session_id=self.session, sampling_session_seq_id=seq, **where)
+        return body["sampling_session_id"]
+
+    async def send_sample(self, sampler: str, seq: int, prompt: Sequence[int] = (1, 2), **more) -> dict:
+        params = {"max_tokens": 5} | more.pop("params", {})
+        chunks = [{"type": "encoded_text", "tokens": list(prompt)}]
+        fields = {
+            "sampling_session_id": sampler,
+            "seq_id": seq,
+            "sampling_params": params,
+            "prompt": {"chunks": chunks},
+        }
+        return await self.post("asample", **fields, **more)
+
+    async def sample(self, sampler: str, seq: int, prompt: Sequence[int] = (1, 2), **more):
+        response = await self.fetch(await self.send_sample(sampler, seq, prompt, **more))
+        assert response.headers["content-type"] == "application/x-protobuf", response.text
+        return codec.CLASSES["SampleResponse"].FromString(response.content)
+
+
+def forward_backward_body(model: str, seq: int, data: list, loss: str, *, config=None, forward_only=False) -> bytes:
+    """data: pairs (tokens, inputs), where inputs are arrays."""
+    message = codec.CLASSES["ForwardBackwardRequest"](model_id=model, seq_id=seq, loss_fn=loss)
+    message.forward_only = forward_only
+    for name, value in (config or {}).items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[name].text = value
+        else:
+            message.loss_fn_config_v2[name].number = value
+    for tokens, inputs in data:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray(tokens, "<i4").tobytes()
+        for name, values in inputs.items():
+            values = np.asarray(values)
+            is_integer = np.issubdtype(values.dtype, np.integer)
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dtype = 2 if is_integer else 1
+            tensor.dense = values.astype("<i8" if is_integer else "<f4").tobytes()
+            tensor.shape.extend(values.shape)
+    return message.SerializeToString()

@@ -1,0 +1,161 @@
+"""The protobuf messages: what the official SDK writes is read, and what is written is what it reads."""
+
+import numpy as np
+import pytest
+from serving import forward_backward_body
+
+from controllers.serve import codec
+
+DATA = [([1, 2, 3], {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, -0.5]})]
+
+
+def tensor_message(**fields):
+    message = codec.CLASSES["Tensor"](dtype=1)
+    for name, value in fields.items():
+        if name == "csr":
+            values, crow, col = value
+            message.sparse_csr.values = np.asarray(values, "<f4").tobytes()
+            message.sparse_csr.crow_indices = np.asarray(crow, "<i8").tobytes()
+            message.sparse_csr.col_indices = np.asarray(col, "<i8").tobytes()
+        elif name == "shape":
+            message.shape.extend(value)
+        else:
+            setattr(message, name, value)
+    return message
+
+
+def test_a_request_is_read_with_its_tensors_and_the_newer_config_wins():
+    message = codec.CLASSES["ForwardBackwardRequest"].FromString(
+        forward_backward_body("m", 3, DATA, "ppo", config={"clip_low_threshold": 0.7, "loss_id": "x"})
+    )
+    message.loss_fn_config["clip_low_threshold"] = 0.1
+    call = codec.read_forward_backward(message.SerializeToString())
+    assert (call.model_id, call.seq_id, call.loss_fn, call.forward_only) == ("m", 3, "ppo", False)
+    assert call.config == {"clip_low_threshold": 0.7, "loss_id": "x"}
+    [datum] = call.data()
+    assert datum.tokens.tolist() == [1, 2, 3] and datum.is_sampled is None
+    assert datum.inputs["target_tokens"].dtype == np.int64 and datum.inputs["weights"].tolist() == [0.0, 1.0, -0.5]
+
+
+def test_sparse_rows_are_written_out():
+    found = codec.read_tensor(tensor_message(csr=([5, 6, 7], [0, 1, 1, 3], [2, 0, 1]), shape=[3, 3]), "x")
+    assert found.tolist() == [[0, 0, 5], [0, 0, 0], [6, 7, 0]]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"dense": b"12345"}, "multiple of 4"),
+        ({"dense": b"1234", "dtype": 4}, "dtype 4"),
+        ({"dense": b"1234", "dtype": 0}, "dtype 0"),
+        ({"dense": b"12345678", "shape": [3]}, r"2 numbers, but its shape is \(3,\)"),
+        ({"dense": b"1234", "shape": [-1]}, "shape"),
+        ({"dense": b"", "shape": [1 << 62, 1 << 62]}, "shape"),
+        ({"csr": ([1], [0, 1], [5]), "shape": [1, 3]}, "do not fit"),
+        ({"csr": ([1], [0, 1], [-1]), "shape": [1, 3]}, "do not fit"),
+        ({"csr": ([1], [0, 2], [0]), "shape": [1, 3]}, "do not fit"),
+        ({"csr": ([1, 2], [0, 3, 2], [0, 1]), "shape": [2, 3]}, "do not fit"),
+        ({"csr": ([], [], []), "shape": [0, 3]}, "do not fit"),
+        ({"csr": ([1], [0, 1], [0]), "shape": [3]}, r"must be \[T, K\]"),
+        ({"csr": ([1], [0, 1], [0]), "shape": [1, 1 << 60]}, "at most"),
+    ],
+)
+def test_tensors_that_cannot_be_are_refused(fields, error):
+    with pytest.raises(ValueError, match=error):
+        codec.read_tensor(tensor_message(**fields), "x")
+
+
+def test_spans_say_which_targets_were_sampled_and_cover_all_of_them():
+    message = codec.CLASSES["ForwardBackwardRequest"].FromString(forward_backward_body("m", 1, DATA, "ppo"))
+    message.data[0].loss_fn_input_spans.add().prompt_tokens.length = 1
+    message.data[0].loss_fn_input_spans.add().sampled_tokens.length = 2
+    [datum] = codec.read_forward_backward(message.SerializeToString()).data()
+    assert datum.is_sampled.tolist() == [False, True, True]
+    message.data[0].loss_fn_input_spans.pop()
+    with pytest.raises(ValueError, match="datum 0: loss_fn_input_spans cover 1 of 3"):
+        codec.read_forward_backward(message.SerializeToString()).data()
+
+
+def test_images_and_bytes_that_are_no_message_are_refused():
+    message = codec.CLASSES["ForwardBackwardRequest"]()
+    message.data.add().model_input.add().image.data = b"png"
+    with pytest.raises(ValueError, match="datum 0: a chunk of model_input is image"):
+        codec.read_forward_backward(message.SerializeToString()).data()
+    with pytest.raises(ValueError, match="not a ForwardBackwardRequest"):
+        codec.read_forward_backward(b"\xff\xff\xff\xff")
+
+
+# The official SDK
+
+
+@pytest.fixture
+def sdk():
+    pytest.importorskip("tinker")
+    from tinker.proto import request_conv, response_conv
+
+    return request_conv, response_conv
+
+
+def test_the_fields_are_those_of_the_sdk(sdk):
+    from tinker.proto import tinker_public_pb2
+
+    ours = {"Span": ("PromptProvenanceSpan", "SampledProvenanceSpan")}
+    for name, cls in codec.CLASSES.items():
+        for theirs in ours.get(name, (name,)):
+            there = {
+                field.name: (field.number, field.type, field.is_repeated)
+                for field in getattr(tinker_public_pb2, theirs).DESCRIPTOR.fields
+            }
+            here = {field.name: (field.number, field.type, field.is_repeated) for field in cls.DESCRIPTOR.fields}
+            assert here.items() <= there.items(), name
+
+
+def test_a_request_of_the_sdk_is_read(sdk):
+    import torch
+    from tinker import types
+
+    sparse = torch.zeros(3, 8)
+    sparse[0, 3], sparse[2, 1] = 0.5, 2.0
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([4, 5, 6]),
+        loss_fn_inputs={"target_tokens": sparse.long(), "weights": sparse},
+    )
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(
+            data=[datum], loss_fn="cross_entropy", loss_fn_config={"a": 1.5, "b": "text"}
+        ),
+        model_id="s:train:0",
+        seq_id=4,
+    )
+    call = codec.read_forward_backward(sdk[0].forward_backward_request_to_proto(request).SerializeToString())
+    assert (call.model_id, call.seq_id, dict(call.config)) == ("s:train:0", 4, {"a": 1.5, "b": "text"})
+    [read] = call.data()
+    assert read.tokens.tolist() == [4, 5, 6] and np.array_equal(read.inputs["weights"], sparse.numpy())
+    assert datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
+
+
+def test_the_sdk_reads_our_answers(sdk):
+    rows = [np.float32([-1, -2, -3]), np.float32([[-1, -2]]), np.float32([[-3, -4], [-5, -6]]), np.float32([[-7]])]
+    body = codec.write_forward_backward(rows, {"loss:sum": 2.5})
+    output = sdk[1].deserialize_forward_backward_output(body)
+    assert output.metrics == {"loss:sum": 2.5}
+    for row, record in zip(rows, output.loss_fn_outputs, strict=True):
+        assert np.array_equal(record["logprobs"].to_numpy(), row)
+
+    topk = codec.TopK(token_ids=np.int32([[1, 2]]), logprobs=np.float32([[-1, -2]]))
+    sequences = [
+        codec.SampledSequence(tokens=[3, 4], logprobs=[-0.5, -1.5], is_stopped=True, topk=topk),
+        codec.SampledSequence(tokens=[5], logprobs=[-0.25], is_stopped=False),
+    ]
+    body = codec.write_sample(
+        sequences,
+        prompt_logprobs=np.float32([np.nan, -2]),
+        topk_prompt=topk,
+        target_prompt=np.float32([[-1, -2], [-3, -4]]),
+    )
+    response = sdk[1].deserialize_sample_response(body)
+    assert [each.stop_reason for each in response.sequences] == ["stop", "length"]
+    assert list(response.sequences[0].tokens) == [3, 4] and list(response.sequences[1].logprobs) == [-0.25]
+    assert response.prompt_logprobs == [None, -2.0]
+    assert response.target_prompt_logprobs.to_numpy().tolist() == [[-1, -2], [-3, -4]]
+    assert response.topk_prompt_logprobs_np.token_ids.tolist() == [[1, 2]]

@@ -1,0 +1,105 @@
+"""Promises: answers, failures, repetitions, and what is forgotten."""
+
+import asyncio
+
+import pytest
+
+from controllers.serve.futures import DROPPED, Answer, Futures, UserError
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+async def answers(number: int) -> Answer:
+    return Answer(json={"number": number})
+
+
+def test_a_repeated_key_gets_the_first_promise_and_its_work_is_done_once():
+    async def main():
+        futures, done = Futures(), []
+
+        async def work() -> Answer:
+            done.append(1)
+            return await answers(1)
+
+        first = futures.submit(("run", "m", 1), "call", work)
+        again = futures.submit(("run", "m", 1), "call", work)
+        other = futures.submit(("run", "m", 2), "call", work)
+        await futures.wait(other.request_id, 1)
+        assert again is first and other is not first and len(done) == 2
+
+    run(main())
+
+
+def test_a_question_is_held_until_the_answer_is_there():
+    async def main():
+        futures, gate = Futures(), asyncio.Event()
+
+        async def work() -> Answer:
+            await gate.wait()
+            return await answers(7)
+
+        promise = futures.submit(None, "call", work)
+        assert (await futures.wait(promise.request_id, 0.01)).answer is None
+        waiting = asyncio.create_task(futures.wait(promise.request_id, 60))
+        await asyncio.sleep(0.01)
+        gate.set()
+        assert (await waiting).answer == Answer(json={"number": 7})
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("error", "category"),
+    [(UserError("wrong"), "user"), (ValueError("wrong"), "user"), (RuntimeError("wrong"), "server")],
+)
+def test_an_error_is_an_answer_with_a_category(error, category):
+    async def main():
+        async def work() -> Answer:
+            raise error
+
+        futures = Futures()
+        promise = await futures.wait(futures.submit(None, "call", work).request_id, 1)
+        assert promise.answer.category == category and "wrong" in promise.answer.error
+
+    run(main())
+
+
+def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_later():
+    async def main():
+        clock = Clock()
+        futures = Futures(keep_fetched=10, keep_keys=100, now=clock)
+
+        async def work() -> Answer:
+            return await answers(1)
+
+        promise = futures.submit("key", "call", work)
+        futures.fetched(await futures.wait(promise.request_id, 1))
+        clock.now = 50.0
+        assert futures.submit("key", "call", work) is promise  # it is still known as a repetition
+        assert promise.answer is DROPPED
+        clock.now = 200.0
+        assert futures.submit("key", "call", work) is not promise
+        with pytest.raises(KeyError):
+            await futures.wait(promise.request_id, 1)
+
+    run(main())
+
+
+def test_no_more_promises_are_kept_than_the_limit():
+    async def main():
+        futures = Futures(max_answers=10)
+        for number in range(50):
+            promise = futures.submit(number, "call", lambda number=number: answers(number))
+            await futures.wait(promise.request_id, 1)
+        assert len(futures.promises) <= 11 and len(futures.keys) == len(futures.promises)
+
+    run(main())

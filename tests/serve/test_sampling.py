@@ -1,0 +1,223 @@
+"""Samplers: versions of the weights in one generator, stops, and what is returned. The model is one number per token."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from controllers.serve import codec
+
+TEXT = [([1], {"target_tokens": [3]})]
+
+
+async def train(api, model: str, seq: int, target: int = 3) -> None:
+    await api.forward_backward(model, seq, [([1], {"target_tokens": [target]})])
+    await api.optim_step(model, seq + 1, learning_rate=2.0)
+
+
+async def ephemeral(api, model: str, seq: int, kind: str = "snapshot") -> str:
+    promise = await api.post(
+        "save_weights_for_sampler", model_id=model, seq_id=seq, sampling_session_seq_id=seq, kind=kind
+    )
+    return (await api.answer(promise))["sampling_session_id"]
+
+
+def tokens_of(sequence) -> list[int]:
+    return np.frombuffer(sequence.tokens, "<i4").tolist()
+
+
+def logprobs_of(sequence) -> np.ndarray:
+    return np.frombuffer(sequence.logprobs, "<f4")
+
+
+def test_samples_with_ids_seeds_and_logprobs(api):
+    async def use(api):
+        sampler = await api.sampler(base_model="letters")
+        promise = await api.send_sample(sampler, 1, num_samples=3)
+        assert promise["sample_sequence_ids"] == [f"{sampler}:1:{index}" for index in range(3)]
+        assert len((await api.sample(sampler, 1, num_samples=3)).sequences) == 3
+        one, same, other = [
+            await api.sample(sampler, 2 + seq, params={"seed": seed}) for seq, seed in enumerate((5, 5, 6))
+        ]
+        assert one == same != other
+        assert np.allclose(logprobs_of(one.sequences[0]), -np.log(16))
+        big = (1 << 40) + 7
+        assert (await api.send_sample(sampler, big))["sample_sequence_ids"] == [f"{sampler}:{big}:0"]
+
+    api(use)
+
+
+def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_moves_with_the_saves(api):
+    async def use(api):
+        model = await api.create_model()
+        snapshot = await ephemeral(api, model, 1)
+        inflight = await ephemeral(api, model, 2, "inflight")
+        await train(api, model, 3)
+        newer = await ephemeral(api, model, 5, "inflight")
+
+        async def seen(sampler: str, seq: int) -> float:
+            """The logprob of the trained token."""
+            response = await api.sample(sampler, seq, [1, 3], prompt_logprobs=True)
+            return float(np.frombuffer(response.prompt_logprobs, "<f4")[1])
+
+        trained = await seen(newer, 1)
+        assert trained > -1 and await seen(inflight, 1) == trained
+        assert await seen(snapshot, 1) == pytest.approx(-np.log(16))
+        assert await seen(newer, 2) == trained  # back again
+
+    api(use)
+
+
+def test_requests_of_two_versions_at_once_each_get_their_weights(api):
+    async def use(api):
+        model = await api.create_model()
+        samplers = []
+        for seq in (1, 11, 21):
+            samplers.append(await ephemeral(api, model, seq))
+            await train(api, model, seq + 1)
+        promises = []
+        for seq in range(100, 130):
+            for sampler in samplers:
+                promise = await api.send_sample(sampler, seq, [1, 3], prompt_logprobs=True)
+                promises.append((sampler, promise))
+        found = {sampler: set() for sampler in samplers}
+        for sampler, promise in promises:
+            response = codec.CLASSES["SampleResponse"].FromString((await api.fetch(promise)).content)
+            found[sampler].add(float(np.frombuffer(response.prompt_logprobs, "<f4")[1]))
+        assert [len(values) for values in found.values()] == [1, 1, 1]  # one set of weights each
+        assert len(set.union(*found.values())) == 3
+
+    api(use)
+
+
+def test_requests_that_come_together_share_a_call_of_the_generator(api):
+    async def use(api):
+        sampler = await api.sampler(base_model="letters")
+        await api.sample(sampler, 1)
+        before = len(api.generator.calls)
+        promises = await asyncio.gather(*[api.send_sample(sampler, seq, [seq % 16]) for seq in range(2, 42)])
+        for promise in promises:
+            await api.fetch(promise)
+        assert len(api.generator.calls) - before < 20
+
+    api(use)
+
+
+def test_other_versions_do_not_wait_for_ever(api):
+    async def use(api):
+        model = await api.create_model()
+        first = await ephemeral(api, model, 1)
+        await train(api, model, 2)
+        second = await ephemeral(api, model, 4)
+        await api.sample(first, 1)
+        api.generator.gate.clear()
+        running = await api.send_sample(first, 2)
+        await asyncio.sleep(0.02)
+        waiting = await api.send_sample(second, 1)
+        await asyncio.sleep(0.02)
+        assert api.server.generator.num_waiting == 1
+        api.generator.gate.set()
+        for promise in (running, waiting):
+            assert (await api.fetch(promise)).status_code == 200
+
+    api(use)
+
+
+def test_dropped_and_deleted_weights_are_a_clear_error(api):
+    async def use(api):
+        model = await api.create_model()
+        old = await ephemeral(api, model, 1)
+        for seq in (2, 3, 4):
+            last = await ephemeral(api, model, seq)
+        assert "samplers_kept" in await api.error(await api.send_sample(old, 1))
+        await api.sample(last, 1)
+        path = (await api.answer(await api.post("save_weights_for_sampler", model_id=model, path="n", seq_id=9)))[
+            "path"
+        ]
+        named = await api.sampler(model_path=path)
+        await api.sample(named, 1)
+        await api.http.delete(f"/training_runs/{model}/checkpoints/sampler_weights/n")
+        assert "were dropped" in await api.error(await api.send_sample(named, 2))
+        gone = await api.http.post(
+            "/create_sampling_session",
+            json={"session_id": api.session, "sampling_session_seq_id": 99, "model_path": path},
+        )
+        assert gone.status_code == 404 and "there is no checkpoint" in gone.text
+
+    api(use, samplers_kept=2)
+
+
+def test_stops(api):
+    async def use(api):
+        model = await api.create_model()
+        for seq in (1, 3):
+            await train(api, model, seq, target=3)
+        sampler = await ephemeral(api, model, 9)
+
+        async def sample(seq: int, stop, max_tokens: int = 30):
+            response = await api.sample(sampler, seq, params={"stop": stop, "max_tokens": max_tokens, "seed": 4})
+            [sequence] = response.sequences
+            return tokens_of(sequence), sequence.stop_reason == 0
+
+        whole, stopped = await sample(1, [])
+        assert len(whole) == 30 and not stopped
+        tokens, stopped = await sample(2, [3])
+        assert tokens == whole[: whole.index(3) + 1] and stopped
+        tokens, stopped = await sample(3, "dd")
+        assert tokens == whole[: "".join(map(str, whole)).index("33") + 2] and stopped
+        tokens, stopped = await sample(4, ["zz", "d"])
+        assert tokens == whole[: whole.index(3) + 1] and stopped
+        tokens, stopped = await sample(5, None)
+        assert stopped == (0 in whole)
+        assert (await sample(6, "zz"))[1] is False
+
+    api(use)
+
+
+def test_logprobs_of_a_prompt_and_of_its_end(api):
+    async def use(api):
+        sampler = await api.sampler(base_model="letters")
+        response = await api.sample(sampler, 1, [1, 2, 3, 4], prompt_logprobs=True)
+        scores = np.frombuffer(response.prompt_logprobs, "<f4")
+        assert np.isnan(scores[0]) and np.allclose(scores[1:], -np.log(16))
+        response = await api.sample(sampler, 2, [1, 2, 3, 4], prompt_logprobs=True, prompt_logprobs_last_n=2)
+        assert np.isnan(np.frombuffer(response.prompt_logprobs, "<f4")).tolist() == [True, True, False, False]
+        assert not (await api.sample(sampler, 3)).HasField("prompt_logprobs")
+
+    api(use)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "more", "error"),
+    [
+        ([], {}, "1 to"),
+        ([99], {}, "holds the id 99"),
+        ([1] * 64, {}, "has 64 tokens"),
+        ([1], {"params": {"temperature": -1.0}}, "temperature=-1.0"),
+        ([1], {"params": {"top_p": 0.0}}, "top_p=0.0"),
+        ([1], {"params": {"stop": [""]}}, "empty string"),
+        ([1], {"params": {"stop": [99]}}, "stop_token_ids"),
+        ([1, 2], {"prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
+        ([1], {"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not supported"),
+    ],
+)
+def test_wrong_requests_are_failed_futures(api, prompt, more, error):
+    async def use(api):
+        sampler = await api.sampler(base_model="letters")
+        assert error in await api.error(await api.send_sample(sampler, 1, prompt, **more))
+        await api.sample(sampler, 2)
+
+    api(use)
+
+
+def test_too_many_waiting_requests_are_a_429_with_a_time(api):
+    async def use(api):
+        sampler = await api.sampler(base_model="letters")
+        api.generator.gate.clear()
+        await api.send_sample(sampler, 1)
+        body = {"prompt": {"chunks": []}, "sampling_params": {}, "sampling_session_id": sampler, "seq_id": 2}
+        response = await api.http.post("/asample", json=body)
+        assert response.status_code == 429 and response.headers["retry-after"] == "1"
+        api.generator.gate.set()
+
+    api(use, max_waiting=1)
