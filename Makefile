@@ -1,7 +1,7 @@
 # DEVICE=cpu or DEVICE=cuda overrides the detected device; use the same one for every target. ARGS="..." is passed to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor check test test-all grpo ppo sft serve certificates bench clean
+.PHONY: help setup doctor check test test-all grpo ppo sft serve service certificates bench clean
 ifdef DEVICE
 export DEVICE
 endif
@@ -36,11 +36,14 @@ ppo: setup ## PPO with a value model on the same task
 sft: setup ## supervised training of the same model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
-serve: setup ## a service that owns trainer and generator; ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
+service: setup ## a service that owns trainer and generator; ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
 	$(PYTHON_IN_VENV) -m controllers.serve_actors --address $(or $(ADDRESS),tcp://127.0.0.1:4400) $(ARGS)
 
 certificates: setup ## certificates for TLS in the folder certificates/; HOSTS="gpu-1 10.0.0.5" names further machines
 	$(PYTHON_IN_VENV) scripts/certificates.py certificates $(foreach host,$(HOSTS),--host $(host))
+
+serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs of the SDK `tinker`
+	$(PYTHON_IN_VENV) -m controllers.serve --config tiny_chat $(ARGS)
 
 bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from this kind of machine
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)

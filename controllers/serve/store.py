@@ -102,6 +102,9 @@ class Store:
         self.db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
         self.db.execute("PRAGMA journal_mode=WAL")
+        self.db.execute(
+            "PRAGMA synchronous=NORMAL"
+        )  # a killed process loses nothing; a machine without power, the last rows
         self.db.executescript(SCHEMA)
 
     def close(self) -> None:
