@@ -1,6 +1,6 @@
 """Runs that are killed at a random moment and resumed. Each must report the same metrics as an uninterrupted run. Measures no speed.
 
-A round begins a short GRPO run with a real trainer and vLLM. It kills the controller or the trainer with signal 9, either between
+A round begins a short run of GRPO or PPO with real trainers and vLLM. It kills the controller or the trainer with signal 9, either between
 checkpoints or while one is being written. Then it resumes the run, and compares its metrics.jsonl with that of the uninterrupted run, line
 by line, except times and rates.
 """
@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from configs import CONFIGS
 from controllers import checkpoints
 from controllers.run_folder import RunFolder, read_jsonl
 
@@ -31,21 +32,27 @@ TOLERANCE = 1e-5
 RUN_TIMEOUT = 600.0  # seconds; on two cores under a load of 9 the start took more than 300
 END_TIMEOUT = 60.0  # seconds that the processes of a killed run may take to end
 VICTIMS, MOMENTS = ("controller", "trainer"), ("between", "writing")
-SFT_STEPS, GRPO_STEPS = 3, 12
+SFT_STEPS, MAIN_STEPS = 3, 12
 FLAGS = {
-    "--steps": GRPO_STEPS,
+    "--steps": MAIN_STEPS,
     "--checkpoint-every": 2,
     "--validate-every": 3,
     "--rollouts.groups-per-step": 8,
 }
+_PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
+_MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # a group has one completion
 # By config. Random weights earn the rewards now and then, so the steps have groups with different rewards.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
-    "tiny": {
+    "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
+    "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
+    "tiny_tool": {"--sft-steps": SFT_STEPS},
+    "tiny_ppo": {
         "--sft-steps": SFT_STEPS,
-        "--environment.task": "tests.fakes:parity_reward",
-        "--environment.options": "{}",
-    },
-    "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + GRPO_STEPS},  # episodes of several turns
+        "--steps": MAIN_STEPS - 2,
+        **_PARITY,
+        **_MANY_GROUPS,
+    },  # two more steps train the critic only
+    "tiny_ppo_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS - 2, **_MANY_GROUPS},
 }
 
 
@@ -61,14 +68,15 @@ class Kill:
 
 
 class Controller:
-    """`python -m controllers.grpo` in a new process group. All its processes have a mark in their environment, by which they are found."""
+    """A controller in a new process group. All its processes have a mark in their environment, by which they are found."""
 
-    def __init__(self, *arguments: object, log: Path) -> None:
+    def __init__(self, module: str, *arguments: object, log: Path) -> None:
+        """module: controllers.grpo or controllers.ppo."""
         self.mark, self.log = uuid.uuid4().hex, log
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "controllers.grpo", *map(str, arguments)],
+                [sys.executable, "-m", module, *map(str, arguments)],
                 cwd=ROOT,
                 env={**os.environ, MARKER: self.mark, "PYTHONPATH": str(ROOT)},
                 stdout=output,
@@ -118,7 +126,7 @@ class Controller:
 
 def draw_kill(draw: random.Random, victim: str | None, moment: str | None) -> Kill:
     """A random kill. A given victim or moment replaces the drawn one."""
-    step = 1 + draw.randrange(SFT_STEPS + GRPO_STEPS - 5)  # early enough that the run cannot end before the kill
+    step = 1 + draw.randrange(SFT_STEPS + MAIN_STEPS - 5)  # early enough that the run cannot end before the kill
     drawn = Kill(victim=draw.choice(VICTIMS), moment=draw.choice(MOMENTS), step=step, delay=draw.random() / 2)
     return replace(drawn, victim=victim or drawn.victim, moment=moment or drawn.moment)
 
@@ -151,16 +159,18 @@ def has_partial_checkpoint(folder: RunFolder) -> bool:
     return any(folder.checkpoints.glob("step-*/trainer.partial"))
 
 
-def run_round(kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], arguments: list[object]) -> str:
+def run_round(
+    kill: Kill, folder: RunFolder, expected: list[dict[str, Any]], module: str, arguments: list[object]
+) -> str:
     """Begin a run, kill it and resume it. Returns a text about the round. Raises RuntimeError if the run fails or its metrics differ."""
     log = folder.path.with_suffix(".log")
-    with Controller(*arguments, "--output-dir", folder.path, log=log) as run:
+    with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run:
         carry_out(kill, run, folder)
         run.wait_until_gone()
     num_lines = len(read_jsonl(folder.metrics))
     was_writing = has_partial_checkpoint(folder)
     newest = checkpoints.newest(folder.checkpoints)
-    with Controller("--resume", folder.path, log=log) as resumed:
+    with Controller(module, "--resume", folder.path, log=log) as resumed:
         resumed.finish()
     differing = differences(expected, read_jsonl(folder.metrics))
     if differing:
@@ -213,15 +223,16 @@ def main() -> None:
     base = args.folder or Path(tempfile.mkdtemp(prefix="rl_actors_resume_"))
     print(f"seed {args.seed}, runs in {base}", flush=True)
     whole = RunFolder(base / "uninterrupted")
+    module = "controllers.ppo" if args.config in CONFIGS["controllers.ppo"] else "controllers.grpo"
     arguments = flags(args.config, args.seed)
-    with Controller(*arguments, "--output-dir", whole.path, log=base / "uninterrupted.log") as run:
+    with Controller(module, *arguments, "--output-dir", whole.path, log=base / "uninterrupted.log") as run:
         run.finish()
     expected, lost = read_jsonl(whole.metrics), 0
     for index in range(args.rounds):
         kill = draw_kill(random.Random(args.seed + index), args.victim, args.moment)
         start = time.monotonic()
         try:
-            outcome = "ok: " + run_round(kill, RunFolder(base / f"round-{index}"), expected, arguments)
+            outcome = "ok: " + run_round(kill, RunFolder(base / f"round-{index}"), expected, module, arguments)
         except (RuntimeError, subprocess.TimeoutExpired, StopIteration) as error:
             outcome, lost = f"LOST: {error!r}", lost + 1
         print(
