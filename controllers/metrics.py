@@ -188,6 +188,7 @@ class MetricsLogger(AbstractContextManager):
         self._metrics.close()
         self._rollouts.close()
         self._validation.close()
+        self._timeline.close()
         self._trackers.finish(failed=error is not None)
 
 
