@@ -146,7 +146,7 @@ def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(rank
 def test_processes_that_do_not_fit_are_refused_before_anything_starts(trainer, ranks, tmp_path):
     with pytest.raises(ValueError, match="processes has 1 processes, but the layout of the config needs 2"):
         trainer.spawn_value_trainer(support.trainer_config(shard=2), ranks(1))
-    with pytest.raises(ValueError, match="the caller spawned its mesh"):
+    with pytest.raises(ValueError, match="that client did not spawn its mesh"):
         trainer.spawn_value_trainer(support.trainer_config(), trainer)
     with pytest.raises(ValueError, match="spawn_value_trainer needs a TrainerConfig"):
         trainer.spawn_value_trainer()
