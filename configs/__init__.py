@@ -2,7 +2,7 @@
 
 from configs import qwen3
 from configs.blank import blank, blank_sft
-from configs.qwen3_ppo import qwen3_0_6b_ppo
+from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.small import small
 from configs.tiny import tiny, tiny_dpo, tiny_sft
 from configs.tiny_chat import tiny_chat
@@ -20,7 +20,7 @@ _QWEN3 = (
     qwen3.qwen3_8b,
     qwen3.qwen3_8b_one_gpu,
 )
-_PPO = (tiny_ppo, tiny_ppo_game, tiny_ppo_tool, qwen3_0_6b_ppo)
+_PPO = (tiny_ppo, tiny_ppo_game, tiny_ppo_tool, qwen3_0_6b_ppo, qwen3_4b_ppo)
 CONFIGS = {
     "controllers.grpo": {"tiny": tiny, "tiny_game": tiny_game, "tiny_tool": tiny_tool, "blank": blank, "small": small}
     | {make.__name__: make for make in _QWEN3},

@@ -1,26 +1,51 @@
-"""PPO with a model of Qwen3 0.6B's shape, for Hopper GPUs of 140 GB. The critic shares the trainer's GPU; the generator has another one.
+"""PPO with models of Qwen3's shapes, for two Hopper GPUs of 141 GB.
 
-Weights and task are those of qwen3.py. The learning rates are verl's. No run of this config was made on a GPU yet.
+The policy and the reference have the first GPU, the critic and the generator the second. So policy and critic train at the same time, and
+the generator completes the next step's problems meanwhile. Weights and task are those of qwen3.py. The learning rates are verl's. No run of
+these configs was made on a GPU yet, nor with pretrained weights.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 from configs import qwen3
 from controllers.critic import CriticConfig
+from controllers.grpo import GRPOConfig
 from controllers.ppo import PPOConfig
 from controllers.rollouts import RolloutConfig
+from controllers.run import ReferenceConfig
 from controllers.schedules import ScheduleConfig
+
+UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """PPO with as many completions a step as qwen3_0_6b has, one for each problem. In the first ten steps only the critic is trained."""
+    """By the arithmetic of --plan 58 GiB of the first GPU, and 35 GiB and half of the second. The trainers recompute no activations."""
     base = qwen3.qwen3_0_6b()
-    # Half of GRPO's, because the activations of the critic need room, too.
-    base.trainer.tokens_per_row //= 2
+    base.trainer.tokens_per_row = 16_384
+    return _ppo(base, generator_share=0.5)
+
+
+def qwen3_4b_ppo() -> PPOConfig:
+    """By the arithmetic of --plan 107 GiB of the first GPU, and 76 GiB and three tenths of the second."""
+    base = qwen3.qwen3_4b()
+    base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096
+    return _ppo(base, generator_share=0.3)
+
+
+def _ppo(base: GRPOConfig, *, generator_share: float) -> PPOConfig:
+    """PPO with as many completions a step as the config has, one for each problem. In the first ten steps only the critic is trained."""
     given = {each.name: getattr(base, each.name) for each in fields(base)}
-    completions = base.rollouts.groups_per_step * base.rollouts.group_size
-    given["rollouts"] = RolloutConfig(groups_per_step=completions, group_size=1, max_refills=0, advantage="gae")
-    given["updates_per_step"] = 4
+    given["rollouts"] = RolloutConfig(
+        groups_per_step=base.rollouts.groups_per_step * base.rollouts.group_size,
+        group_size=1,
+        max_refills=0,
+        advantage="gae",
+        max_staleness=UPDATES_PER_STEP,  # one step ahead
+    )
+    given["generator"] = replace(base.generator, gpu=1, gpu_memory_utilization=generator_share)
+    given["updates_per_step"] = UPDATES_PER_STEP
+    given["reference_kl"] = 1e-3
+    given["reference"] = ReferenceConfig(gpu=0)
     given["schedule"] = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-6, warmup_steps=5)
-    critic = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=5)
-    return PPOConfig(**given, critic=CriticConfig(schedule=critic, warmup_steps=10))
+    schedule = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=5)
+    return PPOConfig(**given, critic=CriticConfig(schedule=schedule, warmup_steps=10, gpu=1))

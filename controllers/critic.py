@@ -13,6 +13,7 @@ from torch import Tensor
 
 from controllers import checkpoints
 from controllers.gae import GAEConfig, estimate, whiten
+from controllers.metrics import Timer
 from controllers.run import Run, RunConfig, split
 from controllers.schedules import ScheduleConfig
 from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient, ValueLoss, metrics, num_loss_tokens
@@ -26,6 +27,8 @@ FOLDER = "critic"
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
     """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's, ten times its policy's."""
+    gpu: int | None = None
+    """Index of the first GPU of the critic's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
     clip: float | None = 0.5
     """Change of a value in one step beyond which its loss falls no further. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
     warmup_steps: int = 0
@@ -57,18 +60,24 @@ class Critic:
     config: CriticConfig
     gae: GAEConfig
     run_config: RunConfig
+    timer: Timer = field(default_factory=Timer)
 
-    async def judge(self, samples: Sequence[Sample], rewards: Sequence[Tensor], is_cut_off: Sequence[bool]) -> Judged:
-        """Advantages and returns of the samples, from their rewards and the critic's current values.
+    def judge(
+        self,
+        samples: Sequence[Sample],
+        values_of_states: Sequence[Tensor],
+        rewards: Sequence[Tensor],
+        is_cut_off: Sequence[bool],
+    ) -> Judged:
+        """Advantages and returns of the samples, from their rewards and the result of `values`.
 
         An action is a position whose loss weight is not 0. rewards: [T] of every sample, the reward for each action. is_cut_off: True for
         a sample that was ended by a limit, not by the policy or the environment. gae.bootstrap says whether its last state has a value.
         """
-        rows = await self.values(samples)
-        values = [row[:-1] for row in rows]
+        values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
         last_values = []
-        for row, was_cut_off in zip(rows, is_cut_off, strict=True):
+        for row, was_cut_off in zip(values_of_states, is_cut_off, strict=True):
             last_values.append(float(row[-1]) if was_cut_off and self.gae.bootstrap else 0.0)
         advantages, returns = estimate(values, rewards, is_action, last_values, self.gae)
         if self.gae.whiten:
@@ -85,12 +94,12 @@ class Critic:
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """[T + 1] for each sample: the value of the state before each target, and that of the state after the last one."""
         rows: list[Tensor] = []
-        for chunk in split(
-            [_with_last_state(sample) for sample in samples], self.run_config.samples_per_forward_backward
-        ):
-            output = await self.trainer.forward(chunk)
-            assert output.values is not None
-            rows += output.values
+        with_last_states = [_with_last_state(sample) for sample in samples]
+        with self.timer("values"):
+            for chunk in split(with_last_states, self.run_config.samples_per_forward_backward):
+                output = await self.trainer.forward(chunk)
+                assert output.values is not None
+                rows += output.values
         return rows
 
     async def fit(self, parts: Iterable[Sequence[Sample]], learning_rate: float) -> dict[str, float]:
@@ -98,12 +107,13 @@ class Critic:
         loss = self.config.loss()
         outputs: list[ForwardBackwardOutput] = []
         results: list[OptimResult] = []
-        for part in parts:
-            for chunk in split(part, self.run_config.samples_per_forward_backward):
-                outputs.append(await self.trainer.forward_backward(chunk, loss=loss))
-            divisor = num_loss_tokens(part)
-            params = self.run_config.optimizer.params(learning_rate=learning_rate, grad_divisor=divisor)
-            results.append(await self.trainer.optim_step(params))
+        with self.timer("critic"):
+            for part in parts:
+                for chunk in split(part, self.run_config.samples_per_forward_backward):
+                    outputs.append(await self.trainer.forward_backward(chunk, loss=loss))
+                divisor = num_loss_tokens(part)
+                params = self.run_config.optimizer.params(learning_rate=learning_rate, grad_divisor=divisor)
+                results.append(await self.trainer.optim_step(params))
         found = metrics.finish(metrics.merge(output.partials for output in outputs))
         return {
             "critic/loss": found["loss:sum"] / found["num_loss_tokens:sum"],
@@ -127,17 +137,24 @@ async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, h
 
     has_begun: True if a part of the run that is resumed has trained the critic.
     """
-    trainer = run.spawn_critic()
-    with run.log.setup("starting critic"):
-        await trainer.ready()
-        if has_begun:
-            newest = checkpoints.newest(run.folder.checkpoints)
-            assert newest is not None  # the state of the run comes from it
-            await trainer.load_checkpoint(str(newest / FOLDER))
-        else:
-            path = str(run.folder.path / "policy_before_critic")
-            saved = await run.trainer.save_checkpoint(path, optimizer=False)
-            await saved.wait()
-            await trainer.load_checkpoint(path, optimizer=False)
+    async with run.turns.borrowed():
+        with run.log.setup("starting critic"):
+            trainer = run.spawn_critic()
+            if run.config.critic_takes_turns():
+                run.turns.join(trainer)
+            await trainer.ready()
+            await _load(run, trainer, has_begun=has_begun)
     run.partners[FOLDER] = trainer
-    return Critic(trainer=trainer, config=config, gae=gae, run_config=run.config)
+    return Critic(trainer=trainer, config=config, gae=gae, run_config=run.config, timer=run.timer)
+
+
+async def _load(run: Run[Any], trainer: TrainerClient, *, has_begun: bool) -> None:
+    if has_begun:
+        newest = checkpoints.newest(run.folder.checkpoints)
+        assert newest is not None  # the state of the run comes from it
+        await trainer.load_checkpoint(str(newest / FOLDER))
+        return
+    path = str(run.folder.path / "policy_before_critic")
+    saved = await run.trainer.save_checkpoint(path, optimizer=False)
+    await saved.wait()
+    await trainer.load_checkpoint(path, optimizer=False)

@@ -63,7 +63,7 @@ def describe(config: "RunConfig") -> str:
         *_checkpoints(config),
         "processes:",
         f"  {'controller':<12} this machine",
-        *_ranks(trainer),
+        *_ranks("trainer", trainer),
         *_partners(config),
         *_generator(config),
         "totals, without the memory of libraries:",
@@ -86,23 +86,33 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
     """The memory that a run takes. There is one Demand for each GPU that the run uses, or one for a machine without GPUs."""
-    phases = _phases(config) if trains else [_Phase(name="", trainer=0)]
-    partners = _held_by_partners(config) if trains else {}
-    ranks, generators = config.trainer.num_processes(), _gpus_of_generators(config)
-    if not torch.cuda.is_available():
-        held = {"trainer": max(phase.trainer for phase in phases), **partners}
-        taken = {_ranks_text(name, ranks): ranks * size for name, size in held.items() if size}
-        for name in generators:
-            taken[name] = _held_by_generator(config)
-        return [Demand(place="this machine", capacity=_machine_memory(), taken=taken)]
+    models = config.models() if trains else {}
+    phases = _phases(config) if trains else [_Phase(name="", held={})]
+    if torch.cuda.is_available():
+        return _demands_of_gpus(config, models, phases)
+    taken = {}
+    for name, model in models.items():
+        ranks = model.num_processes()
+        taken[_ranks_text(name, ranks)] = ranks * max(phase.held[name] for phase in phases)
+    for name in _gpus_of_generators(config):
+        taken[name] = _held_by_generator(config)
+    return [Demand(place="this machine", capacity=_machine_memory(), taken=taken)]
+
+
+def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phases: "list[_Phase]") -> list[Demand]:
+    gpus_of_models = {name: model.gpus() for name, model in models.items()}
+    gpus_of_generators = _gpus_of_generators(config)
     found = []
-    last = max((gpus[-1] for gpus in generators.values()), default=0)
-    for gpu in range(min(max(ranks, last + 1), torch.cuda.device_count())):
+    for gpu in range(torch.cuda.device_count()):
+        if not any(gpu in gpus for gpus in (*gpus_of_models.values(), *gpus_of_generators.values())):
+            continue
         capacity = torch.cuda.get_device_properties(gpu).total_memory
         for phase in phases:
-            held = {"trainer": phase.trainer, **partners}
-            taken = {f"{name}-{gpu}": size for name, size in held.items() if size and gpu < ranks}
-            for name, gpus in generators.items():
+            taken = {}
+            for name, gpus in gpus_of_models.items():
+                if gpu in gpus and phase.held[name]:
+                    taken[f"{name}-{gpu - gpus.start}"] = phase.held[name]
+            for name, gpus in gpus_of_generators.items():
                 if gpu in gpus and not phase.sleeps:
                     taken[name] = round(config.generator.gpu_memory_utilization * capacity)
             found.append(Demand(place=f"GPU {gpu}{phase.name}", capacity=capacity, taken=taken))
@@ -114,24 +124,33 @@ class _Phase:
     """A part of a step in which the processes hold the same memory."""
 
     name: str  # end of Demand.place; empty without turns
-    trainer: int  # bytes of a rank
+    held: dict[str, int]  # model -> bytes of a rank
     sleeps: bool = False  # whether the generator has given its memory back
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
     """The phases of a step: one, or those of trainer and generator in turns."""
-    held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
+    totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
-        return [_Phase(name="", trainer=held.total)]
+        return [_Phase(name="", held=totals)]
+    held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
     # After the first of several optimizer steps the optimizer's state stays until the generator's turn.
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
+    steps = weights + held.gradients + held.optimizer
+    others = dict(totals)
+    found = []
+    if config.critic_takes_turns():
+        others["critic"] = 0
+        waiting = weights + (0 if "optimizer" in parts else held.optimizer)
+        found = [_Phase(name=" training the critic", held={**totals, "trainer": waiting}, sleeps=True)]
     return [
-        _Phase(name=" generating", trainer=kept),
-        _Phase(name=" in forward_backward", trainer=passes, sleeps=True),
-        _Phase(name=" in optim_step", trainer=weights + held.gradients + held.optimizer, sleeps=True),
+        _Phase(name=" generating", held={**others, "trainer": kept}),
+        *found,
+        _Phase(name=" in forward_backward", held={**others, "trainer": passes}, sleeps=True),
+        _Phase(name=" in optim_step", held={**others, "trainer": steps}, sleeps=True),
     ]
 
 
@@ -143,7 +162,7 @@ def _turns(config: "RunConfig") -> list[str]:
     sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
     on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
     lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
-    lines += [f"  {phase.name.strip():<20} {size_text(phase.trainer)}" for phase in _phases(config)]
+    lines += [f"  {phase.name.strip():<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
     return [*lines, f"  {'on the host':<20} {listed}, while the generator works; the memory is pinned beside a GPU"]
 
@@ -165,24 +184,24 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
     return [*lines, f"  {'total':<12} {size_text(held.total)}"]
 
 
-def _ranks(trainer: TrainerConfig) -> list[str]:
+def _ranks(name: str, model: TrainerConfig) -> list[str]:
     """One line for each rank, with its index in every dimension whose degree is above 1.
 
     The index in the last dimension changes from each rank to the next. With expert parallelism neighbouring ranks hold different experts.
     """
-    layout, expert = trainer.layout(), trainer.parallelism.expert_parallel_degree
-    order = ["pipeline_parallel", *(name for name in layout if name != "pipeline_parallel")]
-    places = itertools.product(*(range(layout[name]) for name in order))
+    layout, expert = model.layout(), model.parallelism.expert_parallel_degree
+    order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]
+    places = itertools.product(*(range(layout[kind]) for kind in order))
     lines = []
     for rank, place in enumerate(itertools.islice(places, RANKS_SHOWN)):
-        indices = [f"{name} {index}" for name, index in zip(order, place, strict=True) if layout[name] > 1]
+        indices = [f"{kind} {index}" for kind, index in zip(order, place, strict=True) if layout[kind] > 1]
         if expert > 1:
             indices.append(f"expert_parallel {rank % expert}")
-        line = f"  {f'trainer-{rank}':<12} {_device(rank)}"
+        line = f"  {f'{name}-{rank}':<12} {_device(model.gpus()[rank])}"
         lines.append(f"{line}: {', '.join(indices)}" if indices else line)
-    left = trainer.num_processes() - len(lines)
+    left = model.num_processes() - len(lines)
     if left:
-        lines.append(f"  and {left} more trainer processes")
+        lines.append(f"  and {left} more {name} processes")
     return lines
 
 
@@ -190,19 +209,22 @@ def _checkpoints(config: "RunConfig") -> list[str]:
     """A line with the size of a checkpoint on disk. A checkpoint has all trained parameters and their optimizer state in every layout."""
     if not config.checkpoint_every:
         return []
-    whole = _whole_model(config.trainer)
-    size = size_text(whole.gradients + whole.optimizer)  # gradients are as large as the trained parameters
+    wholes = [_whole_model(model) for model in config.models().values()]
+    size = sum(
+        whole.gradients + whole.optimizer for whole in wholes
+    )  # gradients are as large as the trained parameters
     every, kept = config.checkpoint_every, config.keep_checkpoints
-    return [f"checkpoints: {size} each on disk, every {every} steps; the newest {kept} are kept"]
+    return [f"checkpoints: {size_text(size)} each on disk, every {every} steps; the newest {kept} are kept"]
 
 
-def _gpus_of_generators(config: "RunConfig") -> dict[str, list[int]]:
-    """The replicas of the generator and their GPUs: {"generator-0": [2, 3], "generator-1": [4, 5]}."""
+def _gpus_of_generators(config: "RunConfig") -> dict[str, range]:
+    """The replicas of the generator and their GPUs: {"generator-0": range(2, 4), "generator-1": range(4, 6)}."""
     if not config.has_generator:
         return {}
-    first, each = config.generator.gpu or 0, config.generator.tensor_parallel
-    starts = [first + replica * each for replica in range(config.generator.replicas)]
-    return {f"generator-{replica}": list(range(start, start + each)) for replica, start in enumerate(starts)}
+    all_gpus, each = config.generator.gpus(), config.generator.tensor_parallel
+    return {
+        f"generator-{index}": all_gpus[index * each : (index + 1) * each] for index in range(config.generator.replicas)
+    }
 
 
 def _generator(config: "RunConfig") -> list[str]:
@@ -215,19 +237,13 @@ def _generator(config: "RunConfig") -> list[str]:
 
 
 def _partners(config: "RunConfig") -> list[str]:
-    devices = "as many processes as the trainer has, on the same devices"
-    partners = _held_by_partners(config)
-    return [f"  {name:<12} {devices}, each with at most {size_text(held)}" for name, held in partners.items()]
-
-
-def _held_by_partners(config: "RunConfig") -> dict[str, int]:
-    """Bytes of a rank of every other trainer of the run, by name."""
-    held = {}
-    if config.has_reference:
-        held["reference"] = memory_estimate.memory(replace(config.trainer, optimizer=None)).total
-    if config.has_critic:
-        held["critic"] = memory_estimate.memory(replace(config.trainer, head="values")).total
-    return held
+    """Lines about the ranks of the models beside the trainer, with the memory of each."""
+    lines = []
+    for name, model in config.models().items():
+        if name != "trainer":
+            held = size_text(memory_estimate.memory(model).total)
+            lines += [f"{line}, with at most {held}" for line in _ranks(name, model)]
+    return lines
 
 
 def _held_by_generator(config: "RunConfig") -> int:

@@ -64,7 +64,8 @@ def main(controller: str) -> None:
         if invocation.plan:
             print(describe_plan.describe(invocation.config), flush=True)
         if not invocation.eval_only:
-            validation.require_gpus(invocation.config.trainer)
+            for name, model in invocation.config.models().items():
+                validation.require_gpus(model, name)
         if invocation.config.has_generator:
             validation.require_gpu(invocation.config.generator)
             require_machine(invocation.config.generator)

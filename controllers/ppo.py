@@ -21,7 +21,7 @@ from controllers.launch import main
 from controllers.reference import Reference, start_reference
 from controllers.rollouts import RolloutBatch, RolloutConfig
 from controllers.run import Run
-from rl_actors import KL, Sample
+from rl_actors import KL, Sample, TrainerConfig
 
 
 def _rollouts() -> RolloutConfig:
@@ -44,6 +44,12 @@ class PPOConfig(GRPOConfig):
     def has_critic(self) -> bool:
         return True
 
+    def models(self) -> dict[str, TrainerConfig]:
+        return {
+            **super().models(),
+            "critic": replace(self.trainer, head="values", gpu=self.or_trainers(self.critic.gpu)),
+        }
+
     def validate(self) -> None:
         super().validate()
         self.gae.validate()
@@ -62,8 +68,6 @@ class PPOConfig(GRPOConfig):
             )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
-        if self.turns.enabled:
-            raise ValueError("turns.enabled=True; PPO needs False: the critic keeps its memory")
 
 
 async def train(run: Run[PPOConfig]) -> None:
@@ -93,18 +97,20 @@ async def train(run: Run[PPOConfig]) -> None:
             with run.timer("generate"):
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
             values = batch.metrics()
-            samples = await with_columns_of_loss(run, batch.samples, reference)
+            await run.turns.to_trainer()
+            # Critic, policy and reference have processes of their own, so they work at the same time.
+            states, (samples, rewards, measured) = await asyncio.gather(
+                critic.values(batch.samples), with_rewards(run, batch, reference, kl)
+            )
+            values |= measured
+            judged = critic.judge(samples, states, rewards, is_cut_off(batch))
             async with run.training():
-                rewards, measured = await token_rewards(config, batch, samples, reference, kl)
-                values |= measured
-                judged = await critic.judge(samples, rewards, is_cut_off(batch))
                 fit = critic.fit(minibatches(config, judged.for_critic, step), critic_schedule(ppo_step))
                 if ppo_step <= config.critic.warmup_steps:
                     values |= await fit
                 else:
                     rate = policy_schedule(ppo_step - config.critic.warmup_steps)
-                    # Policy and critic have processes of their own, so both are trained at the same time.
-                    fitted, trained = await asyncio.gather(fit, train_policy(run, batch, judged, kl, rate, step))
+                    fitted, trained = await run.turns.both(fit, train_policy(run, batch, judged, kl, rate, step))
                     values |= fitted | trained
                     if reference is not None:
                         kl = config.kl_control.next_kl(kl, values["kl/reference"])
@@ -142,6 +148,15 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
         order = draw.sample(range(len(samples)), k=len(samples))
         for start in range(0, len(order), part_size):
             yield [samples[index] for index in order[start : start + part_size]]
+
+
+async def with_rewards(
+    run: Run[PPOConfig], batch: RolloutBatch, reference: Reference | None, kl: KL
+) -> tuple[Sequence[Sample], list[Tensor], dict[str, float]]:
+    """(the samples of the batch with the columns that the policy's loss reads, the rewards for their tokens, metrics)."""
+    samples = await with_columns_of_loss(run, batch.samples, reference)
+    rewards, measured = await token_rewards(run.config, batch, samples, reference, kl)
+    return samples, rewards, measured
 
 
 async def token_rewards(

@@ -22,7 +22,7 @@ from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
-from controllers.turns import InTurn, SideBySide, Turns, TurnsConfig
+from controllers.turns import InTurn, SideBySide, Turns, TurnsConfig, overlap
 from controllers.validation import SETS_AS_JSON, PassAtKConfig, Scores, ValidationSet, Validator, validate_sets
 from rl_actors import (
     GeneratorClient,
@@ -68,6 +68,12 @@ class AdamConfig:
 
 
 @dataclass(kw_only=True)
+class ReferenceConfig:
+    gpu: int | None = None
+    """Index of the first GPU of the reference's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
+
+
+@dataclass(kw_only=True)
 class RunConfig:
     """Fields that all runs share."""
 
@@ -89,6 +95,8 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The generator's model and adapters are the trainer's."""
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The place of the reference policy, in a run that has one."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """Place of the weights' versions. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
@@ -158,6 +166,24 @@ class RunConfig:
         """True if the run starts a value model."""
         return False
 
+    def models(self) -> dict[str, TrainerConfig]:
+        """The configs of the models that torchtitan runs, by name: the trainer's, and those of the reference and the critic if there are any."""
+        models = {"trainer": self.trainer}
+        if self.has_reference:
+            models["reference"] = replace(self.trainer, optimizer=None, gpu=self.or_trainers(self.reference.gpu))
+        return models
+
+    def critic_takes_turns(self) -> bool:
+        """True if there is a critic whose memory is on the host while the trainer or the generator works on its GPUs."""
+        critic = self.models().get("critic")
+        if critic is None or not self.turns.enabled:
+            return False
+        return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
+
+    def or_trainers(self, gpu: int | None) -> int | None:
+        """The index of a GPU; the trainer's if it is None."""
+        return self.trainer.gpu if gpu is None else gpu
+
     @property
     def versions_per_step(self) -> int:
         """Largest number of versions by which one step advances the policy."""
@@ -219,7 +245,7 @@ class RunConfig:
         self.episodes.validate()
         self.weights.validate()
         self.turns.validate(
-            has_generator=self.has_generator, num_ranks=self.trainer.num_processes(), gpu=self.generator.gpu or 0
+            has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
         )
         self.environment.validate()
         validate_sets(self.validation)
@@ -230,6 +256,9 @@ class RunConfig:
                 raise ValueError(f"gate={self.gate!r}, but this run samples nothing, so it has no held-out reward")
         validate_trackers(self.all_trackers())
         self.generator.validate()
+        for name, model in self.models().items():
+            if model.gpu is not None and model.gpu < 0:
+                raise ValueError(f"{name}.gpu={model.gpu}; it must be at least 0")
         self.trainer.validate()
         if self.trainer.hf_path:
             require_weights("trainer.hf_path", self.trainer.hf_path)
@@ -394,25 +423,28 @@ class Actors:
         # The transport's modules are imported while the processes of the actors start.
         self.transport = in_background(_open_transport(config, folder), "opening the transport")
         self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
-        self.trainer_config = replace(config.trainer, seed=config.seed + config.trainer.seed)
+        self.models = config.models()
+        for name, model in self.models.items():
+            self.models[name] = replace(model, seed=config.seed + model.seed)
         self.generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
         tokenizer_folder = folder.path.absolute() / "tokenizer"
         if config.alphabet and tokenizer_folder.is_dir():
-            self.trainer_config.tokenizer_path = str(tokenizer_folder)
+            for model in self.models.values():
+                model.tokenizer_path = str(tokenizer_folder)
         self.clients: list[TrainerClient | ReferenceClient | GeneratorClient] = []
 
     def spawn_trainer(self) -> TrainerClient:
-        trainer = rl_actors.TrainerClient.spawn(self.trainer_config, transport=self.transport, logs=self.logs)
+        trainer = rl_actors.TrainerClient.spawn(self.models["trainer"], transport=self.transport, logs=self.logs)
         self.clients.append(trainer)
         return trainer
 
     def spawn_reference(self) -> ReferenceClient:
-        reference = rl_actors.ReferenceClient.spawn(self.trainer_config, logs=self.logs)
+        reference = rl_actors.ReferenceClient.spawn(self.models["reference"], logs=self.logs)
         self.clients.append(reference)
         return reference
 
     def spawn_critic(self) -> ValueTrainerClient:
-        critic = rl_actors.ValueTrainerClient.spawn(self.trainer_config, name="critic", logs=self.logs)
+        critic = rl_actors.ValueTrainerClient.spawn(self.models["critic"], name="critic", logs=self.logs)
         self.clients.append(critic)
         return critic
 
@@ -521,7 +553,7 @@ async def open_generator(
 
 def shares_gpu(config: RunConfig) -> bool:
     """True if the generator shares a GPU with a rank of the trainer. The rank must not take memory while vLLM measures the free memory."""
-    return torch.cuda.is_available() and (config.generator.gpu or 0) < config.trainer.num_processes()
+    return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
 
 
 async def _open_transport(config: RunConfig, folder: RunFolder) -> Transport:

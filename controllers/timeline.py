@@ -18,6 +18,8 @@ WORKERS = {
     "generating": ("generator",),
     "validate": ("generator",),
     "reference": ("reference",),
+    "values": ("critic",),
+    "critic": ("critic",),
 }
 """Phase -> the actors that work in it. Other phases are waits of the controller."""
 

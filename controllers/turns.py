@@ -1,27 +1,32 @@
 """Trainer and generator in the memory of the same GPUs, one after the other. The choice is made once, when a run is opened.
 
 In the trainer's turn vLLM sleeps. The trainer's calls bring back what they need: forward_backward the weights, optim_step the optimizer's
-state. In the generator's turn the parts of TurnsConfig.offload are in the host's memory.
+state. In the generator's turn the parts of TurnsConfig.offload are in the host's memory. A critic on these GPUs works in the trainer's
+turn, before the trainer, and is in the host's memory otherwise.
 """
 
+import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 from controllers.metrics import Timer
 from controllers.run_folder import Record
 from rl_actors import GeneratorClient, TrainerClient, TrainerInfo
-from rl_actors.parts import HostMove, Part, of_all_ranks, require_parts
+from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
 from rl_actors.types import DeviceMemory
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 @dataclass(kw_only=True)
 class TurnsConfig:
     enabled: bool = False
-    """Trainer and generator take turns in the memory of the GPUs that they share: the generator sleeps while the trainer works. Needs
-    rollouts.max_staleness=0. On a CPU the turns are the same, but save no memory."""
+    """Trainer and generator take turns in the memory of the GPUs that they share: the generator sleeps while the trainer works. A critic on
+    these GPUs takes turns with both. Needs rollouts.max_staleness=0. On a CPU the turns are the same, but save no memory."""
     offload: tuple[Part, ...] = ("optimizer",)
     """Parts of the trainer that are in pinned host memory while the generator works: optimizer, weights, gradients."""
 
@@ -30,19 +35,25 @@ class TurnsConfig:
         """The parts that are on the host while the generator works."""
         return self.offload if self.enabled else ()
 
-    def validate(self, *, has_generator: bool, num_ranks: int, gpu: int) -> None:
+    def validate(self, *, has_generator: bool, trainer: range, generator: range) -> None:
         """Raises ValueError or TypeError naming the value if trainer and generator cannot take turns.
 
-        num_ranks: number of the trainer's ranks. gpu: the generator's first GPU.
+        trainer, generator: the indices of their GPUs.
         """
         require_parts("turns.offload", self.offload)
         if self.enabled and not has_generator:
             raise ValueError("turns.enabled=True, but this run has no generator")
-        if self.enabled and gpu >= num_ranks:
+        if self.enabled and not overlap(trainer, generator):
+            first = f", from trainer.gpu={trainer.start} on" if trainer.start else ""
             raise ValueError(
-                f"turns.enabled=True, but the generator's GPUs, from generator.gpu={gpu} on, are none of the trainer's {num_ranks}: both can "
-                "keep their memory"
+                f"turns.enabled=True, but the generator's GPUs, from generator.gpu={generator.start} on, are none of the trainer's "
+                f"{len(trainer)}{first}: both can keep their memory"
             )
+
+
+def overlap(one: range, other: range) -> bool:
+    """True if the ranges have an index in common."""
+    return max(one.start, other.start) < min(one.stop, other.stop)
 
 
 class Turns(Protocol):
@@ -56,6 +67,13 @@ class Turns(Protocol):
 
     async def to_generator(self) -> None:
         """The generator works from now on. Its weights may be gone: a pull must follow."""
+
+    def join(self, critic: TrainerClient) -> None:
+        """The critic shares these GPUs from now on: it takes turns with trainer and generator."""
+
+    async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
+        """Let critic and trainer work: at the same time, or the critic first if they take turns."""
+        ...
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
         """The trainer works in the body, in the middle of the generator's turn. Afterwards the generator has its weights again."""
@@ -76,6 +94,12 @@ class SideBySide:
     async def to_generator(self) -> None:
         """Does nothing."""
 
+    def join(self, critic: TrainerClient) -> None:
+        """Does nothing."""
+
+    async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
+        return await asyncio.gather(of_critic, of_trainer)
+
     def borrowed(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
 
@@ -93,6 +117,7 @@ class InTurn:
         # the adapter, so the weights under it are copied to the host (level 1).
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
+        self.critic: TrainerClient | None = None  # that shares the GPUs
         self.is_trainers = False
         self.slept, self.woken = DeviceMemory(), DeviceMemory()  # since the last record
         self.offloaded, self.onloaded = HostMove(), HostMove()  # the trainer's totals at the last record
@@ -112,9 +137,29 @@ class InTurn:
     async def to_generator(self) -> None:
         if self.is_trainers:
             with self.timer("wake"):
+                await self._release_critic()
                 await self.trainer.offload(self.parts)
                 self.woken = _sum(self.woken, await self.generator.wake())
             self.is_trainers = False
+
+    def join(self, critic: TrainerClient) -> None:
+        self.critic = critic
+
+    async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
+        if self.critic is None:  # it has GPUs of its own
+            return await asyncio.gather(of_critic, of_trainer)
+        try:
+            first = await of_critic
+            with self.timer("release"):
+                await self._release_critic()
+        except BaseException:
+            of_trainer.close()
+            raise
+        return first, await of_trainer
+
+    async def _release_critic(self) -> None:
+        if self.critic is not None:
+            await self.critic.offload(PARTS)
 
     @contextlib.asynccontextmanager
     async def borrowed(self) -> AsyncIterator[None]:

@@ -183,6 +183,9 @@ class TrainerConfig:
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
     """Step of the routers' expert bias at every optim_step (arXiv 2408.15664). 0: no bias; transformers and vLLM route without one."""
+    gpu: int | None = None
+    """Index of the first rank's GPU among those that the program sees; the other ranks have the following ones. None: the first one. On a
+    CPU, and in processes that are there already, this field has no effect."""
     seed: int = 0
     """Seed of the random weights."""
     deterministic: bool = False
@@ -213,6 +216,11 @@ class TrainerConfig:
         """True if the head has the weights of the embedding."""
         return self.model.tie_word_embeddings and self.head == "logprobs"
 
+    def gpus(self) -> range:
+        """Indices of the ranks' GPUs, on a machine that has GPUs."""
+        first = self.gpu or 0
+        return range(first, first + self.num_processes())
+
     def layout(self) -> dict[str, int]:
         """Degree of each kind of parallelism: {"data_parallel_shard": 2, "tensor_parallel": 4, ...}"""
         return {name: getattr(self.parallelism, f"{name}_degree") for name in DEGREES}
@@ -241,6 +249,8 @@ class TrainerConfig:
                 f"compile.enable=True with model.num_experts={model.num_experts} and compute_dtype='float32': torch compiles the "
                 "experts' grouped matrix products only in bfloat16"
             )
+        if self.gpu is not None and self.gpu < 0:
+            raise ValueError(f"gpu={self.gpu}; it must be at least 0")
         if not 0 <= self.load_balance_coeff < float("inf"):
             raise ValueError(f"load_balance_coeff={self.load_balance_coeff}; it must be finite and at least 0")
         if self.max_sequence_length > model.max_position_embeddings:
@@ -343,6 +353,11 @@ class GeneratorConfig:
     """Seconds in which the engine must start."""
     call_timeout: float = 600.0
     """Seconds in which every other call must answer."""
+
+    def gpus(self) -> range:
+        """Indices of the GPUs of all replicas, on a machine that has GPUs."""
+        first = self.gpu or 0
+        return range(first, first + self.replicas * self.tensor_parallel)
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":

@@ -215,12 +215,20 @@ def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
         )
 
 
-def require_gpus(config: "TrainerConfig") -> None:
-    """Raises ValueError if the layout takes more GPUs than this program sees. Does nothing on a machine without GPUs."""
-    taken, count = config.num_processes(), torch.cuda.device_count()
-    if torch.cuda.is_available() and taken > count:
+def require_gpus(config: "TrainerConfig", name: str = "") -> None:
+    """Raises ValueError if the ranks take GPUs that this program does not see. Does nothing on a machine without GPUs.
+
+    name: the model's name in a run, such as "critic", whose field `gpu` the error text then names.
+    """
+    gpus, count = config.gpus(), torch.cuda.device_count()
+    if torch.cuda.is_available() and gpus.stop > count:
         layout = layouts.described(layouts.all_degrees(config))
-        raise ValueError(f"{layout} takes {taken} GPUs, but this program sees {count}")
+        field = f"{name}.gpu" if name else "gpu"
+        begin = f" from {field}={gpus.start} on" if gpus.start else ""
+        plural = "s" if len(gpus) > 1 else ""
+        raise ValueError(
+            f"{layout} takes {len(gpus)} GPU{plural}{begin}, but this program sees {count}, numbered from 0"
+        )
 
 
 def require_gpu(config: "GeneratorConfig") -> None:

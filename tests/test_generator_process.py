@@ -10,7 +10,18 @@ import torch
 from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
 from controllers.launch import main
 from controllers.run import shares_gpu
-from rl_actors import GeneratorClient, GeneratorConfig, ModelConfig, TrainerClient, TrainerConfig, validation
+from rl_actors import (
+    GeneratorClient,
+    GeneratorConfig,
+    MemoryTransport,
+    ModelConfig,
+    ReferenceClient,
+    TrainerClient,
+    TrainerConfig,
+    ValueTrainerClient,
+    validation,
+)
+from rl_actors.clients import base
 from rl_actors.clients.generator import process_environment
 from rl_actors.clients.replicas import config_of_replica
 from rl_actors.processes import threads
@@ -94,6 +105,59 @@ def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypa
     validation.require_gpus(config)
 
 
+def test_a_trainer_sees_the_gpus_that_its_config_names_first(monkeypatch):
+    asked = {}
+
+    async def spawn_processes(name, num_processes, *, env, logs):
+        asked[name] = (num_processes, env)
+        raise RuntimeError("nothing is started here")
+
+    monkeypatch.setattr(base, "spawn_processes", spawn_processes)
+    on_gpus(monkeypatch, 4, "3,2,1,0")
+    usual, later = TrainerConfig(), TrainerConfig(gpu=1)
+    later.parallelism.data_parallel_shard_degree = 2
+    clients = {
+        "usual": TrainerClient.spawn(usual, transport=MemoryTransport(), name="usual"),
+        "critic": ValueTrainerClient.spawn(later, name="critic"),
+        "reference": ReferenceClient.spawn(replace(usual, gpu=3), name="reference"),
+    }
+    for client in clients.values():
+        with pytest.raises(RuntimeError, match="nothing is started here"):
+            client.ready().result()
+        client.close().result()
+    assert asked == {
+        "usual": (1, None),
+        "critic": (2, {"CUDA_VISIBLE_DEVICES": "2,1,3,0"}),
+        "reference": (1, {"CUDA_VISIBLE_DEVICES": "0,3,2,1"}),
+    }
+
+
+def test_gpus_from_an_index_on_that_are_not_there_are_refused(monkeypatch):
+    config = TrainerConfig(gpu=1)
+    config.parallelism.data_parallel_shard_degree = 2
+    validation.require_gpus(config)  # on a CPU the field has no effect
+    on_gpus(monkeypatch, 2, "")
+    refusal = "data_parallel_shard=2 takes 2 GPUs from gpu=1 on, but this program sees 2, numbered from 0"
+    with pytest.raises(ValueError, match=refusal):
+        ReferenceClient.spawn(config)
+    with pytest.raises(ValueError, match=r"one process takes 1 GPU from critic.gpu=2 on, but this program sees 2"):
+        validation.require_gpus(TrainerConfig(gpu=2), "critic")
+    with pytest.raises(ValueError, match="gpu=-1; it must be at least 0"):
+        TrainerClient.spawn(TrainerConfig(gpu=-1))
+
+
+def test_every_model_of_a_run_is_asked_for_its_gpus_before_the_run_begins(monkeypatch, capsys, tmp_path):
+    on_gpus(monkeypatch, 2, "")
+    monkeypatch.chdir(tmp_path)
+    flags = {"critic.gpu": "one process takes 1 GPU from critic.gpu=2 on", "reference.gpu": "from reference.gpu=2 on"}
+    for flag, text in flags.items():
+        command = ["ppo", "--config", "qwen3_0_6b_ppo", "--reference-kl", "0.1", f"--{flag}", "2"]
+        monkeypatch.setattr(sys, "argv", command)
+        with pytest.raises(SystemExit) as ended:
+            main("controllers.ppo")
+        assert ended.value.code == 2 and text in capsys.readouterr().err
+
+
 def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, capsys, tmp_path):
     on_gpus(monkeypatch, 1, "")
     monkeypatch.chdir(tmp_path)
@@ -108,6 +172,9 @@ def test_a_run_on_fewer_gpus_than_it_takes_ends_before_it_begins(monkeypatch, ca
 def test_trainer_and_generator_start_one_after_another_on_a_gpu_that_both_have(monkeypatch):
     assert not shares_gpu(qwen3_0_6b_one_gpu())  # a CPU's memory is not measured
     on_gpus(monkeypatch, 2, "")
+    behind = qwen3_0_6b()
+    behind.trainer.gpu = 1
+    assert shares_gpu(behind)
     assert shares_gpu(qwen3_0_6b_one_gpu()) and shares_gpu(qwen3_8b()) and not shares_gpu(qwen3_0_6b())
 
 

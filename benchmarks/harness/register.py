@@ -95,6 +95,15 @@ def _grpo_step(line: Line) -> str:
     return "; ".join(parts)
 
 
+def _ppo_step(line: Line) -> str:
+    """Seconds of the step, of the slowest device, and of every part alone."""
+    busiest = max(line["of_devices"], key=line["of_devices"].__getitem__)
+    parts = [f"step {line['seconds']:.3g} s{_busy_or_idle(line)} beside {line['slowest_seconds']:.3g} s of {busiest}"]
+    known = ("generate", "logprobs", "reference", "values", "policy", "critic", "push", "pull")
+    parts += [f"{part} {line[f'{part}_seconds']:.3g} s" for part in known if f"{part}_seconds" in line]
+    return "; ".join(parts)
+
+
 def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
     """ " (busy 96%, 3%)": a share for each GPU; "" for a line without GPUs."""
     shares = [line[name] for name in sorted(line) if name.endswith("_busy")]
@@ -288,6 +297,17 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
     )
 
 
+def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRow:
+    return TableRow(
+        what=f"a PPO step beside the parts of its slowest device, each timed alone: {_model(model)}",
+        num_gpus=num_gpus,
+        command=("ppo_step", "--config", config, *arguments),
+        line=config,
+        measured=_ppo_step,
+        at_least={"ratio": 0.9} if num_gpus else {},
+    )
+
+
 def _bytes_row(size: str) -> TableRow:
     return TableRow(
         what=f"weights of {size} GB written to shared memory and read by another process, beside a plain copy of as many bytes",
@@ -408,6 +428,9 @@ TABLE = {
     "grpo-step-0_6b": _grpo_row("0_6b", 2, "--steps", "2"),
     "grpo-step-1_7b": _grpo_row("1_7b", 2, "--steps", "2", "--groups", "16"),
     "grpo-step-cpu": _grpo_row("tiny", 0),
+    "ppo-step-0_6b": _ppo_row("qwen3_0_6b_ppo", "0_6b", 2),
+    "ppo-step-4b": _ppo_row("qwen3_4b_ppo", "4b", 2, "--samples", "512"),
+    "ppo-step-cpu": _ppo_row("tiny_ppo", "tiny", 0),
     **{f"weights-{size}gb-cpu": _bytes_row(size) for size in ("0.1", "0.5", "1.2")},
     **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
     "ahead-cpu": TableRow(

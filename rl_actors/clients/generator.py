@@ -1,11 +1,9 @@
 """The client of a generator. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL."""
 
 import contextlib
-import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import torch
 from torch import Tensor
 
 from rl_actors.clients.base import ATTACH_TIMEOUT, Client
@@ -14,6 +12,7 @@ from rl_actors.clients.finished_groups import FinishedGroups
 from rl_actors.clients.limits import GeneratorLimits
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
+from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, SamplingParams, Transfer
@@ -304,12 +303,7 @@ def check_config(config: GeneratorConfig) -> None:
 def process_environment(config: GeneratorConfig) -> dict[str, str]:
     """The environment of a generator's process. Raises ValueError for a GPU that the program does not see."""
     environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
-    if config.gpu is None or not torch.cuda.is_available():
+    if config.gpu is None:
         return environment
     require_gpu(config)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = visible.split(",") if visible else [str(index) for index in range(torch.cuda.device_count())]
-    own = names[config.gpu : config.gpu + config.tensor_parallel]
-    # The other GPUs follow, because a pull opens memory of the trainer's GPUs.
-    others = [name for name in names if name not in own]
-    return environment | {"CUDA_VISIBLE_DEVICES": ",".join([*own, *others])}
+    return environment | gpus.environment(config.gpus())

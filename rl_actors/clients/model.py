@@ -21,6 +21,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.losses import Loss, resolve
 from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
 from rl_actors.policy_trainer import Order, PolicyTrainer
+from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
 from rl_actors.processes.spawn import ProcessMesh
 from rl_actors.transports.base import Transport
@@ -102,8 +103,8 @@ class ModelClient(Client):
 
         transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes a torchstore,
         or a small actor if torchstore is not installed; other clients have none.
-        processes: running processes that get the model beside what they have: a ProcMesh, or another client, which must outlive this one
-        and lends its own. Clients of the same processes take turns. None: new processes on this host, which end with this client.
+        processes: running processes that get the model beside what they have, on their GPUs: a ProcMesh, or another client, which must outlive
+        this one and lends its own. Clients of the same processes take turns. None: new processes on this host, which end with this client.
         checkpoint: directory that save_checkpoint of a trainer of such a model wrote. The model starts with its weights. Empty: with those
         of config.hf_path, or with random ones.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, or if `processes` has the wrong number.
@@ -205,7 +206,9 @@ class ModelClient(Client):
     async def _find_processes(self, config: TrainerConfig) -> "ProcMesh":
         given = self._given_processes
         if given is None:
-            return await self._spawn(config.num_processes())
+            return await self._spawn(
+                config.num_processes(), None if config.gpu is None else gpus.environment(config.gpus())
+            )
         return await given.process_mesh if isinstance(given, ModelClient) else given
 
     @property

@@ -1,7 +1,6 @@
 """The text of --plan. It starts and writes nothing."""
 
 import os
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +13,7 @@ from waiting import GUARD
 
 from configs import CONFIGS
 from configs.qwen3 import qwen3_4b, qwen3_8b, qwen3_8b_one_gpu
+from configs.qwen3_ppo import qwen3_0_6b_ppo, qwen3_4b_ppo
 from configs.tiny import tiny
 from controllers import describe_plan
 from rl_actors.memory_estimate import memory
@@ -42,12 +42,13 @@ def test_the_plan_shows_layout_memory_and_every_process():
 
 
 def test_a_reference_has_as_many_processes_as_the_trainer():
-    assert "reference" not in describe_plan.describe(tiny())
-    text = describe_plan.describe(replace(tiny(), reference_kl=0.1))
-    assert re.search(
-        r"  reference    as many processes as the trainer has, on the same devices, each with at most [\d.]+ MiB\n",
-        text,
-    )
+    config = tiny()
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    assert "reference" not in describe_plan.describe(config)
+    text = describe_plan.describe(replace(config, reference_kl=0.1))
+    held = describe_plan.size_text(memory(replace(config.trainer, optimizer=None)).total)
+    for rank in range(2):
+        assert f"  reference-{rank}  CPU: data_parallel_shard {rank}, with at most {held}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,48 @@ def test_every_config_fits_the_gpus_that_it_is_for(two_gpus, make):
     describe_plan.require_memory(make())
 
 
+@pytest.mark.parametrize("make", [qwen3_0_6b_ppo, qwen3_4b_ppo], ids=["0.6B", "4B"])
+def test_ppo_fits_two_gpus_of_141_gb_with_a_tenth_left_and_two_pushed_versions(two_gpus, monkeypatch, make):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=141 * 10**9))
+    config = make()
+    config.validate()
+    assert config.reference_kl > 0 and config.generator.gpus() == config.models()["critic"].gpus() == range(1, 2)
+    first, second = describe_plan.demands(config)
+    assert list(first.taken) == ["trainer-0", "reference-0"] and list(second.taken) == ["critic-0", "generator-0"]
+    versions = 2 * 2 * memory(config.trainer).parameters // 4  # two versions in bfloat16, on the trainer's GPU
+    assert first.total + versions < 0.95 * first.capacity and second.total < 0.9 * second.capacity
+    describe_plan.require_memory(config)
+    config.critic.gpu = config.reference.gpu = config.generator.gpu = 0
+    if make is qwen3_4b_ppo:
+        with pytest.raises(ValueError, match="the run takes .* but GPU 0 has 131.3 GiB"):
+            describe_plan.require_memory(config)
+
+
+def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_gpus):
+    config = qwen3_4b_ppo()
+    config.rollouts.max_staleness = 0
+    config.critic.gpu, config.generator.gpu, config.reference_kl = None, 0, 0.0
+    config.turns.enabled = True
+    config.validate()
+    size = describe_plan.size_text
+    held, critic = memory(config.trainer), memory(config.models()["critic"])
+    weights = held.parameters + held.buffers
+    lines = describe_plan.describe(config).split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    assert (
+        lines
+        == [
+            f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 42.0 GiB of 140.0 GiB",
+            f"  GPU 0 training the critic trainer-0 {size(weights)} + critic-0 {size(critic.total)} of 140.0 GiB",
+            f"  GPU 0 in forward_backward trainer-0 {size(held.total)} of 140.0 GiB",  # the moments stay from update to update
+            f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
+        ]
+    )
+    config.critic.gpu = 1  # alone there, so it keeps its memory
+    places = {demand.place: list(demand.taken) for demand in describe_plan.demands(config)}
+    assert places["GPU 1 generating"] == places["GPU 1 in optim_step"] == ["critic-0"]
+    assert "GPU 0 training the critic" not in places
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs shares their memory, not its own")
 def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch):
     config = replace(tiny(), reference_kl=0.1)
@@ -202,6 +245,37 @@ def test_a_reference_is_on_the_trainers_gpus(two_gpus):
     assert f" + reference-0 {held} of 140.0 GiB" in describe_plan.describe(config)
 
 
+def test_the_plan_of_ppo_has_every_rank_on_the_gpus_that_the_config_names(two_gpus):
+    config = qwen3_0_6b_ppo()
+    models = config.models()
+    assert {name: model.gpus() for name, model in models.items()} == {
+        "trainer": range(0, 1),
+        "reference": range(0, 1),
+        "critic": range(1, 2),
+    }
+    size = {name: describe_plan.size_text(memory(model).total) for name, model in models.items()}
+    assert memory(models["reference"]).total < memory(models["critic"]).total < memory(models["trainer"]).total
+    text = describe_plan.describe(config)
+    lines = text.splitlines()
+    assert "  trainer-0    GPU 0" in lines
+    assert f"  reference-0  GPU 0, with at most {size['reference']}" in lines
+    assert f"  critic-0     GPU 1, with at most {size['critic']}" in lines
+    share = describe_plan.size_text(round(config.generator.gpu_memory_utilization * (140 << 30)))
+    first, second = text.split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    assert first == f"  GPU 0        trainer-0 {size['trainer']} + reference-0 {size['reference']} of 140.0 GiB"
+    assert second.startswith(f"  GPU 1        critic-0 {size['critic']} + generator-0 {share} of 140.0 GiB")
+
+
+def test_a_trainer_of_two_ranks_begins_at_its_gpu(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    config = qwen3_8b()
+    config.trainer.gpu, config.generator.gpu = 2, 0
+    text = describe_plan.describe(config)
+    assert "  trainer-1    GPU 3: data_parallel_shard 1\n" in text
+    places = [(demand.place, list(demand.taken)) for demand in describe_plan.demands(config)]
+    assert places == [("GPU 0", ["generator-0"]), ("GPU 2", ["trainer-0"]), ("GPU 3", ["trainer-1"])]
+
+
 def test_the_plan_says_how_large_checkpoints_are_whatever_the_layout():
     config = tiny()
     held = memory(config.trainer)
@@ -209,6 +283,10 @@ def test_the_plan_says_how_large_checkpoints_are_whatever_the_layout():
     assert line in describe_plan.describe(config)
     config.trainer.parallelism.data_parallel_shard_degree = 2
     assert line in describe_plan.describe(config)
+    ppo = replace(qwen3_0_6b_ppo(), checkpoint_every=5)
+    both = [memory(model) for name, model in ppo.models().items() if name != "reference"]
+    size = describe_plan.size_text(sum(each.parameters + each.optimizer for each in both))
+    assert f"checkpoints: {size} each on disk, every 5 steps" in describe_plan.describe(ppo)
     assert "checkpoints:" not in describe_plan.describe(replace(config, checkpoint_every=0))
 
 

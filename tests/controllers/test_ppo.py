@@ -7,15 +7,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from configs.qwen3_ppo import qwen3_0_6b_ppo
 from configs.tiny_ppo import tiny_ppo
-from controllers.critic import Critic, CriticConfig
+from controllers.critic import Critic, CriticConfig, Judged
 from controllers.environments import Problem
 from controllers.episodes import PlayedEpisode
 from controllers.gae import GAEConfig
 from controllers.ppo import is_cut_off, minibatches, token_rewards
 from controllers.rollouts import Group, RolloutBatch, RolloutConfig
-from rl_actors import KL, Completion, Sample, memory_estimate
+from rl_actors import KL, Completion, Sample
 from rl_actors.types import ForwardBackwardOutput
 
 
@@ -69,6 +68,11 @@ def critic(**fields) -> Critic:
     return Critic(trainer=ValueModel(), config=CriticConfig(), gae=gae, run_config=run_config)
 
 
+def judged_by(critic: Critic, batch: RolloutBatch, rewards: list[torch.Tensor]) -> Judged:
+    values = asyncio.run(critic.values(batch.samples))
+    return critic.judge(batch.samples, values, rewards, is_cut_off(batch))
+
+
 def test_every_group_of_a_ppo_batch_is_trained_on_and_its_reward_is_at_its_last_token():
     batch = batch_of(1.0, 0.0, 0.25)
     assert len(batch.samples) == 3 and is_cut_off(batch) == [False, True, True]
@@ -91,7 +95,7 @@ def test_the_reward_of_every_turn_of_an_episode_is_at_its_last_token_and_what_th
     batch = RolloutBatch.of([group], config, num_refills=0, num_retries=0, version=3)
     [row] = rewards_of(batch)
     assert row.tolist() == [0, 0, 0.5, 0, 1.0] and is_cut_off(batch) == [True]
-    judged = asyncio.run(critic(bootstrap=False).judge(batch.samples, [row], is_cut_off(batch)))
+    judged = judged_by(critic(bootstrap=False), batch, [row])
     # Values are 2, 3 and 5 before the three actions. The position between the turns is skipped.
     assert judged.for_critic[0].columns["returns"].tolist() == [0, 1.5, 1.5, 0, 1.0]
     assert judged.for_policy[0].columns["advantages"].tolist() == [0, -0.5, -1.5, 0, -4.0]
@@ -128,14 +132,14 @@ def test_a_moved_coefficient_is_that_of_the_loss_and_a_target_needs_a_first_one(
 def test_the_critic_gives_advantages_returns_and_old_values_at_the_actions():
     batch = batch_of(1.0, 0.5)
     rewards = rewards_of(batch)
-    judged = asyncio.run(critic().judge(batch.samples, rewards, is_cut_off(batch)))
+    judged = judged_by(critic(), batch, rewards)
     # Position i reads i + 1 tokens. The first sample has ended; the second goes on with the value 4 of its last state.
     assert [sample.columns["returns"].tolist() for sample in judged.for_critic] == [[0, 1.0], [0, 4.5, 4.5]]
     assert [sample.columns["advantages"].tolist() for sample in judged.for_policy] == [[0, -1.0], [0, 2.5, 1.5]]
     assert judged.for_critic[1].columns["old_values"].tolist() == [1, 2, 3]
-    ended = asyncio.run(critic(bootstrap=False).judge(batch.samples, rewards, is_cut_off(batch)))
+    ended = judged_by(critic(bootstrap=False), batch, rewards)
     assert ended.for_critic[1].columns["returns"].tolist() == [0, 0.5, 0.5]
-    whitened = asyncio.run(critic(whiten=True).judge(batch.samples, rewards, is_cut_off(batch)))
+    whitened = judged_by(critic(whiten=True), batch, rewards)
     actions = torch.tensor([-1.0, 2.5, 1.5])
     found = torch.cat([sample.columns["advantages"][1:] for sample in whitened.for_policy])
     torch.testing.assert_close(found, (actions - actions.mean()) / actions.std())
@@ -186,11 +190,3 @@ def test_a_completion_whose_last_state_the_critic_could_not_read_is_refused_befo
     config.generator.max_model_len += 1
     with pytest.raises(ValueError, match="generator.max_model_len=65 exceeds trainer.max_sequence_length=64"):
         config.validate()
-
-
-def test_policy_and_critic_of_the_config_for_gpus_fit_one_of_140_gb():
-    config = qwen3_0_6b_ppo()
-    config.validate()
-    policy = memory_estimate.memory(config.trainer).total
-    critic = memory_estimate.memory(replace(config.trainer, head="values")).total
-    assert policy + critic < 0.8 * 140e9

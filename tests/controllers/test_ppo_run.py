@@ -64,3 +64,14 @@ def test_a_run_ahead_with_a_reference_in_the_reward_ends(tmp_path):
     run("--config", "tiny_ppo", *FLAGS.split(), *ahead, "--output-dir", str(tmp_path / "run"))
     records = [record for record in read_jsonl(tmp_path / "run" / "metrics.jsonl") if record["phase"] == "ppo"]
     assert len(records) == 4 and max(record["age/max"] for record in records) > 0
+
+
+def test_a_run_in_turns_has_the_numbers_of_one_side_by_side(folder, tmp_path):
+    run("--config", "tiny_ppo", *FLAGS.split(), "--turns.enabled", "--output-dir", str(tmp_path / "run"))
+    usual, turns = read_jsonl(folder / "metrics.jsonl"), read_jsonl(tmp_path / "run" / "metrics.jsonl")
+    moves = ("offload/", "onload/", "sleep/", "wake/", "weights/")
+    for records in (usual, turns):
+        for record in records:
+            for key in [key for key in record if key.startswith(moves)]:
+                del record[key]
+    assert differences(usual, turns) == []

@@ -18,7 +18,7 @@ from configs.tiny import tiny, tiny_dpo
 from controllers.metrics import Timer
 from controllers.run_folder import RunFolder, read_jsonl
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
-from controllers.turns import InTurn, TurnsConfig
+from controllers.turns import InTurn, SideBySide, TurnsConfig
 from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
 from rl_actors.parts import HostMove
@@ -200,6 +200,51 @@ def test_the_weights_under_adapters_stay_on_the_host(gpu, sync, level):
     turns = InTurn(TurnsConfig(enabled=True), OffloadingTrainer(), generator, Timer())
     asyncio.run(turns.to_trainer())
     assert gpu.calls == [f"sleep {level}"]
+
+
+class NamedWorker:
+    """A trainer whose calls are recorded under its name."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    async def offload(self, parts) -> HostMove:
+        self.calls.append(f"{self.name} offloads {' '.join(parts)}")
+        return HostMove()
+
+    async def work(self) -> str:
+        self.calls.append(f"{self.name} begins")
+        await asyncio.sleep(0)
+        self.calls.append(f"{self.name} ends")
+        return self.name
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_critic_on_the_same_gpu_works_before_the_trainer_and_gives_its_memory_back(joins):
+    calls: list[str] = []
+    trainer, critic = NamedWorker("trainer", calls), NamedWorker("critic", calls)
+    generator = SimpleNamespace(config=replace(tiny(), turns=TurnsConfig(enabled=True)).generator)
+    turns = InTurn(TurnsConfig(enabled=True), trainer, generator, Timer())
+    if joins:
+        turns.join(critic)
+    assert asyncio.run(turns.both(critic.work(), trainer.work())) == ("critic", "trainer")
+    if joins:
+        assert calls == [
+            "critic begins",
+            "critic ends",
+            "critic offloads weights gradients optimizer",
+            "trainer begins",
+            "trainer ends",
+        ]
+    else:
+        assert calls == ["critic begins", "trainer begins", "critic ends", "trainer ends"]
+    both = asyncio.run(SideBySide().both(critic.work(), trainer.work()))
+    assert both == ("critic", "trainer") and calls[-4:] == [
+        "critic begins",
+        "trainer begins",
+        "critic ends",
+        "trainer ends",
+    ]
 
 
 def test_turns_make_the_generators_sleep_possible():
