@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, TypeVar
 
 from controllers.algorithms import ALGORITHMS, Algorithm
 from controllers.episode_rollouts import make_rollouts
+from controllers.kl_control import KLControlConfig
 from controllers.launch import main
 from controllers.policy_loss import Aggregation, CorrectionConfig, LossConfig, grad_divisor
 from controllers.reference import Reference, require_reference, start_reference
@@ -50,6 +51,8 @@ class GRPOConfig(RunConfig):
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL divergence. A token's d is the policy's logprob minus the reference's. k1 is d, k2 is d^2 / 2, k3 is
     exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
+    kl_control: KLControlConfig = field(default_factory=KLControlConfig)
+    """Rule that changes the weight of the KL divergence, so that the divergence stays near a target. The first weight is reference_kl."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate by GRPO step."""
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
@@ -91,6 +94,11 @@ class GRPOConfig(RunConfig):
         self.sft.validate()
         if not 0 <= self.reference_kl < math.inf:
             raise ValueError(f"reference_kl={self.reference_kl}; it must be finite and at least 0")
+        self.kl_control.validate()
+        if self.kl_control.target is not None and not self.reference_kl:
+            raise ValueError(
+                f"kl_control.target={self.kl_control.target} with reference_kl=0; reference_kl must be the first weight, above 0"
+            )
         self.make_loss()
         if self.updates_per_step < 1:
             raise ValueError(f"updates_per_step={self.updates_per_step}; it must be at least 1")
@@ -176,12 +184,15 @@ async def train(run: Run[GRPOConfig]) -> None:
             if batch.samples:  # a batch has none if the rewards are equal within every group: the gradient would be 0
                 samples = await with_columns_of_loss(run, batch.samples, reference)
                 learning_rate = schedule(step - sft_steps)
+                loss = config.make_loss(reference.kl if reference else None)
                 async with run.training():
-                    updates = await train_step(run, parts_of(config, samples), config.make_loss(), learning_rate)
+                    updates = await train_step(run, parts_of(config, samples), loss, learning_rate)
                 async with rollouts.update():
                     version = await sync(run)
                 values |= report(config, batch, updates) | {"learning_rate": learning_rate}
                 values |= run.trained(samples, num_epochs=config.epochs_per_step)
+            if reference is not None:
+                move_leash(config, reference, values)
             grpo_step, is_last = step - sft_steps, step == last_step
             if is_last or grpo_step % config.validate_every == 0:
                 values |= await run.validate(step)
@@ -190,7 +201,16 @@ async def train(run: Run[GRPOConfig]) -> None:
             # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
             # writes its record again. In the other order the record would be missing.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
+            if reference is not None:
+                state["kl_coefficient"] = reference.kl.coefficient
             await run.end_step(state, phase_step=grpo_step, is_last=is_last)
+
+
+def move_leash(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
+    """Give the reference's divergence the coefficient of the next step. Adds the coefficient of this step to its metrics."""
+    values["kl/coefficient"] = reference.kl.coefficient
+    if "kl/reference" in values:  # a step in which every group was filtered has none
+        reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
 
 
 def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None) -> RolloutQueue:

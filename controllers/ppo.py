@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from controllers.critic import CriticConfig, Judged, start_critic
+from controllers.critic import Critic, CriticConfig, Judged, start_critic
 from controllers.gae import GAEConfig
 from controllers.grpo import GRPOConfig, make_queue, report, sync, train_sft_phase, train_step, with_columns_of_loss
-from controllers.kl_control import KLControlConfig, mean_divergence, penalised_rewards
+from controllers.kl_control import mean_divergence, penalised_rewards
 from controllers.launch import main
 from controllers.reference import Reference, start_reference
 from controllers.rollouts import RolloutBatch, RolloutConfig
@@ -35,8 +35,6 @@ class PPOConfig(GRPOConfig):
     """Advantages and returns from rewards and values."""
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The value model and its training."""
-    kl_control: KLControlConfig = field(default_factory=KLControlConfig)
-    """Rule that changes the weight of the KL divergence, so that the divergence stays near a target. The first weight is reference_kl."""
 
     short_flags: ClassVar[dict[str, str]] = GRPOConfig.short_flags | {"--critic-lr": "--critic.schedule.learning-rate"}
 
@@ -54,11 +52,6 @@ class PPOConfig(GRPOConfig):
         super().validate()
         self.gae.validate()
         self.critic.validate()
-        self.kl_control.validate()
-        if self.kl_control.target is not None and not self.reference_kl:
-            raise ValueError(
-                f"kl_control.target={self.kl_control.target} with reference_kl=0; reference_kl must be the first weight, above 0"
-            )
         if self.rollouts.advantage != "gae":
             raise ValueError(f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'")
         if self.generator.max_model_len > self.trainer.max_sequence_length:
@@ -104,16 +97,12 @@ async def train(run: Run[PPOConfig]) -> None:
             )
             values |= measured
             judged = critic.judge(samples, states, rewards, is_cut_off(batch))
+            is_warm_up = ppo_step <= config.critic.warmup_steps
+            policy_rate = None if is_warm_up else policy_schedule(ppo_step - config.critic.warmup_steps)
             async with run.training():
-                fit = critic.fit(minibatches(config, judged.for_critic, step), critic_schedule(ppo_step))
-                if ppo_step <= config.critic.warmup_steps:
-                    values |= await fit
-                else:
-                    rate = policy_schedule(ppo_step - config.critic.warmup_steps)
-                    fitted, trained = await run.turns.both(fit, train_policy(run, batch, judged, kl, rate, step))
-                    values |= fitted | trained
-                    if reference is not None:
-                        kl = config.kl_control.next_kl(kl, values["kl/reference"])
+                values |= await train_both(run, critic, batch, judged, kl, critic_schedule(ppo_step), policy_rate, step)
+            if reference is not None and not is_warm_up:
+                kl = config.kl_control.next_kl(kl, values["kl/reference"])
             async with rollouts.update():
                 version = await sync(run)
             values |= run.trained(samples, num_epochs=config.epochs_per_step)
@@ -124,6 +113,24 @@ async def train(run: Run[PPOConfig]) -> None:
             # The checkpoint follows the step's record, as in GRPO.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps, "kl_coefficient": kl.coefficient}
             await run.end_step(state, phase_step=ppo_step, is_last=is_last)
+
+
+async def train_both(
+    run: Run[PPOConfig],
+    critic: Critic,
+    batch: RolloutBatch,
+    judged: Judged,
+    kl: KL,
+    critic_rate: float,
+    policy_rate: float | None,
+    step: int,
+) -> dict[str, float]:
+    """Train critic and policy, with their learning rates. policy_rate=None: only the critic. Returns their metrics."""
+    fit = critic.fit(minibatches(run.config, judged.for_critic, step), critic_rate)
+    if policy_rate is None:
+        return await fit
+    fitted, trained = await run.turns.both(fit, train_policy(run, batch, judged, kl, policy_rate, step))
+    return fitted | trained
 
 
 async def train_policy(

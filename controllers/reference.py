@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from controllers.grpo import GRPOConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class FrozenPolicy:
     """Computes logprobs of a policy that does not change, also as a column of samples."""
 
@@ -48,11 +48,11 @@ class FrozenPolicy:
         return with_column
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Reference(FrozenPolicy):
     """A frozen policy whose KL divergence is a penalty on rewards or a term of the loss."""
 
-    kl: KL
+    kl: KL  # its coefficient may change from step to step
     temperature: float  # temperature at which the completions were sampled
 
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
@@ -119,7 +119,7 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
         model=frozen.model,
         samples_per_forward=frozen.samples_per_forward,
         timer=frozen.timer,
-        kl=config.kl(),
+        kl=replace(config.kl(), coefficient=run.state.get("kl_coefficient", config.reference_kl)),
         temperature=config.rollouts.temperature,
     )
 

@@ -98,7 +98,7 @@ class SideBySide:
         """Does nothing."""
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        return await asyncio.gather(of_critic, of_trainer)
+        return await _at_once(of_critic, of_trainer)
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
         return contextlib.nullcontext()
@@ -147,7 +147,7 @@ class InTurn:
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
         if self.critic is None:  # it has GPUs of its own
-            return await asyncio.gather(of_critic, of_trainer)
+            return await _at_once(of_critic, of_trainer)
         try:
             first = await of_critic
             with self.timer("release"):
@@ -189,6 +189,11 @@ class InTurn:
             found[f"time/{name}"] = move.seconds
         self.offloaded, self.onloaded = (now for _, _, now in totals)
         return found
+
+
+async def _at_once(one: Coroutine[object, None, T], other: Coroutine[object, None, U]) -> tuple[T, U]:
+    first, second = await asyncio.gather(one, other)
+    return first, second
 
 
 def _sum(one: DeviceMemory, other: DeviceMemory) -> DeviceMemory:

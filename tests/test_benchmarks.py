@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from waiting import GUARD, wait_until
 
-from benchmarks import __main__
+from benchmarks import __main__, ppo_step
 from benchmarks.harness import missing, register, results, table
 from benchmarks.harness.register import TABLE, TableRow
 from benchmarks.harness.rows import ROWS, RUNS
@@ -429,3 +429,26 @@ def test_a_table_is_written_between_its_marks_and_nowhere_else(tmp_path):
     with pytest.raises(SystemExit, match="lacks the marks"):
         table.write(page, marks, "new\n")
     assert page.read_text() == "no marks"
+
+
+def test_the_parts_of_a_ppo_step_add_up_on_the_devices_of_their_actors():
+    places = {"trainer": ["GPU 0"], "reference": ["GPU 0"], "critic": ["GPU 1"], "generator": ["GPU 1"]}
+    parts = {"generate": 4.0, "reference": 1.0, "values": 1.5, "policy": 3.0, "critic": 2.5, "push": 0.25, "pull": 0.5}
+    assert ppo_step.seconds_by_device(parts, places) == {"GPU 0": 4.25, "GPU 1": 8.5}
+    both = places | {"trainer": ["GPU 0", "GPU 1"]}
+    assert ppo_step.seconds_by_device({"policy": 3.0}, both) == {"GPU 0": 3.0, "GPU 1": 3.0}
+
+
+def test_the_line_of_a_ppo_step_says_what_its_slowest_device_takes(monkeypatch):
+    monkeypatch.setattr(ppo_step.torch.cuda, "is_available", lambda: True)
+    config = ppo_step.make_config("qwen3_0_6b_ppo", samples=8, prompt_tokens=16, new_tokens=8, steps=4)
+    config.validate()
+    steps = [{"time/step": seconds, "tokens/s": 100.0} for seconds in (9.0, 10.0, 30.0)]
+    parts = {"generate": 4.0, "reference": 1.0, "values": 1.5, "policy": 3.0, "critic": 2.5, "push": 0.25, "pull": 1.0}
+    line = ppo_step.figures(config, steps, parts)
+    assert line["of_devices"] == {"GPU 0": 4.25, "GPU 1": 9.0}
+    assert (line["seconds"], line["slowest_seconds"], line["ratio"]) == (10.0, 9.0, 0.9)
+    row = TABLE["ppo-step-0_6b"]
+    assert table.misses(row, line) == [] and table.misses(row, line | {"ratio": 0.89}) == ["ratio"]
+    text = row.measured(line)
+    assert text.startswith("step 10 s beside 9 s of GPU 1; generate 4 s; reference 1 s; values 1.5 s; policy 3 s; ")

@@ -14,6 +14,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine.batch import PackedBatch, model_inputs
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import raise_together
+from rl_actors.engine.gradients import local
 from rl_actors.engine.logprobs import ChunkedHead, SteadyLoss
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.packing import PlanOptions
@@ -63,8 +64,22 @@ class SingleRunner:
             values, metrics, total = self.head.loss(self._hidden(shard), shard, steady, with_entropy=with_entropy)
             outputs.append(MicrobatchOutput(shard, values, metrics, self.built.to_host))
             total.backward()
+            self._release_tied_gradient()
         raise_together(steady.failure)
         return outputs
+
+    def _release_tied_gradient(self) -> None:
+        """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
+
+        FSDP reduces an embedding's gradient twice: that of the output projection, and later that of the lookup, in one tensor with the gradient
+        of the last norm. It adds the embedding's part to the first gradient, but the norm's gradient is a view that keeps the whole tensor.
+        """
+        norm = self.built.model.norm.weight
+        if norm.grad is None:
+            return
+        shard = local(norm.grad)
+        if shard.untyped_storage().nbytes() > shard.nbytes:
+            norm.grad = norm.grad.clone()
 
     def _keeps_gathered(self, *, several: bool) -> bool:
         """True if a forward keeps FSDP's gathered weights from one microbatch to the next. several: True for two or more microbatches."""

@@ -18,6 +18,7 @@ from references import save_random
 from configs.tiny import tiny
 from controllers import config_file, launch
 from controllers.environments import Problem
+from controllers.grpo import move_leash
 from controllers.metrics import Timer
 from controllers.reference import Reference
 from controllers.rollouts import Group, RolloutBatch, RolloutConfig, to_samples
@@ -199,6 +200,25 @@ def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
     surrogate = (log_S.detach().exp() * (advantages_ST * policy_ST).sum(1)).sum()
     [actual] = torch.autograd.grad(surrogate, logits)
     torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
+
+
+def test_the_coefficient_follows_the_divergence_in_loss_and_reward(groups):
+    config = replace(tiny(), reference_kl=0.3, reference_kl_in="reward")
+    config.kl_control.target, config.kl_control.gain = 0.01, 0.5
+    client = ReferenceClient()
+    reference = reference_of(client, coefficient=0.3, estimator="k1")
+    values = {"kl/reference": 5.0}
+    move_leash(config, reference, values)
+    assert reference.kl.coefficient == pytest.approx(0.33)
+    assert values["kl/coefficient"] == 0.3
+    before, after = penalised(groups, client, coefficient=0.3, estimator="k1"), asyncio.run(reference.penalise(groups))
+    for group, old, new in zip(groups, before, after, strict=True):
+        for reward, penalty, larger in zip(group.rewards, old.rewards, new.rewards, strict=True):
+            assert larger - reward == pytest.approx(1.1 * (penalty - reward))
+    in_loss = replace(config, reference_kl_in="loss", reference_kl_estimator="k3")
+    assert in_loss.make_loss(reference.kl).kl.coefficient == pytest.approx(0.33)
+    move_leash(config, reference, {})  # every group was filtered
+    assert reference.kl.coefficient == pytest.approx(0.33)
 
 
 def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFolder:

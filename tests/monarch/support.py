@@ -286,10 +286,12 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def held_bytes(self) -> tuple[int, ...]:
-        """The sizes of this rank's parameters, gradients, optimizer state and buffers."""
+        """The sizes of the memory that this rank's parameters, gradients, optimizer state and buffers keep."""
 
         def size(tensors) -> int:
-            return sum((tensor.to_local() if isinstance(tensor, DTensor) else tensor).nbytes for tensor in tensors)
+            shards = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+            storages = [shard.untyped_storage() for shard in shards]  # FSDP puts several gradients into one
+            return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
         parameters = list(self.engine.built.model.parameters())
         optimizers = self.engine.built.optimizers.optimizers

@@ -14,6 +14,7 @@ from rl_actors.memory_estimate import memory
 MODEL = {"vocab_size": 67, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
 DENSE = ModelConfig(**MODEL, **HEADS, tie_word_embeddings=False)
+TIED = replace(DENSE, tie_word_embeddings=True)
 EXPERTS = ModelConfig(**MODEL, **HEADS, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40)
 SIX_EXPERTS = replace(EXPERTS, num_experts=6)
 
@@ -21,7 +22,8 @@ SIX_EXPERTS = replace(EXPERTS, num_experts=6)
 @pytest.mark.parametrize(
     ("model", "degrees"),
     [
-        pytest.param(DENSE, {"data_parallel_shard": 2}, id="FSDP2"),
+        pytest.param(TIED, {"data_parallel_shard": 2}, id="tied, FSDP2"),
+        pytest.param(DENSE, {"data_parallel_shard": 2}, id="FSDP2", marks=pytest.mark.slow),
         pytest.param(EXPERTS, {"data_parallel_shard": 2}, id="experts, FSDP2", marks=pytest.mark.slow),
         pytest.param(DENSE, {"context_parallel": 2}, id="CP2", marks=pytest.mark.slow),
         pytest.param(DENSE, {"pipeline_parallel": 2}, id="PP2", marks=pytest.mark.slow),
