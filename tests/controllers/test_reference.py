@@ -202,23 +202,21 @@ def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
     torch.testing.assert_close(actual, gradient, rtol=1e-6, atol=1e-6)
 
 
-def test_the_coefficient_follows_the_divergence_in_loss_and_reward(groups):
-    config = replace(tiny(), reference_kl=0.3, reference_kl_in="reward")
+def test_the_coefficient_follows_the_divergence_in_loss_and_reward():
+    config = replace(tiny(), reference_kl=0.1, reference_kl_in="reward")
     config.kl_control.target, config.kl_control.gain = 0.01, 0.5
-    client = ReferenceClient()
-    reference = reference_of(client, coefficient=0.3, estimator="k1")
+    client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
+    reference = reference_of(client, coefficient=0.1, estimator="k1")
     values = {"kl/reference": 5.0}
     move_leash(config, reference, values)
-    assert reference.kl.coefficient == pytest.approx(0.33)
-    assert values["kl/coefficient"] == 0.3
-    before, after = penalised(groups, client, coefficient=0.3, estimator="k1"), asyncio.run(reference.penalise(groups))
-    for group, old, new in zip(groups, before, after, strict=True):
-        for reward, penalty, larger in zip(group.rewards, old.rewards, new.rewards, strict=True):
-            assert larger - reward == pytest.approx(1.1 * (penalty - reward))
+    assert reference.kl.coefficient == pytest.approx(0.11) and values["kl/coefficient"] == 0.1
+    completions = [Completion(tokens=[1, 2], logprobs=[-0.5, -0.5], policy_versions=[0, 0], finish_reason="length")] * 2
+    [found] = asyncio.run(reference.penalise([group_of([3], completions, [1.0, 0.0])]))
+    assert found.rewards == pytest.approx([0.89, 0.0])
     in_loss = replace(config, reference_kl_in="loss", reference_kl_estimator="k3")
-    assert in_loss.make_loss(reference.kl).kl.coefficient == pytest.approx(0.33)
+    assert in_loss.make_loss(reference.kl).kl.coefficient == pytest.approx(0.11)
     move_leash(config, reference, {})  # every group was filtered
-    assert reference.kl.coefficient == pytest.approx(0.33)
+    assert reference.kl.coefficient == pytest.approx(0.11)
 
 
 def past_run(path, *, step: int, has_reference: bool, config, **state) -> RunFolder:
