@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -684,19 +684,38 @@ def _() -> None:
     assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)  # looked up at the fault
 
 
-@row("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY")
-def _() -> None:
+def absent_from_monarchs_library(names: Iterable[str]) -> list[str]:
+    """The texts among `names` that Monarch's compiled library does not contain."""
     import mmap
 
     import monarch._rust_bindings
-
-    from rl_actors.processes.spawn import _SUPERVISION
 
     with (
         open(monarch._rust_bindings.__file__, "rb") as file,
         mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as library,
     ):
-        assert [name for name in _SUPERVISION if library.find(name.encode()) < 0] == []
+        return [name for name in names if library.find(name.encode()) < 0]
+
+
+@row("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY")
+def _() -> None:
+    from rl_actors.processes.spawn import _SUPERVISION
+
+    assert absent_from_monarchs_library(_SUPERVISION) == []
+
+
+@row("HYPERACTOR_TLS_CERT, HYPERACTOR_TLS_KEY, HYPERACTOR_TLS_CA")
+def _() -> None:
+    from rl_actors.service.tls import MONARCH_VARIABLES
+
+    assert absent_from_monarchs_library(MONARCH_VARIABLES) == []
+
+
+@row("monarch.actor.Actor._handle_undeliverable_message")
+def _() -> None:
+    from monarch.actor import Actor
+
+    assert parameters(Actor._handle_undeliverable_message) == ["self", "message"]
 
 
 # vLLM

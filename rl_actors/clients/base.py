@@ -69,6 +69,11 @@ class Client:
     async def _set_up(self) -> None:
         raise NotImplementedError
 
+    def keep(self, lease: "Lease") -> None:
+        """Hold the connection to the service that has the actor. It ends with `close`, or when the client is garbage-collected."""
+        self._lease = lease
+        weakref.finalize(self, lease.close)
+
     def __repr__(self) -> str:
         version = "" if self._version is None else f", policy_version {self._version}"
         return f"<{type(self).__name__} {self.name}: {self._state()}{version}>"

@@ -49,14 +49,15 @@ class GeneratorClient(Client):
         transport: "Transport | Call[Transport] | Call[Transport | None] | None" = None,
         first_version: Call[int] | None = None,
         logs: LogRoute | None = None,
+        limits: GeneratorLimits | None = None,
     ) -> None:
         """Make a client of a Generator mesh, of one process, that the caller spawned and will stop.
 
-        config, transport, first_version and logs are for `spawn`, which passes no mesh.
+        config, transport, first_version and logs are for `spawn`, which passes no mesh. limits are for `attach`.
         """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
-        self._limits = GeneratorLimits.of_config(config) if config is not None else None
+        self._limits = GeneratorLimits.of_config(config) if config is not None else limits
         self._transport = transport
         self._first_version = first_version
         self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
@@ -107,10 +108,9 @@ class GeneratorClient(Client):
         mesh, info = remote.attach(
             address, "generator", certificates=certificates, timeout=timeout, call_timeout=call_timeout
         )
-        client = GeneratorClient(mesh, call_timeout=call_timeout, setup_timeout=timeout)
-        client._lease = mesh.lease
-        client._limits = GeneratorLimits.of_info(info)
-        remote.leave_with(client, mesh.lease)
+        limits = GeneratorLimits.of_info(info)
+        client = GeneratorClient(mesh, call_timeout=call_timeout, setup_timeout=timeout, limits=limits)
+        client.keep(mesh.lease)
         return client
 
     async def _set_up(self) -> None:

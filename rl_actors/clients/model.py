@@ -63,15 +63,16 @@ class ModelClient(Client):
         logs: LogRoute | None = None,
         processes: "ProcMesh | ModelClient | None" = None,
         checkpoint: str = "",
+        limits: TrainerLimits | None = None,
     ) -> None:
         """Make a client of a PolicyTrainer mesh that the caller spawned and will stop.
 
-        config, logs, processes and checkpoint are for `spawn`, which passes no mesh.
+        config, logs, processes and checkpoint are for `spawn`, which passes no mesh. limits are for `attach`.
         """
         name = name or self.default_name
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
-        self._limits = TrainerLimits.of_config(config) if config is not None else None
+        self._limits = TrainerLimits.of_config(config) if config is not None else limits
         self._given_processes = processes
         if processes is not None:
             self._logs, self._is_quiet = None, True  # the output is in the files of the given processes
@@ -166,10 +167,8 @@ class ModelClient(Client):
             step_wait=step_wait,
             call_timeout=call_timeout,
         )
-        client = cls(mesh, call_timeout=call_timeout, setup_timeout=timeout)
-        client._lease = mesh.lease
-        client._limits = TrainerLimits.of_info(info)
-        remote.leave_with(client, mesh.lease)
+        client = cls(mesh, call_timeout=call_timeout, setup_timeout=timeout, limits=TrainerLimits.of_info(info))
+        client.keep(mesh.lease)
         return client
 
     async def _open_transport(

@@ -8,7 +8,6 @@ import pickle
 import socket
 import ssl
 import threading
-import weakref
 from collections.abc import Awaitable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
@@ -239,8 +238,3 @@ def join_monarch(transport: str, own_host: str, certificates: str) -> None:
     with contextlib.suppress(RuntimeError):  # Monarch is in use already, and keeps its address
         enable_transport(f"{transport}://{host}:0")
     context()
-
-
-def leave_with(client: object, lease: Lease) -> None:
-    """Leave the service when the client is garbage-collected, too."""
-    weakref.finalize(client, lease.close)
