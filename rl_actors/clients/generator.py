@@ -80,13 +80,19 @@ class GeneratorClient(Client):
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
         check_config(config)
-        timeouts = {"call_timeout": config.call_timeout, "setup_timeout": config.setup_timeout}
         if config.replicas > 1:
             from rl_actors.clients.replicas import ReplicatedGenerator
 
             cls = ReplicatedGenerator
         return cls(
-            None, name=name, config=config, transport=transport, logs=logs, first_version=first_version, **timeouts
+            None,
+            name=name,
+            call_timeout=config.call_timeout,
+            setup_timeout=config.setup_timeout,
+            config=config,
+            transport=transport,
+            logs=logs,
+            first_version=first_version,
         )
 
     @classmethod
