@@ -158,12 +158,10 @@ def _serve(invocation: cli.Invocation, options: Options) -> int:
     prepare_this_process()
     if options.certificates:
         tls.use_for_monarch(options.certificates)
-    kind = "tls" if options.address.tls else "tcp"
-    host = f"[{options.address.host}]" if ":" in options.address.host else options.address.host
-    enable_transport(f"{kind}://{host}:0")
+    enable_transport(options.address.for_monarch())
     context()
     try:
-        return asyncio.run(_run(invocation, options, folder, kind))
+        return asyncio.run(_run(invocation, options, folder))
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -176,7 +174,7 @@ def _folder(invocation: cli.Invocation) -> Path:
     return Path("runs") / f"service-{datetime.now():%Y%m%d-%H%M%S}-{os.getpid()}" if is_default else path
 
 
-async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder, kind: str) -> int:
+async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder) -> int:
     """Start the actors, open the door, and wait for the end."""
     ending: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     _watch_signals(ending)
@@ -187,7 +185,7 @@ async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder, 
         if ending.done():
             starting.cancel()
         else:
-            await _keep_door_open(starting.result(), options, folder, kind, ending)
+            await _keep_door_open(starting.result(), options, folder, ending)
     finally:
         await actors.close()
     status, reason = ending.result()
@@ -199,7 +197,6 @@ async def _keep_door_open(
     members: dict[str, Member],
     options: Options,
     folder: RunFolder,
-    kind: str,
     ending: "asyncio.Future[tuple[int, str]]",
 ) -> None:
     """Serve at the address until `ending` is known."""
@@ -211,7 +208,7 @@ async def _keep_door_open(
         loop.call_soon_threadsafe(_end, ending, 0, reason)
 
     logs = folder.log("service").parent
-    door = Door(service, coordinator, logs=logs, stop=stop, transport=kind)
+    door = Door(service, coordinator, logs=logs, stop=stop, transport=options.address.scheme)
     protection = tls.server_context(options.certificates) if options.certificates else None
     address = await in_background(door.open(options.address, protection), "opening the door")
     print(f"serving {', '.join(members)} at {address}; logs: {logs}", flush=True)

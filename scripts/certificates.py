@@ -32,6 +32,7 @@ def main() -> None:
     if given.days < 1:
         parser.error(f"--days {given.days}; it must be at least 1")
     hosts = list(dict.fromkeys([*ALWAYS, socket.gethostname(), *given.host]))
+    hosts = list(dict.fromkeys([*hosts, *(address for host in given.host for address in _addresses(host))]))
     try:
         make(given.folder, hosts, days=given.days)
     except OSError as error:
@@ -119,6 +120,14 @@ def _usage(*, certifies: bool) -> x509.KeyUsage:
         encipher_only=False,
         decipher_only=False,
     )
+
+
+def _addresses(host: str) -> list[str]:
+    """The addresses of a host. Monarch connects to addresses, not names. A host that is not known here has none."""
+    try:
+        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
+    except OSError:
+        return []
 
 
 def _host(host: str) -> x509.GeneralName:

@@ -9,6 +9,8 @@ import ssl
 import stat
 from pathlib import Path
 
+from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+
 from rl_actors.service.wire import Address
 
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
@@ -64,3 +66,4 @@ def use_for_monarch(folder: str) -> None:
     path = require_files(folder).absolute()
     for variable, name in MONARCH_VARIABLES.items():
         os.environ[variable] = str(path / name)
+    reload_config_from_env()  # Monarch has read its environment when it was imported

@@ -44,9 +44,21 @@ class Address:
             raise ValueError(f"the address is {text!r}; {wanted}")
         return cls(host=host, port=port, tls=parts.scheme == "tls")
 
+    @property
+    def scheme(self) -> str:
+        return "tls" if self.tls else "tcp"
+
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"{'tls' if self.tls else 'tcp'}://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
+
+    def for_monarch(self) -> str:
+        """Monarch's transport on the same interface, at a port that the system chooses. Raises ValueError if the host has no address."""
+        found = resolve(self.host)
+        host = next(
+            (each for each in found if ":" not in each), f"[{found[0]}]"
+        )  # Monarch does not try several addresses
+        return f"{self.scheme}://{host}:0"
 
     def is_loopback(self) -> bool:
         """True if only programs of this machine can reach the address. Raises ValueError if the host has no address."""

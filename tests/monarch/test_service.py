@@ -1,12 +1,16 @@
 """A service in a process of its own, and programs that attach to it."""
 
+import contextlib
 import json
 import os
 import signal
+import socket
+import ssl
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import support
 from waiting import GUARD, wait_until
@@ -162,6 +166,44 @@ def test_a_client_generates_with_the_weights_that_it_pushed(tmp_path):
     assert answers[0] == answers[1] and answers[0][1] == [2] * len(answers[0][0])
     assert (one.end(), other.end()) == (0, 0)
     assert running.stop()[0] == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_with_certificates_calls_and_monarch_are_encrypted_and_without_one_nobody_comes_in(tmp_path, host):
+    made = subprocess.run([sys.executable, str(ROOT / "scripts/certificates.py"), str(tmp_path / "certificates")])
+    assert made.returncode == 0
+    flags = ("--without-generator", "--tls", str(tmp_path / "certificates"))
+    running = RunningService(tmp_path / "service", *flags, address=f"tls://{host}:0")
+    program = client(running, seed=0, certificates=str(tmp_path / "certificates"))
+    assert program.read() == "attached"
+    assert [version for version, _ in program.ask("steps 2 0.01")] == [1, 2]
+    # Every port on which a process of the service listens wants a certificate, except the rendezvous of the ranks.
+    trusting = ssl.create_default_context(cafile=str(tmp_path / "certificates" / "authority.pem"))
+    refused = 0
+    for port in listening_ports(running.process.pid):
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            refused += refuses_strangers(trusting, port)
+    assert refused >= 2  # the door and Monarch
+    assert program.end() == 0
+    assert running.stop()[0] == 128 + signal.SIGTERM
+
+
+def listening_ports(pid: int) -> set[int]:
+    connections = psutil.Process(pid).net_connections("tcp")
+    return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+
+
+def refuses_strangers(trusting: ssl.SSLContext, port: int) -> bool:
+    """True if the port speaks TLS and wants a certificate of the client."""
+    with socket.create_connection(("127.0.0.1", port), 10.0) as plain:
+        try:
+            with trusting.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
+                connection.sendall(b"hello")
+                connection.recv(100)
+        except ssl.SSLError as error:
+            return "certificate required" in str(error).lower().replace("_", " ")
+    return False
 
 
 @pytest.mark.slow
