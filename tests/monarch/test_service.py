@@ -17,6 +17,7 @@ from waiting import GUARD, wait_until
 
 from rl_actors import GeneratorClient, OptimParams, Sample, TrainerClient
 from rl_actors.service import remote
+from rl_actors.service.wire import PROTOCOL, encode
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -195,15 +196,14 @@ def listening_ports(pid: int) -> set[int]:
 
 
 def refuses_strangers(trusting: ssl.SSLContext, port: int) -> bool:
-    """True if the port speaks TLS and wants a certificate of the client."""
+    """True if the port speaks TLS, and ends a connection without a certificate of the client."""
     with socket.create_connection(("127.0.0.1", port), 10.0) as plain:
         try:
-            with trusting.wrap_socket(plain, server_hostname="127.0.0.1") as connection:
-                connection.sendall(b"hello")
-                connection.recv(100)
+            connection = trusting.wrap_socket(plain, server_hostname="127.0.0.1")
+            connection.sendall(encode({"protocol": PROTOCOL, "wants": "status"}))
+            return connection.recv(100) == b""
         except ssl.SSLError as error:
             return "certificate required" in str(error).lower().replace("_", " ")
-    return False
 
 
 @pytest.mark.slow
