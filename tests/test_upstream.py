@@ -704,10 +704,16 @@ def _() -> None:
     assert absent_from_monarchs_library(_SUPERVISION) == []
 
 
-@row("HYPERACTOR_TLS_CERT, HYPERACTOR_TLS_KEY, HYPERACTOR_TLS_CA")
+@row(
+    "HYPERACTOR_TLS_CERT, HYPERACTOR_TLS_KEY, HYPERACTOR_TLS_CA; "
+    "monarch._rust_bindings.monarch_hyperactor.config.reload_config_from_env"
+)
 def _() -> None:
+    from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
+
     from rl_actors.service.tls import MONARCH_VARIABLES
 
+    assert callable(reload_config_from_env)
     assert absent_from_monarchs_library(MONARCH_VARIABLES) == []
 
 
