@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from rl_actors.engine.build import BuiltModel
 from rl_actors.engine.collectives import by_rank, on_all_ranks
 from rl_actors.engine.lora import checkpointed
+from rl_actors.trusted_files import distrust
 from rl_actors.types import MAX_NAMES_REPORTED
 
 METADATA = ".metadata"
@@ -47,10 +48,13 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
 
     Without optimizer state a value model also takes the checkpoint of a language model, and keeps its own head.
 
-    Raises ValueError on every rank if the check fails on any rank.
+    Raises ValueError on every rank if the check fails on any rank, and if other users can write the files, because DCP unpickles them.
     """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")
+    untrusted = [reason for reason in by_rank(distrust(path)) if reason]
+    if untrusted:
+        raise ValueError(untrusted[0])
     saved = FileSystemReader(path).read_metadata().state_dict_metadata
     there = {name: tuple(entry.size) for name, entry in saved.items() if isinstance(entry, TensorStorageMetadata)}
     here = {f"model.{name}": tuple(tensor.shape) for name, tensor in checkpointed(built.model).items()}

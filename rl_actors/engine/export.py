@@ -20,6 +20,7 @@ from rl_actors import adapters
 from rl_actors.config import LoRAConfig, ModelConfig, TrainerConfig
 from rl_actors.engine import hf
 from rl_actors.engine.checkpoint import is_checkpoint, plain_errors
+from rl_actors.trusted_files import require_trusted
 from rl_actors.types import MAX_NAMES_REPORTED
 
 LAYER = re.compile(r"\.(\d+)\.")
@@ -89,6 +90,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
     """Name and shape of the model's tensors in the checkpoint, under torchtitan's names."""
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
+    require_trusted(checkpoint)
     saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     there = {
         name.removeprefix("model."): tuple(entry.size)
@@ -140,7 +142,8 @@ def _read(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, T
 
 
 def _load(checkpoint: str, state: Mapping[str, object]) -> None:
-    """Fill the tensors of `state` from the checkpoint."""
+    """Fill the tensors of `state` from the checkpoint. Raises ValueError if other users can write its files."""
+    require_trusted(checkpoint)
     with plain_errors(f"reading {checkpoint}"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
         dcp.load(dict(state), checkpoint_id=checkpoint, no_dist=True)

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_actors.transports.base import LOAD_TIMEOUT, Manifest, OpenVersion, Source, Transport, assemble, local_shard
+from rl_actors.trusted_files import require_trusted
 
 
 class FilesTransport(Transport):
@@ -67,7 +68,10 @@ class FilesTransport(Transport):
 
     async def get_object(self, key: str) -> object | None:
         file = self.directory / f"{key}.pickle"
-        return pickle.loads(file.read_bytes()) if file.is_file() else None
+        if not file.is_file():
+            return None
+        require_trusted(file)
+        return pickle.loads(file.read_bytes())
 
     async def delete(self, manifest: Manifest) -> None:
         shutil.rmtree(self.directory / manifest.key, ignore_errors=True)

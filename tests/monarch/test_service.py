@@ -155,6 +155,9 @@ def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, t
         saved.wait().result()
         assert (tmp_path / "saved").is_dir()
         assert trainer.load_checkpoint(str(tmp_path / "saved")).result() == saved.policy_version
+        (tmp_path / "saved" / ".metadata").chmod(0o666)  # DCP unpickles it
+        with pytest.raises(ValueError, match="metadata can be written by others .mode 666."):
+            trainer.load_checkpoint(str(tmp_path / "saved")).result()
 
 
 @pytest.mark.slow

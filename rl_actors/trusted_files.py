@@ -1,0 +1,56 @@
+"""Files that may be unpickled. Unpickling runs code, so whoever can write such a file can run code as its reader."""
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def distrust(path: str | Path) -> str:
+    """Why a file, or one of the files in a directory, must not be unpickled. Empty if all belong to this user or root, and only they can write them.
+
+    Users who can write the directory itself could replace its files. Directories above it are not looked at.
+    """
+    for each in _files(Path(path)):
+        try:
+            status = each.stat()
+        except FileNotFoundError:
+            continue  # it was removed meanwhile
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to {_user(status.st_uid)}, who could run code in this program; copy it, so that it belongs to you"
+        writers = stat.S_IMODE(status.st_mode) & (stat.S_IWGRP | stat.S_IWOTH)
+        if writers & stat.S_IWOTH or (writers and not _is_private(status.st_gid, status.st_uid)):
+            mode = oct(stat.S_IMODE(status.st_mode))[2:]
+            return f"{each} can be written by others (mode {mode}), who could run code in this program; chmod go-w it"
+    return ""
+
+
+def require_trusted(path: str | Path) -> None:
+    """Raises ValueError naming the file that must not be unpickled."""
+    reason = distrust(path)
+    if reason:
+        raise ValueError(reason)
+
+
+def _files(path: Path) -> Iterator[Path]:
+    yield path
+    if path.is_dir():
+        yield from path.rglob("*")
+
+
+def _is_private(group: int, user: int) -> bool:
+    """True for the group that has the name of its only user, as many systems make one. Files are then writable by the group by default."""
+    try:
+        entry, owner = grp.getgrgid(group), pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return owner.pw_gid == group and entry.gr_name == owner.pw_name and not set(entry.gr_mem) - {owner.pw_name}
+
+
+def _user(number: int) -> str:
+    try:
+        return f"the user {pwd.getpwuid(number).pw_name}"
+    except KeyError:
+        return f"the user {number}"
