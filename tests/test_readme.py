@@ -40,7 +40,7 @@ def run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
 
 
 def test_the_pages_have_the_programs_that_are_run_here():
-    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode"}
+    assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode", "distillation"}
 
 
 # Most tests in tests/monarch drive actors on meshes of their own, as the program of the page on embedding does.
@@ -49,6 +49,14 @@ def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
     finished = run([sys.executable, "program.py"], tmp_path)
     assert "Traceback" not in finished.stderr and "leaked" not in finished.stderr
+
+
+@pytest.mark.slow
+def test_the_student_of_the_page_on_ppo_comes_near_its_teacher(tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAMS["distillation"])
+    printed = run([sys.executable, "program.py"], tmp_path).stdout.split("\n")
+    divergences = [float(line.split()[1]) for line in printed if line]
+    assert len(divergences) == 20 and divergences[0] > 0.5 and divergences[-1] < 0.1 * divergences[0], divergences
 
 
 def test_the_task_of_the_readme_is_taken_by_the_command_under_it(tmp_path):

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from layout_work import INTERLEAVED, LENGTHS, MODELS, NO_SP, gradients, layout, layout_cases, make_engine, samples_with
+from layout_work import LENGTHS, MODELS, gradients, layout, layout_cases, make_engine, samples_with
+from test_parallel_layouts import TABLE as LAYOUTS
 from torch import Tensor
 from transformers import AutoModel
 
@@ -21,23 +22,9 @@ TOLERANCE = 1e-5
 COLUMNS = ("loss_weights", "returns", "old_values")
 LOSS = ValueLoss(clip=0.2)
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_norm=1.0)
-TABLE = [  # name, parallelism, processes, model
-    ("FSDP2", layout(shard=2), 2, "tied"),
-    ("TP2", layout(tensor=2), 2, "tied"),
-    ("TP2 without SP", layout(tensor=2, **NO_SP), 2, "tied"),
-    ("CP2", layout(context=2), 2, "tied"),
-    ("DDP2", layout(replicate=2), 2, "tied"),
-    ("HSDP2x2", layout(replicate=2, shard=2), 4, "tied"),
-    ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "tied"),
-    ("CP2xTP2", layout(context=2, tensor=2), 4, "tied"),
-    ("FSDP2, EP2", layout(shard=2, expert=2), 2, "experts"),
-    ("TP2, EP2", layout(tensor=2, expert=2), 2, "experts"),
-    ("PP2", layout(pipeline=2), 2, "four blocks"),
-    ("PP2 of two stages a rank", layout(pipeline=2, **INTERLEAVED), 2, "four blocks"),
-    ("PP2xFSDP2", layout(pipeline=2, shard=2), 4, "four blocks"),
-    ("PP2xTP2", layout(pipeline=2, tensor=2), 4, "four blocks"),
-    ("FSDP2xTP2", layout(shard=2, tensor=2), 4, "Llama"),
-]
+WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
+"""Models of the layout table that can have values. One with adapters cannot. A head of values is never tied, so "untied" is "tied"."""
+TABLE = [row for row in LAYOUTS if row[-1] in WITH_VALUES]
 QUICK = {("FSDP2", "tied"), ("TP2", "tied")}
 
 
@@ -94,8 +81,12 @@ def test_a_value_model_in_a_layout_gives_the_numbers_of_one_process(
     for answer in answers:
         found.update(answer["gradients"])
     assert found.keys() == expected["gradients"].keys()
+    errors = {}
     for name, gradient in expected["gradients"].items():
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+        errors[name] = float((found[name] - gradient).norm() / gradient.norm())
+    worst = max(errors, key=errors.__getitem__)
+    print(f"largest difference of a gradient: {errors[worst]:.1e}, {worst}")
+    assert errors[worst] <= tolerance, worst
     assert all(
         answer["step"].grad_norm == pytest.approx(expected["step"].grad_norm, rel=tolerance) for answer in answers
     )

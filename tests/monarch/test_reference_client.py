@@ -6,7 +6,7 @@ import pytest
 import support
 import torch
 
-from rl_actors import ReferenceClient, TrainerClient
+from rl_actors import KL, OptimParams, ReferenceClient, Reinforce, TrainerClient, num_loss_tokens
 
 
 def logprobs(client) -> torch.Tensor:
@@ -39,6 +39,28 @@ def test_a_teacher_beside_the_reference_has_other_weights(trainer, ranks):
         with trainer.spawn_reference(teacher_config, ranks(1), name="teacher") as teacher:
             assert repr(teacher).startswith("<ReferenceClient teacher: ")
             assert support.worst([logprobs(teacher)], [logprobs(reference)]) > 0.1
+
+
+def test_a_student_comes_near_a_teacher_by_a_column_and_a_loss(trainer, ranks):
+    """Distillation: the teacher's logprobs are the column ref_logprobs, and the loss has only the KL divergence."""
+    loss = Reinforce(kl=KL(coefficient=1.0, estimator="k2"))
+    with trainer.spawn_reference(support.trainer_config(seed=4), ranks(1), name="teacher") as teacher:
+        samples = []
+        given = support.random_samples()
+        for sample, logprobs in zip(given, teacher.forward(given).result().logprobs, strict=True):
+            columns = {
+                "loss_weights": sample.columns["loss_weights"],
+                "advantages": torch.zeros(len(sample)),
+                "ref_logprobs": logprobs,
+            }
+            samples.append(replace(sample, columns=columns))
+        divergences = []
+        for _ in range(8):
+            divergences.append(trainer.forward_backward(samples, loss).result().metrics["kl_reference:mean"])
+            trainer.optim_step(
+                OptimParams(learning_rate=0.01, eps=1e-2, grad_divisor=num_loss_tokens(samples))
+            ).result()
+    assert divergences[-1] < 0.5 * divergences[0], divergences
 
 
 def test_a_reference_holds_weights_and_nothing_to_train_them_and_has_no_call_that_would(ranks, transport):
