@@ -134,7 +134,7 @@ PLANS = (
     Plan(
         title="Busy",
         unit="share of the step",
-        metrics={"busy/trainer": "trainer", "busy/generator": "generator"},
+        metrics={"busy/trainer": "trainer", "busy/generator": "generator", "busy/critic": "critic"},
         starts_at_zero=True,
     ),
     Plan(title="Policy lag", unit="versions", metrics={"policy_lag": "lag"}, starts_at_zero=True),

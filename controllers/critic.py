@@ -3,7 +3,9 @@
 T positions of a sample.
 """
 
+import asyncio
 import math
+import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -158,3 +160,4 @@ async def _load(run: Run[Any], trainer: TrainerClient, *, has_begun: bool) -> No
     saved = await run.trainer.save_checkpoint(path, optimizer=False)
     await saved.wait()
     await trainer.load_checkpoint(path, optimizer=False)
+    await asyncio.to_thread(shutil.rmtree, path)  # as large as the model, and never read again
