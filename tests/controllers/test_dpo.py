@@ -132,7 +132,7 @@ def test_the_generated_pairs_are_right_and_wrong_and_no_held_out_prompt_is_train
 
 def test_the_plan_of_a_run_has_a_reference_and_no_generator():
     text = describe(tiny_dpo())
-    assert "reference " in text and "generator" not in text
+    assert "  reference-0  " in text and "generator" not in text
 
 
 def line(**fields: object) -> str:
