@@ -95,8 +95,20 @@ class Controller:
                 continue
         return found
 
+    def actors(self, name: str) -> list[psutil.Process]:
+        """The processes of an actor and those that they have started: actors("trainer") has one for each rank."""
+        found = []
+        for process in self.processes():
+            try:
+                actor = process.environ().get("RL_ACTORS_PROCESS", "")
+            except psutil.Error:
+                continue
+            if actor.rpartition("-")[0] == name:
+                found.append(process)
+        return found
+
     def trainer(self) -> psutil.Process:
-        return next(p for p in self.processes() if p.environ().get("RL_ACTORS_PROCESS") == "trainer-0")
+        return next(iter(self.actors("trainer")))
 
     def finish(self) -> None:
         """Wait for the end of the run. Raises RuntimeError if it failed."""

@@ -30,6 +30,8 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
+        self.saved_step = 0  # of the newest checkpoint that this run has completed
+        self._copying: asyncio.Task[list[SavedCheckpoint]] | None = None
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
@@ -43,14 +45,36 @@ class Checkpoints:
         path = self.folder / f"step-{state['step']}"
         text = json.dumps(state, indent=2, default=str) + "\n"
         shutil.rmtree(path, ignore_errors=True)
-        copying = [trainer.save_checkpoint(str(path / name)) for name, trainer in trainers.items()]
-        saved = await asyncio.gather(*copying)
+        self._copying = asyncio.create_task(self._copy(trainers, path))
+        saved = await asyncio.shield(self._copying)
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
         """Wait until the last checkpoint is on disk. If it could not be written, every call raises the error."""
         if self._writing is not None:
             await asyncio.shield(self._writing)  # so that a caller that stops waiting does not cancel the writing
+
+    async def abandon(self) -> None:
+        """Wait for the end of what has begun, whatever comes of it. For a run one of whose trainers has died.
+
+        A checkpoint of which no trainer has died may become complete.
+        """
+        for task in (self._copying, self._writing):
+            if task is not None:
+                await asyncio.wait((task,))
+                _ = task.cancelled() or task.exception()  # otherwise asyncio prints that nobody asked for it
+        self._copying = self._writing = None
+
+    async def _copy(self, trainers: Mapping[str, "TrainerClient"], path: Path) -> "list[SavedCheckpoint]":
+        copying = [trainer.save_checkpoint(str(path / name)) for name, trainer in trainers.items()]
+        results = await asyncio.gather(*copying, return_exceptions=True)
+        saved = [result for result in results if not isinstance(result, BaseException)]
+        for error in results:
+            if isinstance(error, BaseException):
+                # The next save_checkpoint of a trainer would raise the error of this one, if nobody had waited for it.
+                await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
+                raise error
+        return saved
 
     async def _commit(self, saved: Sequence["SavedCheckpoint"], path: Path, text: str) -> None:
         await asyncio.gather(*(part.wait() for part in saved))
@@ -66,6 +90,7 @@ class Checkpoints:
             # This file goes first, so that a checkpoint that is only partly removed does not count as complete.
             (found[step] / STATE).unlink()
             shutil.rmtree(found[step])
+        self.saved_step = _step(path)
 
 
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:

@@ -20,6 +20,7 @@ from controllers.run import Run, RunConfig, split
 from controllers.run_folder import RunFolder
 from controllers.schedules import ScheduleConfig
 from controllers.sft import SFTPhase, SFTPhaseConfig
+from controllers.survival import RecordedQueue
 from rl_actors import KL, ForwardBackwardOutput, OptimResult, Sample, metrics
 from rl_actors.losses import PolicyLoss
 
@@ -176,7 +177,7 @@ async def train(run: Run[GRPOConfig]) -> None:
         reference = await start_reference(run, has_begun=steps_done > sft_steps, sft_steps=sft_steps)
     schedule = config.schedule.build(config.steps)
     version = await sync(run)
-    async with make_queue(run, cursor, reference) as rollouts:
+    async with make_queue(run, cursor, reference, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             with run.timer("generate"):
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
@@ -213,8 +214,8 @@ def move_leash(config: GRPOConfig, reference: Reference, values: dict[str, float
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
 
 
-def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None) -> RolloutQueue:
-    """The queue of rollouts, which go on where the resumed run was."""
+def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> RecordedQueue:
+    """The queue of rollouts, which go on where the resumed run was. A run that has recovered gets the batches again that it had."""
     config = run.config
     rollouts = make_rollouts(
         run,
@@ -222,7 +223,8 @@ def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None)
         penalty=reference.penalise if reference and config.reference_kl_in == "reward" else None,
     )
     pending = run.state.get("pending", ())
-    return RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
+    queue = RolloutQueue(rollouts, versions_per_step=config.versions_per_step, cursor=cursor, pending=pending)
+    return RecordedQueue(queue, run.recording, run.checkpoints, steps_done=steps_done)
 
 
 def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:

@@ -13,7 +13,7 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +30,7 @@ from controllers.episodes import require_demonstrations
 from controllers.gate import MISSED_STATUS, GateMissedError
 from controllers.interruption import Interrupted, Interruption
 from controllers.metrics import MetricsLogger
+from controllers.recovery import Train, train_to_end
 from controllers.run import Run, RunConfig, make_validator, open_generator, open_run
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import NUM_SPECIAL_TOKENS, Tokenizer, alphabet_of, build_character_tokenizer, load_tokenizer
@@ -42,8 +43,6 @@ PROBLEMS_CHECKED = 1000
 """Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
-
-Train = Callable[[Run], Awaitable[None]]
 
 
 def main(controller: str) -> None:
@@ -303,7 +302,7 @@ async def _train_until_asked(run: Run, train: Train) -> None:
     naming step and environment, for a reward that is not a finite number.
     """
     try:
-        await train(run)
+        await train_to_end(run, train)
     except Interrupted:
         if run.config.checkpoint_every and run.last_state:
             with run.log.setup(f"writing checkpoint step-{run.last_state['step']}"):
@@ -313,7 +312,6 @@ async def _train_until_asked(run: Run, train: Train) -> None:
     except (RewardError, EpisodeError) as error:
         step = (run.last_state or run.state).get("step", 0) + 1
         raise ValueError(f"step {step}, environment {run.config.environment.task}: {error}") from None
-    await run.checkpoints.finish()
     if run.gate is not None:
         run.gate.end()
 

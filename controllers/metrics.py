@@ -7,7 +7,8 @@ A record is the line of one step in metrics.jsonl.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
@@ -109,15 +110,44 @@ class MetricsLogger(AbstractContextManager):
         folder.path.mkdir(parents=True, exist_ok=True)
         # -1, because a run that has done no step writes step 0, the first validation, again.
         self._last_step = steps_done or -1
-        folder.drop_after(self._last_step)
         self.folder, self._groups_per_step = folder, groups_per_step
+        self._files: dict[Path, TextIO] = {}
+        self._open_files()
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)
-        self._metrics, self._rollouts = folder.metrics.open("a"), folder.rollouts.open("a")
-        self._validation, self._timeline = folder.validation.open("a"), folder.timeline.open("a")
+        self._tracked_step = self._last_step  # the last step that the trackers have
+        self._tables: dict[str, int] = {}  # the last step of every table that they have
         console = console or Console()
         live = console.is_terminal and not prints_lines
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
         self._write_outcome("running")
+
+    def _open_files(self) -> None:
+        """Open the files of the steps for appending, without the lines of steps after the last one."""
+        self.folder.drop_after(self._last_step)
+        for path in self.folder.step_files:
+            self._files[path] = path.open("a")
+
+    def _close_files(self) -> None:
+        for file in self._files.values():
+            # Every write is flushed, so nothing is left to write, except after a write that has failed and has raised.
+            with suppress(OSError):
+                file.close()
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a record; 0 before the first one."""
+        return max(0, self._last_step)
+
+    def rewind(self, steps_done: int) -> None:
+        """Go back to the end of a step. The lines of later steps are removed, because they are written again. The trackers keep what they have."""
+        self._close_files()
+        self._last_step = steps_done or -1
+        self._open_files()
+
+    def restart(self, record: Record) -> None:
+        """Write the line of a restart."""
+        with self.folder.restarts.open("a") as file:
+            file.write(to_json(record) + "\n")
 
     def setup(self, label: str) -> AbstractContextManager[None]:
         """Show a phase of the startup, such as "starting generator: 7 s", while the body of `with` runs."""
@@ -139,10 +169,12 @@ class MetricsLogger(AbstractContextManager):
         nonfinite = [key for key, value in metrics.items() if value is not None and record[key] is None]
         if nonfinite:
             record["nonfinite"] = nonfinite
-        self._append(self._metrics, [record])
-        scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
-        self._trackers.log(step, scalars)
+        self._append(self.folder.metrics, [record])
         self.display.step(record)
+        if step > self._tracked_step:  # a step that a recovered run repeats is there already
+            self._tracked_step = step
+            scalars = {key: value for key, value in record.items() if key != "step" and type(value) in (int, float)}
+            self._trackers.log(step, scalars)
 
     def rollouts(self, step: int, groups: Sequence[Record]) -> None:
         """Write some of the step's groups, evenly spaced. A group is one line: a prompt, and lists with an item for each completion,
@@ -150,28 +182,37 @@ class MetricsLogger(AbstractContextManager):
         """
         stride = max(1, len(groups) // self._groups_per_step)
         kept = [{"step": step, **group} for group in groups[::stride][: self._groups_per_step]]
-        self._append(self._rollouts, kept)
-        self._trackers.log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
+        self._append(self.folder.rollouts, kept)
+        self._log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
 
     def validation(self, step: int, samples: Sequence[Record]) -> None:
         """Write completions of held-out problems."""
         kept = [{"step": step, **sample} for sample in samples]
-        self._append(self._validation, kept)
-        self._trackers.log_table(step, "validation_samples", kept)
+        self._append(self.folder.validation, kept)
+        self._log_table(step, "validation_samples", kept)
 
     def timeline(self, step: int, timeline: StepTimeline) -> None:
         """Write the spans of a step."""
-        self._append(self._timeline, [{"step": step, **timeline.record()}])
+        self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
-    def _append(self, file: TextIO, records: Sequence[Record]) -> None:
-        file.write("".join(to_json(record) + "\n" for record in records))
-        file.flush()
+    def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
+        """Give the trackers a table of a step, once."""
+        if self._tables.get(name, -1) < step:
+            self._tables[name] = step
+            self._trackers.log_table(step, name, rows)
+
+    def _append(self, path: Path, records: Sequence[Record]) -> None:
+        try:
+            self._files[path].write("".join(to_json(record) + "\n" for record in records))
+            self._files[path].flush()
+        except OSError as error:  # a full disk; the error of a write does not name the file
+            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def _write_outcome(self, status: str, error: str | None = None) -> None:
         outcome = {
             "status": status,
             "error": error,
-            "step": max(0, self._last_step),
+            "step": self.last_step,
             "total_steps": self.display.total_steps,
         }
         self.folder.outcome.write_text(to_json(outcome) + "\n")
@@ -179,16 +220,14 @@ class MetricsLogger(AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         if isinstance(error, Exception):
-            self._write_outcome("failed", f"{kind.__name__}: {error}")
+            with suppress(OSError):  # of a full disk, which would hide the error of the run
+                self._write_outcome("failed", f"{kind.__name__}: {error}")
         elif error is not None:  # Interrupted, CancelledError, KeyboardInterrupt, SystemExit
             self._write_outcome("interrupted", str(error) or kind.__name__)
         else:
             whole = self._last_step >= (self.display.total_steps or 0)
             self._write_outcome("finished" if whole else "stopped early")
-        self._metrics.close()
-        self._rollouts.close()
-        self._validation.close()
-        self._timeline.close()
+        self._close_files()
         self._trackers.finish(failed=error is not None)
 
 

@@ -84,7 +84,7 @@ async def train(run: Run[PPOConfig]) -> None:
     policy_schedule, critic_schedule = config.schedule.build(config.steps), config.critic.schedule.build(num_steps)
     kl = replace(config.kl(), coefficient=run.state.get("kl_coefficient", config.reference_kl))
     version = await sync(run)
-    async with make_queue(run, cursor, reference=None) as rollouts:
+    async with make_queue(run, cursor, reference=None, steps_done=steps_done) as rollouts:
         for step in range(steps_done + 1, last_step + 1):
             ppo_step, is_last = step - sft_steps, step == last_step
             with run.timer("generate"):

@@ -82,6 +82,7 @@ class RunFiles:
     groups: Records  # lines of rollouts.jsonl
     samples: Records  # lines of validation.jsonl
     timeline: Records  # lines of timeline.jsonl
+    restarts: Records  # lines of restarts.jsonl
 
     @classmethod
     def read(cls, folder: RunFolder) -> "RunFiles":
@@ -97,6 +98,7 @@ class RunFiles:
             groups=[line for line in read_jsonl(folder.rollouts) if "completions" in line],
             samples=read_jsonl(folder.validation),
             timeline=read_jsonl(folder.timeline),
+            restarts=read_jsonl(folder.restarts),
         )
 
     @property
@@ -244,6 +246,7 @@ def write_report(run_folder: str | Path) -> Path:
         groups_remark=_groups_remark(run.groups, steps),
         samples=shown_samples(run.samples),
         metrics=metric_rows(run.records),
+        restarts=run.restarts,
         config=_pretty(run.config),
     )
     folder.report.write_text(html, encoding="utf-8")

@@ -3,14 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
-from importlib import import_module
-from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar, cast
-
-import torch
+from typing import Annotated, ClassVar, Generic, Literal, Self, TypeVar
 
 import rl_actors
+from controllers.actors import CLOSE_TIMEOUT, Actors, Setup
 from controllers.algorithms import Algorithm
 from controllers.chat import ChatConfig
 from controllers.checkpoints import Checkpoints, State, random_states
@@ -20,6 +17,7 @@ from controllers.gate import Gate
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
+from controllers.survival import Recording, Recoveries, SurvivalConfig
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
 from controllers.turns import InTurn, SideBySide, Turns, TurnsConfig, overlap
@@ -36,17 +34,13 @@ from rl_actors import (
     ValueTrainerClient,
     WeightsConfig,
 )
-from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
 from rl_actors.hub import find_model, require_weights
 from rl_actors.model_flops import training_flops
 from rl_actors.processes.output import LogRoute
-from rl_actors.transports.base import Transport
-from rl_actors.transports.default import default_transport
 from rl_actors.types import Transfer
 from rl_actors.validation import validate_optim_params
 
-CLOSE_TIMEOUT = 5.0
 DEFAULT_PARAMS = OptimParams(learning_rate=0.0)
 
 
@@ -105,6 +99,8 @@ class RunConfig:
     """The way of the weights' bytes from the trainer to the generator."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     """Whether trainer and generator take turns in the memory of the same GPUs."""
+    survival: SurvivalConfig = field(default_factory=SurvivalConfig)
+    """What the run does when a process of an actor dies."""
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10
@@ -244,6 +240,7 @@ class RunConfig:
             )
         self.episodes.validate()
         self.weights.validate()
+        self.survival.validate()
         self.turns.validate(
             has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
         )
@@ -293,6 +290,8 @@ class Run(Generic[Config]):
     """Spawns a model of the trainer's config that only infers. The end of the run closes it."""
     spawn_critic: Callable[[], ValueTrainerClient]
     """Spawns a value model with the trainer's config. The end of the run closes it."""
+    actors: Actors | None = None
+    """The actors, which can be replaced while the run is open. None: a death of an actor ends the run."""
     partners: dict[str, TrainerClient] = field(default_factory=dict)
     """Other trainers whose state belongs to the run's checkpoints, by the names of their folders there."""
     interruption: Interruption = field(default_factory=Interruption)
@@ -305,6 +304,8 @@ class Run(Generic[Config]):
     last_state: State = field(default_factory=dict)
     """Controller's state after the last step. Empty before the first step."""
     gate: Gate | None = None
+    recording: Recording = field(default_factory=Recording)
+    recoveries: Recoveries = field(default_factory=Recoveries)
     saved_step: int = 0  # step of the last checkpoint
     transfers: tuple[Transfer | None, Transfer | None] = (
         None,
@@ -354,6 +355,7 @@ class Run(Generic[Config]):
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
         values |= self.turns.metrics(infos)
+        values |= self.recoveries.end(self.log.restart, step)
         self.log.step(step, values, phase=phase, skipped=skipped)
         self.log.timeline(step, timeline)
         if self.gate is not None:
@@ -416,55 +418,6 @@ def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
         yield samples[start : start + size]
 
 
-class Actors:
-    """The transport, the trainers and the generator of a run. They are closed together."""
-
-    def __init__(self, config: RunConfig, folder: RunFolder, *, verbose: bool) -> None:
-        # The transport's modules are imported while the processes of the actors start.
-        self.transport = in_background(_open_transport(config, folder), "opening the transport")
-        self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
-        self.models = config.models()
-        for name, model in self.models.items():
-            self.models[name] = replace(model, seed=config.seed + model.seed)
-        self.generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
-        tokenizer_folder = folder.path.absolute() / "tokenizer"
-        if config.alphabet and tokenizer_folder.is_dir():
-            for model in self.models.values():
-                model.tokenizer_path = str(tokenizer_folder)
-        self.clients: list[TrainerClient | ReferenceClient | GeneratorClient] = []
-
-    def spawn_trainer(self) -> TrainerClient:
-        trainer = rl_actors.TrainerClient.spawn(self.models["trainer"], transport=self.transport, logs=self.logs)
-        self.clients.append(trainer)
-        return trainer
-
-    def spawn_reference(self) -> ReferenceClient:
-        reference = rl_actors.ReferenceClient.spawn(self.models["reference"], logs=self.logs)
-        self.clients.append(reference)
-        return reference
-
-    def spawn_critic(self) -> ValueTrainerClient:
-        critic = rl_actors.ValueTrainerClient.spawn(self.models["critic"], name="critic", logs=self.logs)
-        self.clients.append(critic)
-        return critic
-
-    def spawn_generator(self) -> GeneratorClient:
-        generator = rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
-        self.clients.append(generator)
-        return generator
-
-    async def close(self) -> None:
-        """End all processes, in at most CLOSE_TIMEOUT seconds."""
-        closing = [client.close() for client in self.clients]
-        done = asyncio.gather(*closing, self._close_transport(), return_exceptions=True)
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done, CLOSE_TIMEOUT)
-
-    async def _close_transport(self) -> None:
-        transport = await self.transport
-        await transport.close()
-
-
 @contextlib.asynccontextmanager
 async def open_run(
     config: Config,
@@ -472,22 +425,15 @@ async def open_run(
     environment: AnyEnvironment,
     validation_sets: Sequence[ValidationSet],
     tokenizer: Tokenizer,
-    setup: Callable[[str], AbstractContextManager[None]],
+    setup: Setup,
     *,
     verbose: bool,
 ) -> AsyncIterator[Run[Config]]:
-    """Start transport, trainer and generator, and close them whatever happens.
-
-    setup: function that shows a phase of the start, as in `with setup("starting trainer"): ...`.
-    """
+    """Start transport, trainer and generator, and close them whatever happens."""
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:
-        trainer, generator = await _spawn(actors, config, setup)
-        with setup("starting trainer and generator" if config.has_generator else "starting trainer"):
-            # The report needs matplotlib. Here its import delays nothing, because the actors take longer.
-            importing = asyncio.to_thread(import_module, "controllers.report")
-            await asyncio.gather(*(client.ready() for client in actors.clients), importing)
+        trainer, generator = await actors.start_whatever_dies(setup)
         timer = Timer()
         yield Run(
             config=config,
@@ -499,9 +445,11 @@ async def open_run(
             generator=generator,
             checkpoints=checkpoints,
             timer=timer,
-            turns=InTurn(config.turns, trainer, generator, timer) if config.turns.enabled else SideBySide(),
+            turns=make_turns(config, trainer, generator, timer),
             spawn_reference=actors.spawn_reference,
             spawn_critic=actors.spawn_critic,
+            actors=actors,
+            recording=Recording(config.survival.recorded_gigabytes * 1e9),
             gate=Gate.parse(config.gate) if config.gate else None,
         )
     finally:
@@ -510,21 +458,8 @@ async def open_run(
         await actors.close()
 
 
-async def _spawn(
-    actors: Actors, config: RunConfig, setup: Callable[[str], AbstractContextManager[None]]
-) -> tuple[TrainerClient, GeneratorClient]:
-    """Spawn trainer and generator. If they share a GPU, the trainer is ready first, because vLLM measures the free memory when it starts."""
-    if not config.has_generator:
-        # The controller of a config without a generator never uses the generator of its run.
-        return actors.spawn_trainer(), cast(GeneratorClient, None)
-    if config.turns.enabled or shares_gpu(config):
-        trainer = actors.spawn_trainer()
-        with setup("starting trainer"):
-            await trainer.ready()
-            await trainer.offload(config.turns.parts)
-        return trainer, actors.spawn_generator()
-    generator = actors.spawn_generator()  # first, because it takes longer than the trainer
-    return actors.spawn_trainer(), generator
+def make_turns(config: RunConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> Turns:
+    return InTurn(config.turns, trainer, generator, timer) if config.turns.enabled else SideBySide()
 
 
 @contextlib.asynccontextmanager
@@ -532,7 +467,7 @@ async def open_generator(
     config: RunConfig,
     folder: RunFolder,
     model: str,
-    setup: Callable[[str], AbstractContextManager[None]],
+    setup: Setup,
     *,
     verbose: bool,
 ) -> AsyncIterator[GeneratorClient]:
@@ -549,25 +484,3 @@ async def open_generator(
     finally:
         with contextlib.suppress(Exception):
             await asyncio.wait_for(generator.close(), CLOSE_TIMEOUT)
-
-
-def shares_gpu(config: RunConfig) -> bool:
-    """True if the generator shares a GPU with a rank of the trainer. The rank must not take memory while vLLM measures the free memory."""
-    return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
-
-
-async def _open_transport(config: RunConfig, folder: RunFolder) -> Transport:
-    transport = await asyncio.to_thread(make_transport, config, folder)
-    timeout = config.trainer.setup_timeout
-    try:
-        await asyncio.wait_for(transport.open(), timeout)
-    except TimeoutError:
-        raise TimeoutError(f"the transport {config.transport} did not open within {timeout:g} s") from None
-    return transport
-
-
-def make_transport(config: RunConfig, folder: RunFolder) -> Transport:
-    """The transport of the config."""
-    if config.transport == "files":
-        return rl_actors.FilesTransport(folder.path.absolute() / "weights")
-    return rl_actors.MemoryTransport() if config.transport == "memory" else default_transport(config.weights)

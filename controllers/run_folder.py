@@ -19,9 +19,15 @@ class RunFolder:
         self.config, self.metrics = self.path / "config.json", self.path / "metrics.jsonl"
         self.rollouts, self.outcome = self.path / "rollouts.jsonl", self.path / "outcome.json"
         self.validation, self.timeline = self.path / "validation.jsonl", self.path / "timeline.jsonl"
+        self.restarts = self.path / "restarts.jsonl"
         self.report, self.reward_png = self.path / "report.html", self.path / "reward.png"
         self.checkpoints, self.tensorboard = self.path / "checkpoints", self.path / "tensorboard"
         self.reference = self.path / "reference"
+
+    @property
+    def step_files(self) -> tuple[Path, ...]:
+        """The files with lines of steps."""
+        return self.metrics, self.rollouts, self.validation, self.timeline
 
     @property
     def holds_run(self) -> bool:
@@ -36,7 +42,7 @@ class RunFolder:
 
         A new file replaces the old one by a rename, so a crash meanwhile loses nothing.
         """
-        for file in (self.metrics, self.rollouts, self.validation, self.timeline):
+        for file in self.step_files:
             if not file.exists():
                 continue
             with file.with_suffix(".tmp").open("w") as temporary:

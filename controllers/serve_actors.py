@@ -23,9 +23,10 @@ from pathlib import Path
 from monarch.actor import context, enable_transport, shutdown_context
 
 from controllers import cli
+from controllers.actors import Actors, shares_gpu
 from controllers.command import started_as
 from controllers.launch import SHUTDOWN_TIMEOUT
-from controllers.run import Actors, RunConfig, shares_gpu
+from controllers.run import RunConfig
 from controllers.run_folder import RunFolder
 from controllers.tokenizer import build_character_tokenizer
 from rl_actors import validation

@@ -137,6 +137,8 @@ class ReplayingGenerator(AnswersEach):
 
     async def close(self) -> None: ...
 
+    async def death(self, silent_after) -> None: ...
+
     async def pull_model_state_dict(self, version):
         return version
 
@@ -154,6 +156,9 @@ class ActorOfNothing:
     async def ready(self) -> None: ...
 
     async def close(self) -> None: ...
+
+    async def death(self, silent_after: float) -> None:
+        """It never dies."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from configs.qwen3 import qwen3_0_6b, qwen3_0_6b_one_gpu, qwen3_8b
+from controllers.actors import shares_gpu
 from controllers.launch import main
-from controllers.run import shares_gpu
 from rl_actors import (
     GeneratorClient,
     GeneratorConfig,

@@ -675,6 +675,14 @@ def _() -> None:
     assert isinstance(made, EndpointProperty) and made._method is call
 
 
+@row("monarch._rust_bindings.monarch_hyperactor.supervision.SupervisionError")
+def _() -> None:
+    import monarch.actor
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+    assert issubclass(SupervisionError, RuntimeError) and not hasattr(monarch.actor, "SupervisionError")
+
+
 @row("monarch.actor.unhandled_fault_hook")
 def _() -> None:
     import monarch.actor

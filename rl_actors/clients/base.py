@@ -4,15 +4,17 @@ import asyncio
 import atexit
 import contextlib
 import sys
+import time
 import weakref
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
-from rl_actors.processes.spawn import Probe, ProcessMesh, collect, spawn_processes
+from rl_actors.processes.spawn import Probe, Process, ProcessMesh, collect, spawn_processes
 
 if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
@@ -22,12 +24,33 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
 """Seconds to wait for the end of Monarch at the end of the program."""
-
+KILL_TIMEOUT = 5.0
+"""Seconds that a killed process may take to end."""
+LONGEST_PAUSE = 5.0
+"""Seconds between two questions to processes whether they answer, at most."""
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
-
 STEP_WAIT = 60.0
 """Seconds that a call to a service waits for the end of another client's step."""
+
+
+class ActorDiedError(RuntimeError):
+    """A process of an actor has ended. The actor cannot be used any more."""
+
+    def __init__(self, text: str, actor: str) -> None:
+        """actor: the name of its client."""
+        super().__init__(text)
+        self.actor = actor
+
+
+class ActorSilentError(TimeoutError):
+    """An actor has not answered in time. Its processes may have stopped, or they may still run the call."""
+
+    def __init__(self, text: str, actor: str) -> None:
+        """actor: the name of its client."""
+        super().__init__(text)
+        self.actor = actor
+
 
 _open_clients: "weakref.WeakSet[Client]" = weakref.WeakSet()
 
@@ -58,6 +81,7 @@ class Client:
         self._broken: str | None = None
         self._version: int | None = None  # the last policy_version that the actor reported
         self._lease: Lease | None = None  # of a client that is attached to a service
+        self._phases: list[str] = []  # of the calls that the ranks are running
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -114,6 +138,59 @@ class Client:
             return False
         return True
 
+    def death(self, silent_after: float) -> Call[ActorDiedError | ActorSilentError | None]:
+        """A call that is done when one of the processes that this client spawned has died. Its answer is the error that says so.
+
+        A process has died if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process that runs a
+        call answers, too. The answer is None if the client is closed, if its start fails, and if it spawned no processes.
+        """
+        return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
+
+    async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
+        while self._processes is None and not (self._closed or self._started.done()):
+            await asyncio.sleep(0.1)
+        processes = self._processes
+        if processes is None:
+            return None
+        end = asyncio.ensure_future(processes.first_end())
+        try:
+            while not self._closed:
+                asking = asyncio.ensure_future(_silent(processes, silent_after))
+                await asyncio.wait((end, asking), return_when=asyncio.FIRST_COMPLETED)
+                if not end.done() and not asking.result():
+                    await asyncio.wait((end,), timeout=min(silent_after / 4, LONGEST_PAUSE))
+                    continue
+                asking.cancel()
+                if self._closed:
+                    return None
+                phase = f"during {self._phases[-1]}" if self._phases else "between two calls"
+                if end.done():
+                    return self._died(end.result(), phase)
+                silent = ", ".join(map(str, asking.result()))
+                text = f"{self.name}: {silent} did not answer for {silent_after:g} s, {phase}"
+                return ActorSilentError(text, self.name)
+            return None
+        finally:
+            end.cancel()
+
+    def _died(self, process: Process, phase: str) -> ActorDiedError:
+        return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
+
+    def kill(self) -> Call[None]:
+        """Kill the processes that this client spawned, and close it. For an actor that does not answer."""
+        self._closed = True
+        return in_background(self._kill(), f"{self.name}: kill")
+
+    async def _kill(self) -> None:
+        processes = [] if self._processes is None else self._processes.processes
+        for process in processes:
+            process.kill()
+        # `close` asks processes that still run to end, and waits for their answer. So it begins when none runs.
+        deadline = time.monotonic() + KILL_TIMEOUT
+        while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        await self.close()
+
     def close(self) -> Call[None]:
         """End the processes that this client spawned. A mesh that the caller spawned, and a service, keep running. A second call does nothing."""
         self._closed = True
@@ -123,7 +200,12 @@ class Client:
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
         async with self._spawning:  # a `close` during the spawn waits for its end, and then stops the processes
             self._require_open("setup")
-            self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
+            try:
+                self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
+            except SupervisionError as error:
+                raise ActorDiedError(f"{self.name}: a process ended while it started: {error}", self.name) from error
+            except TimeoutError as error:
+                raise ActorSilentError(str(error), self.name) from None
             # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
             # it is first used, so ours is registered again here.
             atexit.unregister(_close_all)
@@ -177,22 +259,29 @@ class Client:
         discard_gradients, which repairs it.
         """
         self._require_open(phase)
+        self._phases.append(phase)
         try:
             return await asyncio.wait_for(self._answers(endpoint, phase, *args, **kwargs), timeout)
         except TimeoutError:
             late = f"{phase} did not answer within {timeout:g} s"
             self._broken = late if breaks else self._broken
-            raise TimeoutError(f"{self.name}: {late}; its ranks may still be running it") from None
+            raise ActorSilentError(f"{self.name}: {late}; its ranks may still be running it", self.name) from None
         except ActorError as error:
             cause = error.exception
             cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
             raise cause from None
+        except SupervisionError as error:
+            raise ActorDiedError(
+                f"{self.name}: Monarch has lost a process during {phase}: {error}", self.name
+            ) from error
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")
             raise
+        finally:
+            self._phases.remove(phase)
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
-        """The answers of the ranks. Raises RuntimeError as soon as one of their processes has ended, if a client spawned them."""
+        """The answers of the ranks. Raises ActorDiedError as soon as one of their processes has ended, if a client spawned them."""
         watched = self.watched
         if watched is None:
             return await collect(endpoint, *args, **kwargs)
@@ -201,7 +290,7 @@ class Client:
         try:
             await asyncio.wait((answers, end), return_when=asyncio.FIRST_COMPLETED)
             if not answers.done():
-                raise RuntimeError(f"{self.name}: the process of {end.result()} ended during {phase}{self._output()}")
+                raise self._died(end.result(), f"during {phase}")
             return answers.result()
         finally:
             answers.cancel()
@@ -214,6 +303,24 @@ class Client:
 
     def _output(self) -> str:
         return "" if self._logs is None else f"; its last output is in {self._logs.directory}"
+
+
+async def _silent(processes: ProcessMesh, timeout: float) -> list[Process]:
+    """The processes that do not answer within `timeout` seconds."""
+    answered: set[int] = set()
+
+    async def ask() -> None:
+        for answer in processes.probe.who.stream():
+            rank, _ = await answer
+            answered.add(rank)
+
+    try:
+        await asyncio.wait_for(ask(), timeout)
+    except TimeoutError:
+        pass
+    except Exception:
+        await asyncio.sleep(timeout)  # a process has ended; its handle says which one
+    return [process for process in processes.processes if process.rank not in answered]
 
 
 def _close_all() -> None:

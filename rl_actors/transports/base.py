@@ -157,6 +157,10 @@ class Transport(ABC):
     async def close(self) -> None:  # noqa: B027
         """Stop the processes and remove the directories of `open`."""
 
+    async def death(self) -> str:
+        """Wait until a process that `open` has started has ended, and say which. Waits for ever if there is none."""
+        return await asyncio.get_running_loop().create_future()
+
     @abstractmethod
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None

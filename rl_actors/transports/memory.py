@@ -66,6 +66,11 @@ class MemoryTransport(Transport):
             await self._processes.stop()
             self._processes = None
 
+    async def death(self) -> str:
+        if self._processes is None:
+            return await super().death()
+        return f"store: the process of {await self._processes.first_end()} ended"
+
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> None:

@@ -295,6 +295,18 @@ def test_the_chart_of_rewards_shows_no_more_supervised_steps_than_others():
         assert around_rewards(records) == records[first:]
 
 
+def test_the_restarts_of_a_run_are_a_table(tmp_path):
+    folder = write_run(tmp_path, [small_record(1)])
+    cut_short = {"restart": 1, "time": "2026-11-23T20:00:00", "after_step": 4, "cause": "trainer: <rank 1> ended"}
+    lines = [cut_short | {"first_step": None, "seconds": None}, cut_short | {"first_step": 3, "seconds": 12.5}]
+    folder.restarts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_report(folder.path)
+    html = folder.report.read_text()
+    assert "Restarts after deaths of actors" in Tags(html).text and not Nesting(html).problems
+    assert html.count("trainer: &lt;rank 1&gt; ended") == 2
+    assert '<td class="number">3</td><td class="number">12.5</td>' in html
+
+
 def test_a_report_is_the_same_every_time(written):
     before = written.report.read_bytes(), written.reward_png.read_bytes()
     write_report(written.path)

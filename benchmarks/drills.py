@@ -1,0 +1,309 @@
+"""Runs whose processes are killed or stopped at random moments. Each must end by itself as the undisturbed run does. Measures the seconds to the next step.
+
+A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
+kind at a random moment. In every second round another process follows while the run recovers. The run must end with status 0, with all steps, the data
+position of the undisturbed run and its problems, and leave no process and no shared memory.
+
+Every round is a line of drills.jsonl in the folder. The same command goes on after the last of them.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+
+from benchmarks.resume import RUN_TIMEOUT, Controller
+from controllers import checkpoints
+from controllers.run_folder import Record, RunFolder, read_jsonl
+
+SFT_STEPS, STEPS = 2, 8
+KINDS = ("trainer", "critic", "reference", "generator", "engine", "store")
+LOOPS, MODES = ("grpo", "ppo"), ("sync", "async")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+PROCESS_NAMES = {"store": "memory", "engine": "generator"}
+"""The names of the processes of a kind, if they are not the kind's own."""
+BARS = {"generator": 20.0, "engine": 20.0}
+"""Largest median of the seconds to the next step after one kill; 40 for the other kinds. The worst may be twice that."""
+LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
+LONGEST_START = 15.0  # seconds between the start of a run and a death before its first step, at most
+LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What happens in a round. Everything is drawn from the round's number."""
+
+    number: int
+    kind: str
+    sent: str  # "kill" or "stop"
+    loop: str
+    mode: str
+    after_step: int  # -1: while the actors start
+    delay: float  # seconds after the record of that step
+    second: str = ""  # the kind of the process that dies during the recovery. Empty: none does.
+    second_delay: float = 0.0
+
+    @property
+    def variant(self) -> str:
+        """The name of the undisturbed run that this one is compared with."""
+        place = {"store": "-memory", "engine": "-engine"}
+        return f"{self.loop}-{self.mode}{place.get(self.kind, '')}"
+
+
+def draw_round(number: int, seed: int, kinds: Sequence[str], loops: Sequence[str], modes: Sequence[str]) -> Round:
+    draw = random.Random(f"{seed} {number}")
+    kind, sent = kinds[number % len(kinds)], draw.choice(list(SIGNALS))
+    loop = "ppo" if kind == "critic" else draw.choice(list(loops))
+    possible = [each for each in kinds if each in ("trainer", "reference", "generator") or each == kind]
+    has_second, at_start = draw.random() < 0.5, draw.random() < 0.1
+    return Round(
+        number=number,
+        kind=kind,
+        sent=sent,
+        loop=loop,
+        mode=draw.choice(list(modes)),
+        after_step=-1 if at_start else draw.randrange(SFT_STEPS + STEPS - 2),
+        delay=draw.random() * (LONGEST_START if at_start else LONGEST_DELAY),
+        second=draw.choice(possible) if has_second else "",
+        second_delay=draw.random() * LONGEST_RECOVERY,
+    )
+
+
+def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[object]:
+    values: dict[str, object] = {
+        "--config": "tiny" if loop == "grpo" else "tiny_ppo",
+        "--seed": args.seed,
+        "--steps": STEPS,
+        "--sft-steps": SFT_STEPS,
+        "--checkpoint-every": 3,
+        "--validate-every": 4,
+        "--updates-per-step": 1,
+        "--epochs-per-step": 1,
+        # Groups so large that their rewards never are all equal, and so few that rollouts.jsonl has all of them.
+        "--rollouts.groups-per-step": 4,
+        "--rollouts.group-size": 32,
+        "--rollouts.max-refills": 0,
+        "--rollouts.max-staleness": 0 if mode == "sync" else 2,
+        "--environment.task": "tests.fakes:parity_reward",
+        "--environment.options": "{}",
+        "--reference-kl": 0.01,
+        "--survival.silent-after": args.silent_after,
+    }
+    if kind == "store":
+        values["--transport"] = "memory"
+    if loop == "ppo":
+        values["--critic.warmup-steps"] = 0
+    arguments: list[object] = []
+    for flag, value in values.items():
+        arguments += [flag, value]
+    if kind == "engine":
+        arguments.append("--generator.own-process")
+    if args.ranks > 1:
+        arguments += ["--trainer.parallelism.data-parallel-shard-degree", args.ranks]
+    return arguments
+
+
+def victims(run: Controller, kind: str) -> list[psutil.Process]:
+    """The processes of a kind."""
+    found = run.actors(PROCESS_NAMES.get(kind, kind))
+    if kind not in ("engine", "generator"):
+        return found
+    pids = {process.pid for process in found}
+    return [process for process in found if (process.ppid() in pids) == (kind == "engine")]
+
+
+def wait_until(condition: Callable[[], object], run: Controller, what: str, pause: float = 0.02) -> None:
+    """Raises RuntimeError if the run ends before the condition holds."""
+    deadline = time.monotonic() + RUN_TIMEOUT
+    while not condition():
+        if run.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the run ended or hung before {what}; see {run.log}")
+        time.sleep(pause)
+
+
+def strike(run: Controller, kind: str, sent: str, draw: random.Random) -> float:
+    """Send the signal to a process of this kind as soon as there is one. Returns the moment, in seconds since 1970."""
+    wait_until(lambda: victims(run, kind), run, f"there was a process of {kind}", pause=0.05)
+    draw.choice(victims(run, kind)).send_signal(SIGNALS[sent])
+    return time.time()
+
+
+def carry_out(drawn: Round, run: Controller, folder: RunFolder) -> float:
+    """Wait for the moments of the round and send its signals. Returns the moment of the first one, in seconds since 1970."""
+    draw = random.Random(drawn.number)
+    if drawn.after_step >= 0:
+        wait_until(
+            lambda: any(line["step"] >= drawn.after_step for line in read_jsonl(folder.metrics)), run, f"{drawn}"
+        )
+    time.sleep(drawn.delay)
+    moment = strike(run, drawn.kind, drawn.sent, draw)
+    if drawn.second:
+        time.sleep(drawn.second_delay)
+        with contextlib.suppress(RuntimeError, psutil.Error):  # the run was at its end
+            strike(run, drawn.second, "kill", draw)
+    return moment
+
+
+def problems(folder: RunFolder) -> Counter[str]:
+    """The prompts that the run has trained on, and how often."""
+    return Counter(line["prompt"] for line in read_jsonl(folder.rollouts))
+
+
+def cursor(folder: RunFolder) -> int:
+    """The index of the next problem after the run."""
+    newest = checkpoints.newest(folder.checkpoints)
+    if newest is None:
+        raise RuntimeError(f"{folder.path} has no checkpoint")
+    return checkpoints.read(newest)["cursor"]
+
+
+def seconds_to_next_step(folder: RunFolder, moment: float) -> float | None:
+    """Seconds from a death to the record of the first step of the first recovery after it. None if it was no restart of the run."""
+    for line in read_jsonl(folder.restarts):
+        noticed = datetime.fromisoformat(line["time"]).timestamp()
+        if noticed >= moment - 0.1 and line["seconds"] is not None:
+            return noticed + line["seconds"] - moment
+    return None
+
+
+def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
+    """What differs from the undisturbed run."""
+    found = []
+    steps = [line["step"] for line in read_jsonl(folder.metrics)]
+    expected = [line["step"] for line in read_jsonl(whole.metrics)]
+    if steps != expected:
+        found.append(f"steps {steps} instead of {expected}")
+    if cursor(folder) != cursor(whole):
+        found.append(f"data position {cursor(folder)} instead of {cursor(whole)}")
+    trained, wanted = problems(folder), problems(whole)
+    if mode == "sync" and trained != wanted:
+        found.append(f"{sum((wanted - trained).values())} problems lost, {sum((trained - wanted).values())} too many")
+    twice = sum(count > 1 for count in trained.values())
+    if twice:
+        found.append(f"{twice} problems trained twice")
+    if sum(trained.values()) != sum(wanted.values()):
+        found.append(f"{sum(trained.values())} problems trained instead of {sum(wanted.values())}")
+    return found
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
+    """Carry the round out. Returns its line."""
+    whole = undisturbed(drawn, base, args)
+    folder = RunFolder(base / f"round-{drawn.number}")
+    before, begin = shared_memory(), time.monotonic()
+    arguments = flags(drawn.loop, drawn.mode, drawn.kind, args)
+    log, module = base / f"round-{drawn.number}.log", f"controllers.{drawn.loop}"
+    found: list[str] = []
+    seconds = None
+    with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run:
+        try:
+            moment = carry_out(drawn, run, folder)
+            run.finish()
+            found += faults(folder, whole, drawn.mode)
+            seconds = seconds_to_next_step(folder, moment)
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+        try:
+            run.wait_until_gone()
+        except RuntimeError as error:
+            found.append(f"orphans: {error}")
+    left = sorted(shared_memory() - before)
+    if left:
+        found.append(f"left in /dev/shm: {left}")
+    causes = [line["cause"] for line in read_jsonl(folder.restarts)]
+    return {
+        **asdict(drawn),
+        "faults": found,
+        "seconds": seconds,
+        "wall": time.monotonic() - begin,
+        "causes": causes,
+    }
+
+
+def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder:
+    """The folder of the undisturbed run of this variant, which is made once."""
+    folder = RunFolder(base / f"undisturbed-{drawn.variant}")
+    if folder.outcome.exists() and json.loads(folder.outcome.read_text())["status"] == "finished":
+        return folder
+    again = ["--resume", folder.path] if folder.config.exists() else None
+    arguments = again or [*flags(drawn.loop, drawn.mode, drawn.kind, args), "--output-dir", folder.path]
+    log = base / f"undisturbed-{drawn.variant}.log"
+    with Controller(f"controllers.{drawn.loop}", *arguments, log=log) as run:
+        run.finish()
+        run.wait_until_gone()
+    return folder
+
+
+def table(lines: Sequence[Record]) -> str:
+    """A row for each kind and signal: rounds, those without a fault, and the seconds of those with one death."""
+    rows = [f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'worst s':>8}  {'bar s':>6}"]
+    for kind in KINDS:
+        for sent in SIGNALS:
+            of_kind = [line for line in lines if (line["kind"], line["sent"]) == (kind, sent)]
+            if not of_kind:
+                continue
+            seconds = [line["seconds"] for line in of_kind if not line["second"] and line["seconds"] is not None]
+            median = f"{statistics.median(seconds):.1f}" if seconds else "-"
+            worst = f"{max(seconds):.1f}" if seconds else "-"
+            whole = sum(not line["faults"] for line in of_kind)
+            bar = f"{BARS.get(kind, 40.0):.0f}" if sent == "kill" else "-"
+            rows.append(f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6} {median:>9} {worst:>8}  {bar:>6}")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="kinds of processes that die, with commas between")
+    parser.add_argument("--loops", default=",".join(LOOPS), help="loops that are run, with commas between")
+    parser.add_argument("--modes", default=",".join(MODES), help="modes that are run, with commas between")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the runs and of the rounds")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the trainer, which share its weights by FSDP")
+    parser.add_argument("--silent-after", type=float, default=20.0, help="survival.silent_after of the runs")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/drills"), help="folder of the runs and of drills.jsonl"
+    )
+    args = parser.parse_args()
+    kinds, loops, modes = (text.split(",") for text in (args.kinds, args.loops, args.modes))
+    unknown = (set(kinds) - set(KINDS)) | (set(loops) - set(LOOPS)) | (set(modes) - set(MODES))
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; kinds {KINDS}, loops {LOOPS}, modes {MODES}")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    file = args.folder / "drills.jsonl"
+    done = {line["number"] for line in read_jsonl(file)}
+    for number in range(args.rounds):
+        if number in done:
+            continue
+        drawn = draw_round(number, args.seed, kinds, loops, modes)
+        leftover = RunFolder(args.folder / f"round-{number}")
+        if leftover.path.exists():  # of a command that was broken off
+            leftover.path.rename(args.folder / f"broken-off-{number}-{time.time():.0f}")
+        line = run_round(drawn, args.folder, args)
+        with file.open("a") as output:
+            output.write(json.dumps(line) + "\n")
+        outcome = "; ".join(line["faults"]) or "whole"
+        took = "" if line["seconds"] is None else f", {line['seconds']:.1f} s to the next step"
+        print(f"round {number} {drawn.variant} {drawn}: {outcome}{took} ({line['wall']:.0f} s)", flush=True)
+    lines = [line for line in read_jsonl(file) if line["number"] < args.rounds]
+    print(table(lines))
+    sys.exit(1 if any(line["faults"] for line in lines) else 0)
+
+
+if __name__ == "__main__":
+    main()

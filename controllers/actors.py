@@ -1,0 +1,281 @@
+"""The actors of a run: they are spawned, watched, replaced when they have died, and closed together. Trains nothing."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Collection, Coroutine
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+
+import rl_actors
+from controllers.run_folder import RunFolder
+from controllers.survival import Restarts
+from controllers.turns import overlap
+from rl_actors import GeneratorClient, ReferenceClient, TrainerClient, ValueTrainerClient
+from rl_actors.clients.base import ActorDiedError, ActorSilentError
+from rl_actors.clients.call import in_background
+from rl_actors.processes.output import LogRoute
+from rl_actors.transports.base import Transport
+from rl_actors.transports.default import default_transport
+
+if TYPE_CHECKING:
+    from controllers.run import RunConfig
+
+CLOSE_TIMEOUT = 5.0
+DEATH_TIMEOUT = 1.0
+"""Seconds after an error of a call within which the watch of the processes must say that one has died. Otherwise the error is the run's own."""
+END_TIMEOUT = 60.0
+"""Seconds in which the work of the run must end after a death."""
+KILL_TIMEOUT = 30.0
+"""Seconds in which killed processes must be gone, and others closed."""
+
+Setup = Callable[[str], AbstractContextManager[None]]
+"""Function that shows a phase of the start, as in `with setup("starting trainer"): ...`."""
+T = TypeVar("T")
+AnyClient = TypeVar("AnyClient", bound=TrainerClient | ReferenceClient | GeneratorClient)
+
+
+class Death(Exception):
+    """The end of some work by the death of an actor. `error` says who died."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Actors:
+    """The transport, the trainers and the generator of a run. They are watched, replaced when they have died, and closed together.
+
+    A role is "trainer", "generator", "reference", "critic" or "store", the place of the transport. A role that nobody has any more can be
+    spawned again; otherwise spawning returns the client that is there.
+    """
+
+    def __init__(self, config: "RunConfig", folder: RunFolder, *, verbose: bool) -> None:
+        self.config, self.folder = config, folder
+        self.logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
+        self.models = config.models()
+        for name, model in self.models.items():
+            self.models[name] = replace(model, seed=config.seed + model.seed)
+        self.generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
+        tokenizer_folder = folder.path.absolute() / "tokenizer"
+        if config.alphabet and tokenizer_folder.is_dir():
+            for model in self.models.values():
+                model.tokenizer_path = str(tokenizer_folder)
+        self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
+        self.restarts = Restarts(config.survival)
+        self.deaths: dict[str, Exception] = {}  # of roles that have died and were not replaced yet
+        self._died = asyncio.Event()
+        self._watches: dict[str, asyncio.Task[None]] = {}
+        # The transport's modules are imported while the processes of the actors start.
+        self._open_transport()
+
+    def _open_transport(self) -> None:
+        self.transport = in_background(_opened_transport(self.config, self.folder), "opening the transport")
+        self._watches["store"] = asyncio.ensure_future(self._watch_store())
+
+    def spawn_trainer(self) -> TrainerClient:
+        def spawn() -> TrainerClient:
+            return rl_actors.TrainerClient.spawn(self.models["trainer"], transport=self.transport, logs=self.logs)
+
+        return self._client("trainer", spawn)
+
+    def spawn_reference(self) -> ReferenceClient:
+        def spawn() -> ReferenceClient:
+            return rl_actors.ReferenceClient.spawn(self.models["reference"], logs=self.logs)
+
+        return self._client("reference", spawn)
+
+    def spawn_critic(self) -> ValueTrainerClient:
+        def spawn() -> ValueTrainerClient:
+            return rl_actors.ValueTrainerClient.spawn(self.models["critic"], name="critic", logs=self.logs)
+
+        return self._client("critic", spawn)
+
+    def spawn_generator(self) -> GeneratorClient:
+        def spawn() -> GeneratorClient:
+            return rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
+
+        return self._client("generator", spawn)
+
+    def _client(self, role: str, spawn: Callable[[], AnyClient]) -> AnyClient:
+        """The client of a role. It is spawned, and watched from then on, if there is none."""
+        if role not in self.clients:
+            client = spawn()
+            self.clients[role] = client
+            self._watches[role] = asyncio.ensure_future(self._watch(role, client))
+        return cast(AnyClient, self.clients[role])
+
+    async def _watch(self, role: str, client: TrainerClient | ReferenceClient | GeneratorClient) -> None:
+        death = await client.death(self.config.survival.silent_after)
+        if death is not None:
+            self.report(role, death)
+
+    async def _watch_store(self) -> None:
+        with contextlib.suppress(Exception):  # of a transport that does not open: the actors raise its error
+            transport = await self.transport
+            self.report("store", ActorDiedError(await transport.death(), "store"))
+
+    def report(self, role: str, death: Exception) -> None:
+        """Say that an actor has died."""
+        self.deaths.setdefault(role, death)
+        self._died.set()
+
+    async def until_death(self, work: Coroutine[object, None, T]) -> T:
+        """The result of the work. Raises Death as soon as an actor has died; the work is cancelled then. Raises the work's own error."""
+        task = asyncio.ensure_future(work)
+        dying = asyncio.ensure_future(self.first_death())
+        try:
+            await asyncio.wait((task, dying), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Death(dying.result())
+            error = None if task.cancelled() else task.exception()
+            if isinstance(error, Exception) and (death := await self.death_behind(error)):
+                raise Death(death) from error
+            return task.result()
+        finally:
+            dying.cancel()
+            await _end(task)
+
+    async def first_death(self) -> Exception:
+        """Wait until an actor has died, and return the error that says so."""
+        while not self.deaths:
+            self._died.clear()
+            await self._died.wait()
+        return next(iter(self.deaths.values()))
+
+    async def death_behind(self, error: Exception) -> Exception | None:
+        """The death that made an error of a call. None: the error is the run's own.
+
+        A death may first show as an error of an actor that depends on the dead one: a rank of the same trainer, or a generator that pulls.
+        """
+        if isinstance(error, ActorDiedError | ActorSilentError):
+            names = {client.name: role for role, client in self.clients.items()}
+            self.report(names.get(error.actor, "generator"), error)
+        with contextlib.suppress(TimeoutError):
+            return await asyncio.wait_for(self.first_death(), DEATH_TIMEOUT)
+        if reason := await self._store_error():
+            self.report("store", ActorDiedError(f"store: the index of the weights does not answer: {reason}", "store"))
+            return await self.first_death()
+        return None
+
+    async def _store_error(self) -> str:
+        """Why the transport does not answer. Empty if it does."""
+        transport = await self.transport
+        question = asyncio.ensure_future(transport.get_object("latest"))
+        try:
+            await asyncio.wait_for(question, self.config.survival.silent_after)
+        except Exception as error:
+            return repr(error)
+        return ""
+
+    async def bury(self, others: Collection[str] = ()) -> set[str]:
+        """Kill what is left of the roles that have died, and close the `others`. Returns all these roles, which can be spawned again."""
+        roles = {*self.deaths, *others}
+        if "store" in roles:  # every actor has the address of the store
+            roles |= self.clients.keys()
+        self.deaths = {}
+        ends = []
+        for role in roles:
+            if role in self._watches:
+                self._watches.pop(role).cancel()
+            if role in self.clients:
+                ends.append(self.clients.pop(role).kill())
+        try:
+            await asyncio.wait_for(asyncio.gather(*ends, return_exceptions=True), KILL_TIMEOUT)
+        except TimeoutError:
+            raise TimeoutError(
+                f"{', '.join(sorted(roles))} did not end within {KILL_TIMEOUT:g} s after a kill"
+            ) from None
+        if "store" in roles:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._close_transport(), CLOSE_TIMEOUT)
+            self._open_transport()
+        return roles
+
+    async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
+        """`start`, and again after every death meanwhile, within the limits of the config."""
+        while True:
+            try:
+                return await self.until_death(self.start(setup))
+            except Death as death:
+                pause = self.restarts.pause_after(death.error)
+                with setup(f"{death}; starting again"):
+                    await self.bury(self.all_together())
+                    await asyncio.sleep(pause)
+
+    def all_together(self) -> set[str]:
+        """The roles that must be replaced together, because they share the memory of GPUs and must start one after the other."""
+        shares = self.config.turns.enabled or (self.config.has_generator and shares_gpu(self.config))
+        return set(self.clients) if shares else set()
+
+    async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
+        """Spawn what is missing of trainer and generator, and wait until they are ready."""
+        trainer, generator = await self._spawn(setup)
+        with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
+            # The report needs matplotlib. Here its import delays nothing, because the actors take longer.
+            importing = asyncio.to_thread(import_module, "controllers.report")
+            await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
+        return trainer, generator
+
+    async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
+        """Spawn trainer and generator. If they share a GPU, the trainer is ready first, because vLLM measures the free memory when it starts."""
+        config = self.config
+        if not config.has_generator:
+            # The controller of a config without a generator never uses the generator of its run.
+            return self.spawn_trainer(), cast(GeneratorClient, None)
+        if config.turns.enabled or shares_gpu(config):
+            trainer = self.spawn_trainer()
+            with setup("starting trainer"):
+                await trainer.ready()
+                await trainer.offload(config.turns.parts)
+            return trainer, self.spawn_generator()
+        generator = self.spawn_generator()  # first, because it takes longer than the trainer
+        return self.spawn_trainer(), generator
+
+    async def close(self) -> None:
+        """End all processes, in at most CLOSE_TIMEOUT seconds."""
+        for watch in self._watches.values():
+            watch.cancel()
+        closing = [client.kill() if role in self.deaths else client.close() for role, client in self.clients.items()]
+        done = asyncio.gather(*closing, self._close_transport(), return_exceptions=True)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done, CLOSE_TIMEOUT)
+
+    async def _close_transport(self) -> None:
+        transport = await self.transport
+        await transport.close()
+
+
+async def _end(task: asyncio.Task[T]) -> None:
+    """Cancel a task and wait for its end. Raises TimeoutError if it does not end."""
+    task.cancel()
+    _, running = await asyncio.wait((task,), timeout=END_TIMEOUT)
+    if running:
+        raise TimeoutError(f"the work of the run did not end within {END_TIMEOUT:g} s after the death of an actor")
+    if not task.cancelled():
+        task.exception()  # otherwise asyncio prints that nobody asked for it
+
+
+def shares_gpu(config: "RunConfig") -> bool:
+    """True if the generator shares a GPU with a rank of the trainer. The rank must not take memory while vLLM measures the free memory."""
+    return torch.cuda.is_available() and overlap(config.trainer.gpus(), config.generator.gpus())
+
+
+async def _opened_transport(config: "RunConfig", folder: RunFolder) -> Transport:
+    transport = await asyncio.to_thread(make_transport, config, folder)
+    timeout = config.trainer.setup_timeout
+    try:
+        await asyncio.wait_for(transport.open(), timeout)
+    except TimeoutError:
+        raise TimeoutError(f"the transport {config.transport} did not open within {timeout:g} s") from None
+    return transport
+
+
+def make_transport(config: "RunConfig", folder: RunFolder) -> Transport:
+    """The transport of the config."""
+    if config.transport == "files":
+        return rl_actors.FilesTransport(folder.path.absolute() / "weights")
+    return rl_actors.MemoryTransport() if config.transport == "memory" else default_transport(config.weights)

@@ -1,0 +1,89 @@
+"""Survival inside a run: after the death of an actor the run goes on from its newest complete checkpoint. Trains nothing itself.
+
+A recovery is a resume in the same process. The dead actor is replaced, the others stay. The random states, the trainers and the
+controller's state are those of the checkpoint, and the training function is called again, which publishes the weights and brings the
+generators to their version. Steps since the checkpoint train on the rollouts that they had before (see survival.RecordedQueue).
+Without a checkpoint the run begins again from the weights that its seed or hf_path gives.
+
+An error that no death has caused ends the run.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, cast
+
+from controllers import checkpoints
+from controllers.actors import Actors, Death
+from controllers.critic import FOLDER as CRITIC
+from controllers.run import Run, make_turns
+from rl_actors import TrainerClient
+
+Train = Callable[[Run[Any]], Awaitable[None]]
+
+
+async def train_to_end(run: Run[Any], train: Train) -> None:
+    """Train to the last step, and write the last checkpoint. Goes on after deaths of actors, as often as the config allows.
+
+    Raises the first death of the last hour if there were too many, and the error of the run if it is no death's.
+    """
+    if run.actors is None:
+        await _train(run, train)
+        return
+    work = _train(run, train)
+    while True:
+        try:
+            await run.actors.until_death(work)
+        except Death as death:
+            await _pause(run, run.actors, death.error)
+            work = _go_on(run, run.actors, train)
+        else:
+            return
+
+
+async def _train(run: Run[Any], train: Train) -> None:
+    await train(run)
+    await run.checkpoints.finish()
+
+
+async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
+    await _restore(run, actors)
+    await _train(run, train)
+
+
+async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
+    """Tell of the death, and wait before the restart. Raises the first death of the hour if there were too many."""
+    pause = actors.restarts.pause_after(death)
+    run.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
+    limit = run.config.survival.max_restarts_per_hour
+    run.log.note(f"{death}; restart {actors.restarts.total} (at most {limit} an hour) in {pause:g} s")
+    run.last_state = {}  # a signal during the recovery must not write a checkpoint
+    await actors.bury(actors.all_together())
+    await asyncio.sleep(pause)
+
+
+async def _restore(run: Run[Any], actors: Actors) -> None:
+    """Replace the dead actors, and bring everything to the state of the newest complete checkpoint."""
+    await run.checkpoints.abandon()
+    run.interruption.raise_if_asked()
+    checkpoints.remove_incomplete(run.folder.checkpoints)
+    newest = checkpoints.newest(run.folder.checkpoints)
+    run.state = checkpoints.read(newest) if newest else {}
+    if newest is None:
+        await actors.bury({"trainer", "critic"})  # only a new trainer has the first weights
+    elif not (newest / CRITIC).is_dir():
+        await actors.bury({"critic"})  # it begins with a head of zeros
+    run.trainer, run.generator = await actors.start(run.log.setup)
+    run.turns = make_turns(run.config, run.trainer, run.generator, run.timer)
+    run.partners.clear()
+    for role in actors.clients.keys() & {"trainer", "critic"}:
+        await cast(TrainerClient, actors.clients[role]).discard_gradients()
+    if newest is None:
+        checkpoints.seed_random(run.config.seed)
+    else:
+        checkpoints.restore_random_states(run.state["random"])
+        with run.log.setup(f"going on from {newest}"):
+            await run.trainer.load_checkpoint(str(newest / "trainer"))
+    run.saved_step = run.state.get("step", 0)
+    run.log.rewind(run.saved_step)
+    run.timer.reset()
+    run.interruption.raise_if_asked()

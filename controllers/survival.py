@@ -1,0 +1,174 @@
+"""The limits within which a run survives the death of an actor, and the batches that a recovered run trains on again. Knows no actors."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Self
+
+from controllers.checkpoints import Checkpoints, State, random_states, restore_random_states
+from controllers.rollout_queue import RolloutQueue
+from controllers.rollouts import RolloutBatch
+from controllers.run_folder import Record
+
+HOUR = 3600.0  # seconds
+LONGEST_PAUSE = 60.0
+"""Seconds between a death and a restart, at most."""
+BYTES_PER_TOKEN = 200
+"""Memory of one recorded token: its number, logprob, version and texts in the group, and its position in five columns of the sample."""
+
+
+@dataclass(kw_only=True)
+class SurvivalConfig:
+    max_restarts_per_hour: int = 10
+    """Largest number of restarts in an hour. At the next death the run ends with the error of the first death of that hour. 0: the first death
+    ends the run."""
+    backoff: float = 1.0
+    """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
+    first death there is none."""
+    silent_after: float = 60.0
+    """Seconds in which every process of an actor must say that it is there, also while it runs a call. A process that does not is killed."""
+    recorded_gigabytes: float = 4.0
+    """Largest memory of the rollouts since the last checkpoint, which a recovered run trains on again. If they take more, the oldest are
+    dropped, and the problems of the repeated steps are completed again."""
+
+    def validate(self) -> None:
+        """Raises ValueError naming the field, its value and the limit."""
+        for name in ("max_restarts_per_hour", "backoff", "recorded_gigabytes"):
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ValueError(f"survival.{name}={getattr(self, name)}; it must be finite and at least 0")
+        if not 1 <= self.silent_after < float("inf"):
+            raise ValueError(f"survival.silent_after={self.silent_after}; it must be finite and at least 1 second")
+
+
+class Restarts:
+    """Counts restarts, and says when one more is too many."""
+
+    def __init__(self, config: SurvivalConfig, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config, self.clock = config, clock
+        self.total = 0
+        self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: when, and why
+
+    def pause_after(self, death: Exception) -> float:
+        """Seconds to wait before the restart. Raises the first error of the last hour if there would be too many restarts."""
+        now = self.clock()
+        while self._deaths and self._deaths[0][0] <= now - HOUR:
+            self._deaths.popleft()
+        self._deaths.append((now, death))
+        num_deaths, limit = len(self._deaths), self.config.max_restarts_per_hour
+        if num_deaths > limit:
+            first = self._deaths[0][1]
+            if limit:
+                first.add_note(
+                    f"the first of {num_deaths} deaths within an hour; survival.max_restarts_per_hour={limit}; the last one: {death}"
+                )
+            raise first
+        self.total += 1
+        return 0.0 if num_deaths == 1 else min(self.config.backoff * 2 ** (num_deaths - 2), LONGEST_PAUSE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedStep:
+    """The batch of a step, and what the controller's state was when the step got it."""
+
+    batch: RolloutBatch
+    state: State  # of the queue
+    random: State  # the global random states, because a reward may have drawn from them
+
+    @property
+    def num_bytes(self) -> int:
+        return BYTES_PER_TOKEN * sum(len(sample) for sample in self.batch.samples)
+
+
+class Recording:
+    """The batches of the steps since the newest complete checkpoint, by step."""
+
+    def __init__(self, max_bytes: float = SurvivalConfig.recorded_gigabytes * 1e9) -> None:
+        self.max_bytes = max_bytes
+        self.steps: dict[int, RecordedStep] = {}
+
+    def keep(self, step: int, recorded: RecordedStep) -> None:
+        self.steps[step] = recorded
+        while sum(each.num_bytes for each in self.steps.values()) > self.max_bytes:
+            del self.steps[min(self.steps)]
+
+    def forget(self, step: int) -> None:
+        """Drop the batches up to this step, because a complete checkpoint has it."""
+        self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
+
+    def after(self, step: int) -> dict[int, RecordedStep]:
+        """The batches of the steps step + 1, step + 2, … up to the last one. Empty if step + 1 is not there: the others are dropped then."""
+        found: dict[int, RecordedStep] = {}
+        while step + 1 in self.steps:
+            step += 1
+            found[step] = self.steps[step]
+        self.steps = dict(found)
+        return found
+
+
+class RecordedQueue:
+    """A RolloutQueue, before which the recorded batches come. It records every batch that the queue gives."""
+
+    def __init__(self, queue: RolloutQueue, recording: Recording, checkpoints: Checkpoints, *, steps_done: int) -> None:
+        """queue: at the place of the newest checkpoint, after steps_done steps."""
+        self.queue, self.recording, self.checkpoints, self.step = queue, recording, checkpoints, steps_done
+        self.left = recording.after(steps_done)
+        self.repeated: RecordedStep | None = None  # the step that is being repeated
+        if self.left:
+            last = self.left[max(self.left)]
+            queue.cursor, queue.pending = last.state["cursor"], list(last.state["pending"])
+
+    async def __aenter__(self) -> Self:
+        await self.queue.__aenter__()
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self.queue.__aexit__(*error)
+
+    async def next_batch(self, version: int) -> RolloutBatch:
+        """The recorded batch of the next step, or else the queue's."""
+        self.step += 1
+        self.recording.forget(self.checkpoints.saved_step)
+        self.repeated = self.left.pop(self.step, None)
+        if self.repeated is not None:
+            restore_random_states(self.repeated.random)
+            return self.repeated.batch
+        batch = await self.queue.next_batch(version)
+        self.recording.keep(self.step, RecordedStep(batch=batch, state=self.queue.state(), random=random_states()))
+        return batch
+
+    def state(self) -> State:
+        """The queue's part of a checkpoint."""
+        return self.queue.state() if self.repeated is None else self.repeated.state
+
+    def update(self):
+        """As RolloutQueue.update."""
+        return self.queue.update()
+
+
+class Recoveries:
+    """The restarts of a run, as its records and restarts.jsonl show them."""
+
+    def __init__(self) -> None:
+        self.num_restarts = 0
+        self._line: Record | None = None  # of the restart that has not reached a step yet
+        self._began = 0.0
+
+    def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
+        """A restart begins. step: the last one that was recorded. If the former restart did not reach a step, its line is written now."""
+        if self._line is not None:
+            write(self._line | {"first_step": None, "seconds": None})
+        self.num_restarts += 1
+        self._began = time.monotonic()
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._line = {"restart": self.num_restarts, "time": now, "after_step": step, "cause": str(death)}
+
+    def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
+        """Metrics of a step. With the first step after a restart, the line of the restart is written."""
+        found: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
+        if self._line is not None:
+            found["time/recovery"] = time.monotonic() - self._began
+            write(self._line | {"first_step": step, "seconds": found["time/recovery"]})
+            self._line = None
+        return found

@@ -1,0 +1,318 @@
+"""Runs whose actors die: the real controller and engine in one process, with recorded rollouts. A recovered run writes the lines of an undisturbed one."""
+
+import asyncio
+import contextlib
+import io
+import json
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+from test_resumed_run import (
+    ALPHABET,
+    BeforeCall,
+    EngineTrainer,
+    NoisyReward,
+    RecordedGenerator,
+    grpo_config,
+    lines,
+    nothing,
+)
+
+from controllers import checkpoints, cli, launch
+from controllers.actors import Actors
+from controllers.checkpoints import Checkpoints
+from controllers.environments import Environment, Scorer
+from controllers.grpo import GRPOConfig, train
+from controllers.interruption import Interruption
+from controllers.metrics import MetricsLogger
+from controllers.run import Run
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.survival import HOUR, Restarts, SurvivalConfig
+from controllers.tokenizer import build_character_tokenizer, load_tokenizer
+from controllers.validation import build_sets
+from rl_actors.clients.base import ActorDiedError
+from tests.fakes import ParityReward
+
+
+class MortalTrainer(EngineTrainer):
+    """An EngineTrainer with the calls by which a run starts, watches and ends a client. It dies where `fate` says."""
+
+    name = "trainer"
+
+    def __init__(self, engine, before: BeforeCall, interruption: Interruption, fate: "Fate") -> None:
+        super().__init__(engine, None, before, interruption)
+        self.fate = fate
+        self.died: asyncio.Future[ActorDiedError] = asyncio.get_running_loop().create_future()
+
+    async def ready(self) -> None: ...
+
+    async def death(self, silent_after: float) -> ActorDiedError:
+        return await self.died
+
+    async def kill(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def discard_gradients(self) -> None:
+        self.engine.discard_gradients()
+
+    async def forward_backward(self, samples, loss):
+        await self.fate("forward_backward", self)
+        return await super().forward_backward(samples, loss)
+
+    async def optim_step(self, params):
+        await self.fate("optim_step", self)
+        return await super().optim_step(params)
+
+    async def push_model_state_dict(self):
+        await self.fate("push", self)
+        return await super().push_model_state_dict()
+
+    async def load_checkpoint(self, path):
+        await self.fate("load", self)
+        return await super().load_checkpoint(path)
+
+
+class Fate:
+    """Kills a trainer at calls of these names and numbers: {("optim_step", 7): "raises"}.
+
+    raises: the call raises the error of the death. hangs: the call does not end, and only the watch of the processes tells. other: the call
+    raises another error, as a rank does whose neighbour has died.
+    """
+
+    def __init__(self, deaths: dict[tuple[str, int], str]) -> None:
+        self.deaths, self.calls = deaths, []
+
+    async def __call__(self, call: str, trainer: MortalTrainer) -> None:
+        self.calls.append(call)
+        way = self.deaths.get((call, self.calls.count(call)))
+        if way is None:
+            return
+        error = ActorDiedError(f"trainer: the process of rank 0 (pid 1) ended during {call}", "trainer")
+        if way == "raises":
+            raise error
+        trainer.died.set_result(error)
+        if way == "other":
+            raise RuntimeError("Connection closed by peer")
+        await asyncio.Event().wait()
+
+
+class MortalActors(Actors):
+    """Actors without processes. Every spawned trainer has the weights that the first one had."""
+
+    def __init__(self, config, folder, make_trainer: Callable[[], MortalTrainer], generator) -> None:
+        self.make_trainer, self.generator, self.num_trainers = make_trainer, generator, 0
+        super().__init__(config, folder, verbose=False)
+
+    def _open_transport(self) -> None: ...
+
+    async def _close_transport(self) -> None: ...
+
+    async def _store_error(self) -> str:
+        return ""
+
+    def spawn_trainer(self):
+        def spawn():
+            self.num_trainers += 1
+            return self.make_trainer()
+
+        return self._client("trainer", spawn)
+
+    def spawn_generator(self):
+        return self.generator
+
+
+@pytest.fixture
+def run(make_engine, monkeypatch):
+    """run(folder, deaths): a run whose trainer dies there; its exit status. `run.actors` are the actors of the last one."""
+    monkeypatch.setattr("controllers.report.write_report", lambda _: None)
+
+    def run(
+        folder: RunFolder,
+        deaths: dict[tuple[str, int], str] | None = None,
+        *,
+        config: GRPOConfig | None = None,
+        environment: Environment | None = None,
+        before: BeforeCall = nothing,
+    ) -> int:
+        interruption, fate, chosen = Interruption(), Fate(deaths or {}), config or grpo_config()
+
+        @contextlib.asynccontextmanager
+        async def open_run(config, folder, environment, validation_sets, tokenizer, setup, *, verbose):
+            generator = RecordedGenerator(before, interruption)
+            make_trainer = partial(MortalTrainer, before=before, interruption=interruption, fate=fate)
+            run.actors = MortalActors(config, folder, lambda: make_trainer(make_engine()), generator)
+            trainer, _ = await run.actors.start(setup)
+            saver = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints)
+            yield Run(
+                config=config,
+                folder=folder,
+                environment=environment,
+                validation_sets=validation_sets,
+                tokenizer=tokenizer,
+                trainer=trainer,
+                generator=generator,
+                checkpoints=saver,
+                spawn_reference=None,
+                spawn_critic=None,
+                actors=run.actors,
+            )
+
+        monkeypatch.setattr(launch, "open_run", open_run)
+        names = ("eval_only", "save_config", "dry_run", "plan", "verbose")
+        invocation = cli.Invocation(
+            config=chosen, config_name="c", output_dir=folder.path, resume=None, **dict.fromkeys(names, False)
+        )
+        build_character_tokenizer(folder.path / "tokenizer", ALPHABET)
+        tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
+        random.seed(0)
+        sets = build_sets(task, {}, seed=0)
+        run.output = io.StringIO()
+        work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), run.output, interruption)
+        return asyncio.run(launch._until_signal(work, interruption))
+
+    return run
+
+
+@pytest.fixture
+def whole(run, tmp_path) -> RunFolder:
+    folder = RunFolder(tmp_path / "whole")
+    assert run(folder) == 0
+    return folder
+
+
+def without_restarts(folder: RunFolder) -> list[dict]:
+    return [{key: value for key, value in line.items() if key != "restarts"} for line in lines(folder)]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("deaths", "checkpoint_every"),
+    [
+        pytest.param({("optim_step", 4): "hangs"}, 2, id="in the supervised phase", marks=SLOW),
+        pytest.param({("optim_step", 4): "hangs"}, 0, id="in the supervised phase, without checkpoints", marks=SLOW),
+        pytest.param({("optim_step", 12): "raises"}, 2, id="in a step", marks=SLOW),
+        pytest.param({("optim_step", 12): "raises"}, 0, id="in a step, without checkpoints"),
+        pytest.param({("forward_backward", 24): "other"}, 2, id="an error of another rank comes first", marks=SLOW),
+        pytest.param({("push", 5): "hangs", ("push", 6): "hangs"}, 2, id="twice, the second time in the recovery"),
+    ],
+)
+def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed_one(
+    run, whole, tmp_path, deaths, checkpoint_every
+):
+    folder = RunFolder(tmp_path / "run")
+    config = replace(grpo_config(), checkpoint_every=checkpoint_every)
+    assert run(folder, deaths, config=config) == 0
+    assert run.actors.num_trainers == 1 + len(deaths)
+    assert without_restarts(folder) == lines(whole)
+    assert read_jsonl(folder.rollouts) == read_jsonl(whole.rollouts)
+    assert read_jsonl(folder.validation) == read_jsonl(whole.validation)
+    restarts = read_jsonl(folder.restarts)
+    assert [line["restart"] for line in restarts] == list(range(1, 1 + len(deaths)))
+    assert all("trainer: the process of rank 0" in line["cause"] for line in restarts)
+    assert lines(folder)[-1]["restarts"] == len(deaths)
+    assert f"restart {len(deaths)} (at most 10 an hour)" in run.output.getvalue()
+
+
+def test_steps_since_the_checkpoint_train_on_the_rollouts_that_they_had(run, tmp_path):
+    asked = []
+
+    async def count(call: str, _) -> None:
+        asked.append(call)
+
+    config = replace(grpo_config(), checkpoint_every=100)
+    config.rollouts.max_refills = 0
+    undisturbed = RunFolder(tmp_path / "undisturbed")
+    assert run(undisturbed, config=config, before=count) == 0
+    num_calls = asked.count("generate")
+    asked.clear()
+    assert run(RunFolder(tmp_path / "run"), {("optim_step", 13): "raises"}, config=config, before=count) == 0
+    assert asked.count("generate") == num_calls  # the five repeated batches were not sampled again
+
+
+def test_a_run_ahead_whose_trainer_dies_skips_no_problem_and_trains_on_none_twice(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
+    config, environment = grpo_config(), ParityReward(0.0, 20)
+    config.rollouts.max_staleness = 4  # two steps of two versions
+    folder = RunFolder(tmp_path / "run")
+    deaths = {("optim_step", 9): "hangs", ("optim_step", 17): "raises"}
+    assert run(folder, deaths, config=config, environment=environment) == 0
+    state = checkpoints.read(checkpoints.newest(folder.checkpoints))
+    used = [line["prompt"] for line in read_jsonl(folder.rollouts)]
+    drawn = [environment.problem(index).prompt for index in range(5 * 8, state["cursor"])]
+    assert len(used) == len(set(used))
+    assert sorted(used + [environment.problem(index).prompt for index in state["pending"]]) == sorted(drawn)
+
+
+def test_a_bug_in_the_reward_ends_the_run_at_once(run, tmp_path):
+    class Buggy(ParityReward):
+        def reward(self, problem, completion):
+            return {}["no such key"]
+
+    with pytest.raises(KeyError, match="no such key"):
+        run(RunFolder(tmp_path / "run"), environment=Buggy(0.0, 20))
+    assert run.actors.num_trainers == 1 and not RunFolder(tmp_path / "run").restarts.exists()
+
+
+def test_beyond_the_limit_the_run_ends_with_the_first_cause(run, tmp_path):
+    config = replace(grpo_config(), survival=SurvivalConfig(max_restarts_per_hour=1))
+    folder = RunFolder(tmp_path / "run")
+    with pytest.raises(ActorDiedError, match="ended during optim_step") as error:
+        run(folder, {("optim_step", 12): "raises", ("push", 7): "hangs"}, config=config)
+    assert str(error.value).endswith("ended during optim_step")
+    [note] = error.value.__notes__
+    assert note.startswith("the first of 2 deaths within an hour; survival.max_restarts_per_hour=1; the last one: ")
+    assert "ended during push" in note
+    assert json.loads(folder.outcome.read_text())["status"] == "failed"
+    assert checkpoints.newest(folder.checkpoints) is not None
+
+
+def test_a_signal_during_a_recovery_ends_the_run(run, tmp_path):
+    async def signals(call: str, interruption: Interruption) -> None:
+        if call == "forward_backward" and run.actors.num_trainers == 2 and interruption.received is None:
+            signal.raise_signal(signal.SIGTERM)
+            while interruption.received is None:
+                await asyncio.sleep(0)
+
+    folder = RunFolder(tmp_path / "run")
+    assert run(folder, {("optim_step", 12): "raises"}, before=signals) == 128 + signal.SIGTERM
+    assert checkpoints.read(checkpoints.newest(folder.checkpoints))["step"] >= 7
+
+
+def test_restarts_are_limited_within_an_hour_and_wait_longer_each_time():
+    now = [0.0]
+    restarts = Restarts(SurvivalConfig(max_restarts_per_hour=3, backoff=2.0), clock=lambda: now[0])
+    deaths = [RuntimeError(str(number)) for number in range(9)]
+    assert [restarts.pause_after(death) for death in deaths[:3]] == [0.0, 2.0, 4.0]
+    now[0] = HOUR + 1
+    assert [restarts.pause_after(death) for death in deaths[3:6]] == [0.0, 2.0, 4.0]
+    with pytest.raises(RuntimeError, match="^3$"):
+        restarts.pause_after(deaths[6])
+    assert restarts.total == 6
+
+
+def test_no_restart_at_all_if_the_config_says_so():
+    with pytest.raises(RuntimeError, match="^died$") as error:
+        Restarts(SurvivalConfig(max_restarts_per_hour=0)).pause_after(RuntimeError("died"))
+    assert not hasattr(error.value, "__notes__")
+
+
+def test_pauses_do_not_grow_beyond_a_minute():
+    restarts = Restarts(SurvivalConfig(max_restarts_per_hour=100, backoff=10.0), clock=lambda: 0.0)
+    assert [restarts.pause_after(RuntimeError()) for _ in range(6)] == [0.0, 10.0, 20.0, 40.0, 60.0, 60.0]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"max_restarts_per_hour": -1}, {"backoff": float("inf")}, {"silent_after": 0.5}, {"recorded_gigabytes": -1}],
+)
+def test_limits_of_survival_are_checked(values):
+    [(name, value)] = values.items()
+    with pytest.raises(ValueError, match=f"survival.{name}={value}; it must be"):
+        SurvivalConfig(**values).validate()
