@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -44,38 +44,87 @@ class Request:
 
 
 class SlotServer:
-    """Serves the slots of this process to readers that know the secret. It ends with the process, or when nobody holds it any more."""
+    """Serves the slots of this process to readers that know the secret.
+
+    It ends with the process, or when nobody holds it any more. Then its threads and connections end, too.
+    """
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
         """find: token -> the slot. host: address to bind to."""
         self.socket = socket.create_server((host, 0))
         self.address: tuple[str, int] = self.socket.getsockname()[:2]
-        accepting = threading.Thread(
-            target=_accept, args=(self.socket, find, secret, timeout), name="weights_server", daemon=True
-        )
-        accepting.start()
-        weakref.finalize(self, _close, self.socket)
+        connections = Connections()
+        arguments = (self.socket, connections, find, secret, timeout)
+        threading.Thread(target=_accept, args=arguments, name="weights_server", daemon=True).start()
+        weakref.finalize(self, _close, self.socket, connections)
 
 
-def _close(server: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in another thread
+class Connections:
+    """The open connections of a server."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._is_closed = False
+
+    @contextlib.contextmanager
+    def of(self, connection: socket.socket) -> Iterator[None]:
+        """Context manager of a connection, which is closed at the end. It has ended already if the server has."""
+        with connection:
+            with self._guard:
+                self._open.add(connection)
+                if self._is_closed:
+                    _shut_down(connection)
+            try:
+                yield
+            finally:
+                with self._guard:
+                    self._open.discard(connection)
+
+    def close(self) -> None:
+        """End all connections: whoever waits for one gets an OSError."""
+        with self._guard:
+            self._is_closed = True
+            for connection in self._open:
+                _shut_down(connection)
+
+
+def _close(server: socket.socket, connections: Connections) -> None:
+    _shut_down(server)  # ends the accept that waits in another thread
     server.close()
+    connections.close()
 
 
-def _accept(server: socket.socket, find: Callable[[bytes], Slot | None], secret: bytes, timeout: float) -> None:
+def _shut_down(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _accept(
+    server: socket.socket,
+    connections: Connections,
+    find: Callable[[bytes], Slot | None],
+    secret: bytes,
+    timeout: float,
+) -> None:
     while True:
         try:
             connection, _ = server.accept()
         except OSError:  # it was closed
             return
-        arguments = (connection, find, secret, timeout)
+        arguments = (connection, connections, find, secret, timeout)
         threading.Thread(target=_serve, args=arguments, name="weights_stream", daemon=True).start()
 
 
-def _serve(connection: socket.socket, find: Callable[[bytes], Slot | None], secret: bytes, timeout: float) -> None:
+def _serve(
+    connection: socket.socket,
+    connections: Connections,
+    find: Callable[[bytes], Slot | None],
+    secret: bytes,
+    timeout: float,
+) -> None:
     """Answer one request. A reader that goes away, or that has a wrong secret, ends only its own connection."""
-    with connection, contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError), connections.of(connection):
         connection.settimeout(timeout)
         nonce = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(nonce)

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 from dataclasses import replace
 
 import pytest
@@ -220,3 +221,23 @@ def test_a_server_ends_with_its_transport():
     del served
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(address, timeout=GUARD)
+
+
+def weight_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name in ("weights_server", "weights_stream")]
+
+
+def test_the_threads_of_a_server_end_with_it():
+    before = weight_threads()
+    served = Served(num_ranks=2)
+    over_tcp(served.write(1))
+    started = [thread for thread in weight_threads() if thread not in before]
+    assert len(started) >= 2
+    with socket.create_connection(served.servers[0].address, timeout=GUARD) as idle:  # a reader that asks for nothing
+        wait_until(lambda: len([thread for thread in weight_threads() if thread not in before]) >= 3)
+        started = [thread for thread in weight_threads() if thread not in before]
+        del served
+        for thread in started:
+            thread.join(10)
+        assert not any(thread.is_alive() for thread in started)
+        idle.close()
