@@ -282,6 +282,30 @@ class TrainerConfig:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class RestartPolicy:
+    """When an actor is taken for dead, and how often it is started again."""
+
+    max_per_hour: int = 10
+    """Largest number of restarts in an hour. After the next death every call raises the error of the first death of that hour. 0: the
+    actor is never started again."""
+    backoff: float = 1.0
+    """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
+    first death there is none."""
+    silent_after: float = 120.0
+    """Seconds without a sign of life after which an actor is killed: its process does not answer, or it works on one thing for so long, such
+    as a step of vLLM or the load of a version."""
+
+    def validate(self, name: str) -> None:
+        """Raises ValueError naming the field, its value and the limit. name: of the field with this policy."""
+        for field_name in ("max_per_hour", "backoff"):
+            value = getattr(self, field_name)
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name}.{field_name}={value}; it must be finite and at least 0")
+        if not 1 <= self.silent_after < float("inf"):
+            raise ValueError(f"{name}.silent_after={self.silent_after}; it must be finite and at least 1 second")
+
+
 WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "tcp"]
 
 
@@ -352,7 +376,9 @@ class GeneratorConfig:
     setup_timeout: float = 300.0
     """Seconds in which the engine must start."""
     call_timeout: float = 600.0
-    """Seconds in which every other call must answer."""
+    """Seconds in which every other call must answer. The completions of a call come prompt by prompt, and each prompt has this time."""
+    restarts: RestartPolicy = field(default_factory=RestartPolicy)
+    """Restarts of every generator that the client has spawned."""
 
     def gpus(self) -> range:
         """Indices of the GPUs of all replicas, on a machine that has GPUs."""
@@ -385,6 +411,7 @@ class GeneratorConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ValueError(f"generator.{name}={value}; it must be positive")
+        self.restarts.validate("generator.restarts")
         if self.own_process is False and self.tensor_parallel > 1:
             raise ValueError(
                 f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of their own"

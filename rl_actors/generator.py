@@ -17,7 +17,15 @@ from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, announce, find
-from rl_actors.types import MAX_NAMES_REPORTED, Completion, DeviceMemory, GeneratorInfo, SamplingParams, Transfer
+from rl_actors.types import (
+    MAX_NAMES_REPORTED,
+    Completion,
+    DeviceMemory,
+    GeneratorInfo,
+    Heartbeat,
+    SamplingParams,
+    Transfer,
+)
 from rl_actors.validation import validate_prompts, validate_pull, validate_sampling_params, validate_sequences
 from rl_actors.vllm import sleeping
 from rl_actors.vllm.engine import EngineThread
@@ -78,6 +86,14 @@ class Generator(Actor):
     async def probe(self) -> Probe:
         """A Probe on the process of this actor."""
         return await probe_here()
+
+    @concurrent_endpoint
+    @sends_errors
+    async def heartbeat(self) -> Heartbeat:
+        """A sign of life. Raises EngineDiedError if the engine has failed for good."""
+        if self._engine is None:
+            return Heartbeat(is_idle=True, num_done=0)  # the time of the setup is limited by its caller
+        return self._engine.heartbeat()
 
     @property
     def engine(self) -> EngineThread:

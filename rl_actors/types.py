@@ -7,6 +7,7 @@ T positions of one sample, C completion tokens, K targets of one position.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import torch
@@ -299,6 +300,19 @@ class TrainerInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    """A sign of life of a generator."""
+
+    is_idle: bool  # whether its engine waits for requests
+    num_done: int  # pieces of work that the engine has done: steps, and commands such as a pull
+
+
+ReplicaState = Literal["starting", "healthy", "stale", "dead", "restarting", "retired"]
+"""State of one of a client's generators. starting: its first process starts. healthy: calls go to it. stale: it runs, but its weights are not
+those of the last pull. dead: it has ended or was killed. restarting: another process starts in its place. retired: it is not started again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
     """State and limits of a generator. With several replicas `info` gives that of the one with the oldest weights; its `replicas` has all."""
 
@@ -309,6 +323,8 @@ class GeneratorInfo:
     last_pull: Transfer | None = None  # None: no pull has brought weights
     asleep: int = 0  # level of the sleep; 0: awake
     replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
+    state: ReplicaState = "healthy"  # an info in another state is the last one that is known
+    restarts: int = 0  # times that it was started again, or that all replicas were
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

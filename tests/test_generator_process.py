@@ -22,8 +22,8 @@ from rl_actors import (
     validation,
 )
 from rl_actors.clients import base
-from rl_actors.clients.generator import process_environment
-from rl_actors.clients.replicas import config_of_replica
+from rl_actors.clients.generator import config_of_replica
+from rl_actors.clients.one_generator import process_environment
 from rl_actors.processes import threads
 from rl_actors.vllm import cpu, gpu
 from rl_actors.vllm.start import require_machine

@@ -1,18 +1,25 @@
-"""The client of a generator. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL."""
+"""The client of a generator, or of several with the same weights. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL.
 
-import contextlib
+This file has the calls and the checks of their input. fleet.py has what they do.
+"""
+
+import sys
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Literal, TypeVar
 
+import torch
 from torch import Tensor
 
-from rl_actors.clients.base import ATTACH_TIMEOUT, Client
+from rl_actors.clients.base import ATTACH_TIMEOUT, ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
 from rl_actors.clients.finished_groups import FinishedGroups
+from rl_actors.clients.fleet import Fleet
 from rl_actors.clients.limits import GeneratorLimits
-from rl_actors.config import GeneratorConfig
+from rl_actors.clients.one_generator import OneGenerator
+from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.generator import Generator
-from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, SamplingParams, Transfer
@@ -23,17 +30,15 @@ from rl_actors.vllm.start import require_machine
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh
 
-FIRST_PULL_TIMEOUT = 60.0
-"""Seconds that the first pull waits for its version. The pull begins after the answer of the push, so the version is published already."""
-
 T = TypeVar("T")
 Check = Callable[[GeneratorLimits], None]
 """A function that raises ValueError or TypeError for a call that the generator would refuse."""
 
 
 class GeneratorClient(Client):
-    """The client of one generator. Any number of calls run at the same time. Each waits until the generator is ready.
+    """The client of one or several generators. Any number of calls run at the same time. Each waits until the generators are ready.
 
+    A generator that the client spawned is started again when it dies. Calls do not notice more than the time that this takes.
     Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client that did not spawn
     it knows them after the setup; before that, these checks run when the call is sent.
     """
@@ -59,9 +64,31 @@ class GeneratorClient(Client):
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else limits
         self._transport = transport
-        self._first_version = first_version
-        self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
+        num_generators = 1 if config is None else config.replicas
+        spawns: dict[str, Callable[[], OneGenerator]] = {}
+        for index in range(num_generators):
+            each = name if num_generators == 1 else f"{name}-{index}"
+            spawns[each] = partial(
+                self._spawn_one,
+                mesh,
+                name=each,
+                config=None if config is None else config_of_replica(config, index),
+                transport=transport,
+                call_timeout=call_timeout,
+                setup_timeout=setup_timeout,
+                logs=self._logs,
+            )
+        # The fleet has no reference to this object, which is collected as soon as nobody holds it.
+        self._fleet = Fleet(
+            spawns,
+            RestartPolicy() if config is None else config.restarts,
+            first_version=first_version,
+            setup_timeout=setup_timeout,
+            tell=_ignore if self._is_quiet else _print,
+        )
         self._start()
+
+    _spawn_one = OneGenerator
 
     @classmethod
     def spawn(
@@ -80,10 +107,6 @@ class GeneratorClient(Client):
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
         check_config(config)
-        if config.replicas > 1:
-            from rl_actors.clients.replicas import ReplicatedGenerator
-
-            cls = ReplicatedGenerator
         return cls(
             None,
             name=name,
@@ -120,29 +143,51 @@ class GeneratorClient(Client):
         return client
 
     async def _set_up(self) -> None:
-        if self._mesh is None:
-            assert self.config is not None
-            processes = await self._spawn(1, process_environment(self.config))
-            transport = await self._transport if isinstance(self._transport, Call) else self._transport
-            self._mesh = processes.spawn(self.name, Generator, self.config, transport)
-        infos: list[GeneratorInfo] = await self._ask(self._mesh.setup, "setup", self.setup_timeout)
-        self._take(infos[0])
-        if self._processes is None:
-            self._probes = await self._ask(self._mesh.probe, "setup", self.setup_timeout)
-        if self._first_version is not None:
-            await self._pull(await self._first_version, FIRST_PULL_TIMEOUT)
-
-    def _take(self, info: GeneratorInfo) -> None:
+        await self._fleet.start()
+        info = await self._fleet.info()
         self._limits = GeneratorLimits.of_info(info)
         if info.policy_version >= 0:
             self._version = info.policy_version
+
+    @property
+    def num_restarts(self) -> int:
+        """Number of times that one of the generators was started again."""
+        return self._fleet.num_restarts
+
+    @property
+    def last_pull(self) -> Transfer | None:
+        """The last pull of this client; of several generators the slowest. It has no bytes if they had the version already."""
+        return self._fleet.last_pull
+
+    def on_news(self, tell: Callable[[str], None]) -> None:
+        """Give `tell` a line of text when a generator has died, and when another is in its place. It is called on the thread of the clients."""
+        self._fleet.tell = tell
+
+    async def _is_alive(self, timeout: float) -> bool:
+        return not self._closed and await self._fleet.answers_within(timeout)
+
+    async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
+        """The first death, when no generator is left and none is started again. silent_after is that of the config."""
+        try:
+            await self._started
+            cause = await self._fleet.end()
+        except Exception:  # the start has failed, or the client was closed
+            return None
+        return cause if isinstance(cause, ActorDiedError | ActorSilentError) else None
+
+    async def _close(self) -> None:
+        await self._fleet.close()
+        await super()._close()
+
+    async def _kill(self) -> None:
+        await self._fleet.kill()
 
     def info(self) -> Call[GeneratorInfo]:
         """Version and limits of the generator, and the file of its output."""
         return self._call("info", self._info)
 
     async def _info(self) -> GeneratorInfo:
-        return await self._one("info")
+        return await self._fleet.info()
 
     def generate(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
@@ -198,18 +243,13 @@ class GeneratorClient(Client):
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
     ) -> int:
         """The number of the call. indices: for each prompt its index in the caller's list, on which its seeds depend; None: its place in `prompts`."""
-        return await self._one("start_generate", prompts, params, indices, phase="generate")
+        return await self._fleet.start_generate(prompts, params, indices)
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
-        try:
-            return await self._one("finished_groups", call, at_least, phase="generate")
-        except BaseException:
-            await self.abort_generate(call)
-            raise
+        return await self._fleet.finished_groups(call, at_least)
 
     async def abort_generate(self, call: int) -> None:
-        with contextlib.suppress(Exception):  # the generator may have ended
-            await self._one("abort_generate", call)
+        await self._fleet.abort_generate(call)
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
         """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence.
@@ -222,7 +262,7 @@ class GeneratorClient(Client):
         )
 
     async def _compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        return await self._one("compute_logprobs", sequences)
+        return await self._fleet.compute_logprobs(sequences)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.
@@ -234,7 +274,7 @@ class GeneratorClient(Client):
         return self._call("pull_model_state_dict", self._pull, version, timeout, in_flight)
 
     async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
-        self.last_pull = await self._one("pull_model_state_dict", version, timeout, in_flight)
+        await self._fleet.pull(version, timeout, in_flight)
         self._version = version
         return version
 
@@ -249,14 +289,14 @@ class GeneratorClient(Client):
         return self._call("sleep", self._sleep, level)
 
     async def _sleep(self, level: int) -> DeviceMemory:
-        return await self._one("sleep", level)
+        return await self._fleet.sleep(level)
 
     def wake(self) -> Call[DeviceMemory]:
         """Take the memory again. Does nothing if the generator is awake."""
         return self._call("wake", self._wake)
 
     async def _wake(self) -> DeviceMemory:
-        return await self._one("wake")
+        return await self._fleet.wake()
 
     def _call(
         self, what: str, send: Callable[..., Coroutine[object, None, T]], *arguments: object, check: Check | None = None
@@ -278,13 +318,6 @@ class GeneratorClient(Client):
             check(self._limits)
         return await send(*arguments)
 
-    async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
-        """The answer of an endpoint. phase: the name in error texts, if it is not the endpoint's."""
-        answers: list[Any] = await self._ask(
-            getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
-        )
-        return answers[0]
-
 
 def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     """Copies of the prompts, because the caller may change them before they are sent. Tensors and arrays become lists."""
@@ -298,6 +331,14 @@ def _as_lists(prompts: Sequence[Sequence[int]]) -> list[Sequence[int]]:
     return copies
 
 
+def _print(line: str) -> None:
+    if sys.stderr.isatty() or hasattr(sys, "ps1"):
+        print(line, file=sys.stderr)
+
+
+def _ignore(line: str) -> None: ...
+
+
 def check_config(config: GeneratorConfig) -> None:
     """Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig."""
     require_config("GeneratorClient.spawn", config, GeneratorConfig)
@@ -306,10 +347,11 @@ def check_config(config: GeneratorConfig) -> None:
     require_machine(config)
 
 
-def process_environment(config: GeneratorConfig) -> dict[str, str]:
-    """The environment of a generator's process. Raises ValueError for a GPU that the program does not see."""
-    environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
-    if config.gpu is None:
-        return environment
-    require_gpu(config)
-    return environment | gpus.environment(config.gpus())
+def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
+    """The config of one replica. Its GPUs follow those of the replica before it. Requests without a seed draw from a seed of the replica."""
+    if config.replicas == 1:
+        return config
+    gpu = config.gpu
+    if torch.cuda.is_available():
+        gpu = (config.gpu or 0) + index * config.tensor_parallel
+    return replace(config, replicas=1, gpu=gpu, seed=config.seed + index)

@@ -1,211 +1,156 @@
-"""`ReplicatedGenerator`, the client of several generators with the same weights. A caller uses it as the client of one."""
+"""`Replica`, one place among the generators of a client: a generator, and after its death another one with the same config.
+
+The states of a replica, and what leads from one to the next:
+
+starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
+                                    └─────► retired
+
+Every state but retired leads to dead when a process has ended or is silent. A replica becomes healthy only after a complete pull of the
+version that the others have. So it never serves a transfer that broke.
+"""
 
 import asyncio
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+from rl_actors.clients.base import ActorDiedError
+from rl_actors.clients.one_generator import OneGenerator
+from rl_actors.clients.restarts import Restarts
+from rl_actors.config import RestartPolicy
+from rl_actors.types import ReplicaState
 
-from rl_actors.clients.generator import GeneratorClient
-from rl_actors.clients.routing import Router
-from rl_actors.config import GeneratorConfig
-from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, SamplingParams
-
-Groups = list[tuple[int, list[Completion]]]
-
-
-@dataclass(slots=True, kw_only=True)
-class Part:
-    """The prompts of a call that one replica has."""
-
-    replica: int
-    call: int  # the number of the replica's call
-    indices: list[int]  # of the prompts, in the whole call
-    num_left: int  # prompts that have not finished
-    fetching: "asyncio.Task[Groups] | None" = None
+logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, kw_only=True)
-class RoutedCall:
-    n: int  # completions of each prompt
-    parts: list[Part]
-    finished: Groups = field(default_factory=list)  # not yet fetched
+@dataclass(frozen=True, slots=True)
+class Watcher:
+    """The functions with which a fleet takes part in the lives of its replicas."""
 
-    def num_left(self) -> int:
-        return sum(part.num_left for part in self.parts)
+    changed: Callable[["Replica", str], None]
+    """Gets a replica whose state has changed, and a line of text if people want to know."""
+    refit: Callable[["Replica"], Awaitable[None]]
+    """Pulls the newest version into a replica. Raises an error if that fails for good."""
+    may_restart: Callable[[], Awaitable[object]]
+    """Waits until a process may start."""
 
 
-class ReplicatedGenerator(GeneratorClient):
-    """Spawns a process for each replica. All completions of a prompt come from one replica. A seed gives the same completions from each.
+class Replica:
+    """A place for a generator. `live` starts and ends its processes, unless the caller of the client has spawned it."""
 
-    A pull goes to all replicas at the same time.
-    """
+    def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
+        self.name, self.spawn, self.policy, self.watcher = name, spawn, policy, watcher
+        self.state: ReplicaState = "starting"
+        self.was_ready = False  # whether it was ever healthy
+        self.cause: Exception | None = None  # why it is retired
+        self.restarts = Restarts(policy)
+        self.client = spawn()
+        self._death: asyncio.Future[Exception]  # of `client`; from `live` on
+        self._died: float | None = None  # time of the first death since it was healthy
+        self._is_final = False  # whether the last death is one after which no restart is tried
+        self._is_stale = asyncio.Event()
 
-    def _start(self) -> None:
-        self.replicas = self._spawn_replicas()
-        self._router = Router(len(self.replicas))
-        self._routed: dict[int, RoutedCall] = {}
-        self._numbers = itertools.count()
-        super()._start()
-
-    def _spawn_replicas(self) -> list[GeneratorClient]:
-        assert self.config is not None
-        replicas = []
-        for index in range(self.config.replicas):
-            replica = GeneratorClient(
-                None,
-                name=f"{self.name}-{index}",
-                call_timeout=self.call_timeout,
-                setup_timeout=self.setup_timeout,
-                config=config_of_replica(self.config, index),
-                transport=self._transport,
-                first_version=self._first_version,
-                logs=self._logs,
-            )
-            replicas.append(replica)
-        return replicas
-
-    async def _set_up(self) -> None:
-        infos = await asyncio.gather(*(replica.info() for replica in self.replicas))
-        versions = {info.policy_version for info in infos if info.policy_version >= 0}
-        self._version = versions.pop() if len(versions) == 1 else None
-
-    async def _is_alive(self, timeout: float) -> bool:
-        return not self._closed and all(await asyncio.gather(*(one.is_alive(timeout) for one in self.replicas)))
-
-    async def _close(self) -> None:
-        await asyncio.gather(*(replica.close() for replica in self.replicas))
-
-    async def _info(self) -> GeneratorInfo:
-        """The info of the replica with the oldest weights. Its `replicas` has the infos of all."""
-        infos = await asyncio.gather(*(replica.info() for replica in self.replicas))
-        oldest = min(infos, key=lambda info: info.policy_version)
-        return replace(oldest, replicas=tuple(infos))
-
-    async def start_generate(
-        self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
-    ) -> int:
-        by_replica: dict[int, list[int]] = {}
-        for index, prompt in enumerate(prompts):
-            by_replica.setdefault(self._router.assign(prompt, params.n), []).append(index)
-        numbers = list(range(len(prompts))) if indices is None else indices
-        starts = [self._start_part(replica, prompts, params, part, numbers) for replica, part in by_replica.items()]
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        routed = RoutedCall(n=params.n, parts=[part for part in results if isinstance(part, Part)])
-        number = next(self._numbers)
-        self._routed[number] = routed
-        for error in results:
-            if isinstance(error, BaseException):
-                await self.abort_generate(number)
-                raise error
-        return number
-
-    async def _start_part(
-        self, replica: int, prompts: list[list[int]], params: SamplingParams, indices: list[int], numbers: list[int]
-    ) -> Part:
-        """numbers: for each prompt of the whole call, its index in the seeds."""
-        try:
-            part = [prompts[index] for index in indices]
-            of_part = [numbers[index] for index in indices]
-            call = await self.replicas[replica].start_generate(part, params, of_part)
-        except BaseException:
-            self._router.finish(replica, params.n * len(indices))
-            raise
-        return Part(replica=replica, call=call, indices=indices, num_left=len(indices))
-
-    async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
-        routed = self._routed[call]
-        at_least = min(at_least, routed.num_left() + len(routed.finished))
-        try:
-            while len(routed.finished) < at_least:
-                await self._fetch(routed, wants_all=at_least == routed.num_left() + len(routed.finished))
-        except BaseException:
-            await self.abort_generate(call)
-            raise
-        finished, routed.finished = routed.finished, []
-        if routed.num_left() == 0:
-            self._routed.pop(call, None)
-        return finished
-
-    async def _fetch(self, routed: RoutedCall, *, wants_all: bool) -> None:
-        """Wait until one of the replicas has finished prompts. With wants_all each replica answers when it has finished all of its own."""
-        for part in routed.parts:
-            if part.fetching is None and part.num_left:
-                fetch = self.replicas[part.replica].finished_groups(part.call, part.num_left if wants_all else 1)
-                part.fetching = asyncio.ensure_future(fetch)
-        fetching = [part.fetching for part in routed.parts if part.fetching is not None]
-        await asyncio.wait(fetching, return_when=asyncio.FIRST_COMPLETED)
-        for part in routed.parts:
-            if part.fetching is not None and part.fetching.done():
-                groups, part.fetching = part.fetching.result(), None
-                part.num_left -= len(groups)
-                self._router.finish(part.replica, routed.n * len(groups))
-                routed.finished += [(part.indices[index], completions) for index, completions in groups]
-
-    async def abort_generate(self, call: int) -> None:
-        routed = self._routed.pop(call, None)
-        if routed is None:
+    async def live(self) -> None:
+        """Keep a generator running. Ends when the replica is retired."""
+        if not self.client.is_owned:
+            await self._begin()
             return
-        for part in routed.parts:
-            self._router.finish(part.replica, routed.n * part.num_left)
-            if part.fetching is not None:
-                part.fetching.cancel()
-        await asyncio.gather(*(self.replicas[part.replica].abort_generate(part.call) for part in routed.parts))
-
-    async def _compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        by_replica: dict[int, list[int]] = {}
-        for index, sequence in enumerate(sequences):
-            by_replica.setdefault(self._router.assign(sequence, 1), []).append(index)
         try:
-            calls = []
-            for replica, indices in by_replica.items():
-                calls.append(self.replicas[replica].compute_logprobs([sequences[index] for index in indices]))
-            answers = await asyncio.gather(*calls)
+            while self.state != "retired":
+                cause = await self._until_death()
+                with contextlib.suppress(Exception):
+                    await self.client.kill()
+                await self._restart(cause)
+        except Exception as error:  # a bug; without this line its callers would wait for ever
+            self._retire(error)
+
+    async def _begin(self) -> None:
+        """Wait until a generator that the caller has spawned is up. Nobody watches it."""
+        try:
+            await self.client.ready()
+        except Exception as error:
+            self._retire(error)
+        else:
+            self._become_healthy()
+
+    async def _until_death(self) -> Exception:
+        self._death = asyncio.get_running_loop().create_future()
+        tasks = [asyncio.ensure_future(self._watch(self.client)), asyncio.ensure_future(self._serve(self.client))]
+        try:
+            return await self._death
         finally:
-            for replica, indices in by_replica.items():
-                self._router.finish(replica, len(indices))
-        logprobs: dict[int, Tensor] = {}
-        for indices, answer in zip(by_replica.values(), answers, strict=True):
-            logprobs |= dict(zip(indices, answer, strict=True))
-        return [logprobs[index] for index in range(len(sequences))]
+            for task in tasks:
+                task.cancel()
 
-    async def _sleep(self, level: int) -> DeviceMemory:
-        return _of_all(await asyncio.gather(*(replica.sleep(level) for replica in self.replicas)))  # type: ignore[arg-type]
+    async def _restart(self, cause: Exception) -> None:
+        """Spawn another generator after a pause, or retire."""
+        if self._is_final:
+            self._retire(cause)
+            return
+        try:
+            pause = self.restarts.pause_after(cause, was_ready=self.was_ready)
+        except Exception as first:
+            self._retire(first)
+            return
+        limit = self.policy.max_per_hour
+        restart = f"restart {self.restarts.total} (at most {limit} an hour) begins"
+        self.watcher.changed(self, f"{self.name} has died: {cause}; {restart} after {pause:g} s")
+        await asyncio.sleep(pause)
+        await self.watcher.may_restart()
+        self.state = "restarting"
+        self.client = self.spawn()
 
-    async def _wake(self) -> DeviceMemory:
-        return _of_all(await asyncio.gather(*(replica.wake() for replica in self.replicas)))
+    def _retire(self, cause: Exception) -> None:
+        self.state, self.cause = "retired", cause
+        self.watcher.changed(self, f"{self.name} is not started again: {cause}" if self.was_ready else "")
 
-    async def _pull(self, version: int, timeout: float, in_flight: bool = True) -> int:
-        """Raises the first error, with a note that says which replicas have the version and which have not."""
-        pulls = [replica.pull_model_state_dict(version, timeout, in_flight=in_flight) for replica in self.replicas]
-        results = await asyncio.gather(*pulls, return_exceptions=True)
-        self._router.forget()
-        self._version = version if all(result == version for result in results) else None
-        pulled = [replica.last_pull for replica in self.replicas if replica.last_pull is not None]
-        self.last_pull = max(pulled, key=lambda pull: pull.seconds, default=None)  # the slowest
-        failed = {one.name: error for one, error in zip(self.replicas, results, strict=True) if error != version}
-        for error in failed.values():
-            assert isinstance(error, BaseException)
-            done = [one.name for one in self.replicas if one.name not in failed]
-            where = f"version {version} is not in {', '.join(failed)}; it is in {', '.join(done) or 'none'}"
-            if isinstance(error, TimeoutError):
-                raise TimeoutError(f"{error}; {where}")  # asyncio passes timeouts on without their notes
-            error.add_note(where)
-            raise error
-        return version
+    async def _watch(self, client: OneGenerator) -> None:
+        """Wait for the end of a process, or for its silence."""
+        death = await client.death(self.policy.silent_after)
+        if death is not None:
+            self.lose(client, death)
 
+    async def _serve(self, client: OneGenerator) -> None:
+        """Bring the generator up, and bring it the weights whenever it has not those of the last pull."""
+        try:
+            await client.ready()
+            while True:
+                self.state = "stale"
+                await self.watcher.refit(self)
+                self._become_healthy()
+                await self._is_stale.wait()
+                self._is_stale.clear()
+        except Exception as error:
+            cause = error
+            if not isinstance(error, ActorDiedError):
+                # A first start that fails in another way than by a death would fail again.
+                self._is_final = not self.was_ready
+                if self.was_ready:
+                    cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)
+                    cause.__cause__ = error
+            self.lose(client, cause)
 
-def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:
-    return DeviceMemory(
-        num_bytes=sum(answer.num_bytes for answer in answers), seconds=max(answer.seconds for answer in answers)
-    )
+    def _become_healthy(self) -> None:
+        self.state, self.was_ready = "healthy", True
+        line = ""
+        if self._died is not None:
+            line = f"{self.name} is back after {time.monotonic() - self._died:.1f} s"
+        self._died = None
+        self.watcher.changed(self, line)
 
+    def make_stale(self, cause: Exception) -> None:
+        """Take a healthy replica for one that has other weights than the rest, until a pull has succeeded."""
+        logger.warning("%s has not the weights of the last pull: %r", self.name, cause)
+        self.state = "stale"
+        self._is_stale.set()
 
-def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow those of the replica before it. Requests without a seed draw from a seed of the replica."""
-    gpu = config.gpu
-    if torch.cuda.is_available():
-        gpu = (config.gpu or 0) + index * config.tensor_parallel
-    return replace(config, replicas=1, gpu=gpu, seed=config.seed + index)
+    def lose(self, client: OneGenerator, cause: Exception) -> None:
+        """Take a generator for dead. From now on calls are sent to others. Does nothing if another has its place already."""
+        if client is not self.client or self._death.done():
+            return
+        self._death.set_result(cause)
+        self.state = "dead"
+        self._died = time.monotonic() if self._died is None else self._died
+        self.watcher.changed(self, "")

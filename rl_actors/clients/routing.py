@@ -22,12 +22,14 @@ class Router:
         self.loads = [0] * num_replicas
         self._known: OrderedDict[int, int] = OrderedDict()  # hash of a prompt -> replica
 
-    def assign(self, prompt: Sequence[int], n: int) -> int:
-        """The replica for all n completions of a prompt. Call `finish` for it later."""
+    def assign(self, prompt: Sequence[int], n: int, among: Sequence[int]) -> int:
+        """The replica for all n completions of a prompt. Call `finish` for it later. among: the replicas that take requests now."""
+        if len(self.loads) == 1:
+            self.loads[0] += n
+            return 0
         hashed, known = self._find(prompt)
-        least = min(self.loads)
-        replica = self.loads.index(least)
-        if known is not None and self.loads[known] - least <= SLACK * n:
+        replica = min(among, key=self.loads.__getitem__)
+        if known is not None and known in among and self.loads[known] - self.loads[replica] <= SLACK * n:
             replica = known
         self._known[hashed] = replica
         self._known.move_to_end(hashed)
@@ -40,7 +42,7 @@ class Router:
         self.loads[replica] -= num_requests
 
     def forget(self) -> None:
-        """Forget the prompts, because a pull has emptied the caches."""
+        """Forget the prompts, because a pull or a death has emptied the caches."""
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:

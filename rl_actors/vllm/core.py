@@ -29,6 +29,8 @@ from rl_actors.config import GeneratorConfig
 if TYPE_CHECKING:
     from vllm import LLMEngine
 
+NEWS_TIMEOUT = 1.0
+"""Seconds after an error of a core within which its end is known, if it has ended."""
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
 
@@ -47,6 +49,10 @@ os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 """
 
 
+class EngineDiedError(RuntimeError):
+    """vLLM's engine has failed for good. The generator must be spawned again."""
+
+
 class Core(Protocol):
     """Protocol of InProcess and OwnProcess."""
 
@@ -63,6 +69,9 @@ class Core(Protocol):
 
     def death(self, error: BaseException) -> BaseException:
         """The error to raise after a call to a core that does not recover has failed with `error`. It says how the core ended."""
+
+    def has_died(self) -> bool:
+        """True if the core has ended. Call it after an error of the core."""
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
         """Context manager for an update of the weights. No step runs in it."""
@@ -94,6 +103,9 @@ class InProcess:
 
     def death(self, error: BaseException) -> BaseException:
         return error
+
+    def has_died(self) -> bool:
+        return False  # it would end with this process
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -163,6 +175,9 @@ class OwnProcess:
     def death(self, error: BaseException) -> BaseException:
         self._has_died.wait(DEATH_TIMEOUT)
         return self._death or error
+
+    def has_died(self) -> bool:
+        return self._has_died.wait(NEWS_TIMEOUT)
 
     @contextlib.contextmanager
     def updating(self, engine: "LLMEngine") -> Iterator[None]:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
-from rl_actors.types import DeviceMemory, Transfer
-from rl_actors.vllm.core import core_of
+from rl_actors.types import DeviceMemory, Heartbeat, Transfer
+from rl_actors.vllm.core import EngineDiedError, core_of
 from rl_actors.vllm.pull import OneAdapter, SilentWorkerError, WholeWeights, opened
 from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
 from rl_actors.vllm.sleeping import asleep, fall_asleep, wake_up
@@ -66,14 +66,23 @@ class EngineThread:
         self.held: list[EngineCall[Any]] = []  # calls that start after this work
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
+        self.is_idle = False  # True while the thread waits for a command and no request runs
+        self.num_done = 0  # pieces of work that the thread has done
+        self.death = ""  # why the engine has failed for good; empty if it has not
         started: Future[None] = Future()
         threading.Thread(target=self._run, args=(started,), name="vllm", daemon=True).start()
         started.result()
 
+    def heartbeat(self) -> Heartbeat:
+        """A sign of life. Raises EngineDiedError if the engine has failed for good."""
+        if self.death:
+            raise EngineDiedError(self.death)
+        return Heartbeat(is_idle=self.is_idle, num_done=self.num_done)
+
     def submit(self, function: Callable[[], T]) -> "Future[T]":
         """Run a function on the engine's thread between two steps."""
         future: Future[T] = _running_future()
-        self.commands.put(Command(partial(_run_into, future, function), future.set_exception))
+        self.commands.put(Command(partial(self._run_into, future, function), future.set_exception))
         return future
 
     def start(
@@ -150,7 +159,8 @@ class EngineThread:
             try:
                 load_seconds = self.weights.load(self.engine, source)
             except Exception as error:
-                self._break(f"the pull of version {wanted} failed while the weights were replaced: {error!r}")
+                if not self.core.has_died():
+                    self._break(f"the pull of version {wanted} failed while the weights were replaced: {error!r}")
                 raise
             self.broken = ""
             if self.config.recompute_running:
@@ -196,7 +206,7 @@ class EngineThread:
                     request = Request(call=call, prompt=index, place=place, num_of_prompt=len(params_of_prompt))
                     self._add_request(params, request)
         except Exception as error:
-            self._abort_call(call, error)
+            self._abort_call(call, self._named(error))
 
     def _add_request(self, params: "VLLMParams", request: Request[T]) -> None:
         from vllm.inputs.engine import tokens_input
@@ -236,12 +246,13 @@ class EngineThread:
 
         The thread goes on, because a process of vLLM ends with the thread that started it.
         """
+        self.death = f"{why}; spawn the generator again"
         for call in [*self.held, *(request.call for request in self.requests.values())]:
-            call.fail(RuntimeError(f"{why}; spawn the generator again"))
+            call.fail(EngineDiedError(self.death))
         for deferred in self.waiting:
-            deferred.done.set_exception(RuntimeError(f"{why}; spawn the generator again"))
+            deferred.done.set_exception(EngineDiedError(self.death))
         while True:
-            self.commands.get().fail(RuntimeError(f"{why}; spawn the generator again"))
+            self.commands.get().fail(EngineDiedError(self.death))
 
     def _on_death(self, error: BaseException) -> None:
         def end() -> None:
@@ -254,16 +265,20 @@ class EngineThread:
         if self.waiting and not self.requests:
             self._end_drain()
         elif not self.requests or not self.commands.empty():
-            self.commands.get().run()
+            self.is_idle = not self.requests
+            command = self.commands.get()
+            self.is_idle = False
+            command.run()
         else:
             self._step()
+        self.num_done += 1
 
     def _end_drain(self) -> None:
         """Do the work that waited for the end of the running requests, and start the calls that waited for this work."""
         waiting, self.waiting = self.waiting, []
         calls, self.held = self.held, []
         for deferred in waiting:
-            _run_into(deferred.done, deferred.run)
+            self._run_into(deferred.done, deferred.run)
         for call in calls:
             self._add_requests(call)
 
@@ -284,6 +299,21 @@ class EngineThread:
                 request = self.requests.pop(output.request_id)
                 request.call.put(request, output)
 
+    def _run_into(self, future: "Future[T]", function: Callable[[], T]) -> None:
+        """Put the result or the error of the function into the future."""
+        try:
+            future.set_result(function())
+        except Exception as error:
+            future.set_exception(self._named(error))
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _named(self, error: Exception) -> Exception:
+        """The error, or EngineDiedError if it comes from the end of the core."""
+        if isinstance(error, ValueError | TypeError) or not self.core.has_died():
+            return error
+        return EngineDiedError(f"{self.core.death(error)}; spawn the generator again")
+
     def _abort(self, request_ids: list[str]) -> None:
         self.engine.abort_request(request_ids)
         for request_id in request_ids:
@@ -295,11 +325,3 @@ def _running_future() -> "Future[T]":
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
     return future
-
-
-def _run_into(future: "Future[T]", function: Callable[[], T]) -> None:
-    """Put the result or the error of the function into the future."""
-    try:
-        future.set_result(function())
-    except BaseException as error:
-        future.set_exception(error)

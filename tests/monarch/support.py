@@ -105,6 +105,15 @@ def descendants(pid: int) -> set[int]:
     return {process.pid for process in below if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
 
+def process_of(name: str) -> psutil.Process:
+    """The process that this one has spawned under a name: "generator-0"."""
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("RL_ACTORS_PROCESS") == name:
+                return process
+    raise AssertionError(f"no process {name}")
+
+
 def shared_memory() -> set[str]:
     """Names of the segments. Folders are left out, because they are somebody's temporary files."""
     return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir()}
@@ -509,6 +518,26 @@ class WorkersFail(MemoryTransport):
         if failing is not None:
             return UnreadableTensors(source.loaded, key=source.key, worker=failing)
         return source
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeadlyTensors(LoadedTensors):
+    """Tensors that kill the process which reads them, when it has half of them."""
+
+    def tensors(self):
+        yield from itertools.islice(super().tensors(), len(self.loaded) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class ReadersDie(MemoryTransport):
+    """A transport whose next version kills the process that the object "victim" names, in the middle of the load."""
+
+    async def source(self, manifest):
+        source = await super().source(manifest)
+        if await self.get_object("victim") != os.environ["RL_ACTORS_PROCESS"]:
+            return source
+        await self.put_object("victim", None)
+        return DeadlyTensors(source.loaded, key=source.key)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,6 +21,7 @@ from test_lifecycle import Program
 from waiting import GUARD
 
 from rl_actors import GeneratorClient, SamplingParams
+from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.vllm.core import _executable
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
@@ -45,6 +46,11 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
     assert child.wait(GUARD) == -signal.SIGKILL
     child.stdin.close()
     child.stdout.close()
+
+
+def never_restarted(**fields) -> GeneratorConfig:
+    """The config of a generator whose death is an error. tests/monarch/test_dying_generators.py has those that are started again."""
+    return replace(support.generator_config(), restarts=RestartPolicy(max_per_hour=0), **fields)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +141,7 @@ def test_compute_logprobs_and_bad_pulls_work_as_in_the_actors_process(generator,
 
 @pytest.mark.slow
 def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_process(published):
-    config = replace(support.generator_config(), own_process=True)
+    config = never_restarted(own_process=True)
     with GeneratorClient.spawn(config, transport=published[0], name="victim") as generator:
         generator.generate(PROMPTS, SAMPLED).result()
         core = core_below(name="victim")
@@ -144,9 +150,8 @@ def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_pr
         os.kill(core.pid, signal.SIGKILL)
         message = rf"vLLM's engine core \(pid {core.pid}\) was killed by signal 9; spawn the generator again"
         for answer in (*(call.result for call in calls), lambda: next(groups)):
-            with pytest.raises(RuntimeError, match=message) as raised:
+            with pytest.raises(RuntimeError, match=f"victim: {message}"):
                 answer()
-            assert any("raised in victim" in note for note in raised.value.__notes__)
         for later in (
             lambda: generator.generate(PROMPTS, SAMPLED).result(),
             lambda: generator.compute_logprobs(PROMPTS).result(),
@@ -172,7 +177,7 @@ def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, ver
 def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
     """Two ranks on two cores, through vLLM's own executor: shared memory and gloo on a CPU."""
     transport, models = published
-    config = replace(support.generator_config(), tensor_parallel=2)
+    config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
         for version, failing_worker in ((1, 0), (2, 1), (1, None)):
             republish(transport, version)
@@ -202,7 +207,7 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
 @pytest.mark.slow
 def test_a_tensor_parallel_rank_that_does_not_answer_a_pull_ends_the_generators_service(published):
     transport, _ = published
-    config = replace(support.generator_config(), tensor_parallel=2)
+    config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, transport=transport, name="parallel") as generator:
         republish(transport, 1)
         generator.pull_model_state_dict(1).result()
@@ -211,11 +216,11 @@ def test_a_tensor_parallel_rank_that_does_not_answer_a_pull_ends_the_generators_
         republish(transport, 2)
         asyncio.run(transport.put_object("hanging_worker", 1))
         silent = r"pull of own/2: parallel-0 \(pid \d+\): read was not done by every worker within 2 s"
-        with pytest.raises(TimeoutError, match=silent):
+        with pytest.raises(RuntimeError, match=silent):
             generator.pull_model_state_dict(2).result()
         asyncio.run(transport.put_object("hanging_worker", None))
         for later in (generator.generate(PROMPTS, SAMPLED), generator.pull_model_state_dict(2)):
-            with pytest.raises(RuntimeError, match=f"{silent}; spawn the generator again"):
+            with pytest.raises(RuntimeError, match=silent):
                 later.result()
     for process in processes:
         process.wait(GUARD)
@@ -223,7 +228,7 @@ def test_a_tensor_parallel_rank_that_does_not_answer_a_pull_ends_the_generators_
 
 @pytest.mark.slow
 def test_tensor_parallel_ranks_end_with_a_killed_actor_in_the_middle_of_a_step():
-    config = replace(support.generator_config(), tensor_parallel=2)
+    config = never_restarted(tensor_parallel=2)
     with GeneratorClient.spawn(config, name="parallel") as generator:
         generator.generate(PROMPTS, SAMPLED).result()
         core = core_below(name="parallel")

@@ -1,0 +1,406 @@
+"""`Fleet`, the generators of a GeneratorClient. It divides calls among them, sends again what a dead one had not finished, and keeps their weights equal."""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import Tensor
+
+from rl_actors.clients.base import ActorDiedError
+from rl_actors.clients.call import Call
+from rl_actors.clients.one_generator import Groups, OneGenerator
+from rl_actors.clients.replicas import Replica, Watcher
+from rl_actors.clients.routing import Router
+from rl_actors.config import RestartPolicy
+from rl_actors.types import DeviceMemory, GeneratorInfo, SamplingParams, Transfer
+
+FIRST_PULL_TIMEOUT = 60.0
+"""Seconds that the first pull waits for its version. The pull begins after the answer of the push, so the version is published already."""
+REFIT_TIMEOUT = 5.0
+"""Seconds that a generator which was started again waits for the version of the others. It was published before they pulled it."""
+REFIT_PAUSE = 0.5
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+class RoutedCall:
+    """The prompts of a generate call, and those that have finished."""
+
+    def __init__(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int]) -> None:
+        """numbers: for each prompt its index in the seeds."""
+        self.prompts, self.params, self.numbers = prompts, params, numbers
+        self.num_left = len(prompts)  # prompts that nobody has taken
+        self.parts: set[asyncio.Task[None]] = set()
+        self._finished: Groups = []  # that nobody has taken
+        self._failure: BaseException | None = None
+        self._changed = asyncio.Event()
+
+    def deliver(self, groups: Groups) -> None:
+        self._finished += groups
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Make the call raise an error. Does nothing if it has one already."""
+        self._failure = self._failure or error
+        self._changed.set()
+
+    async def take(self, at_least: int) -> Groups:
+        """The prompts that have finished since the last answer: at least so many, or all that are left. Raises the error of the call."""
+        while len(self._finished) < min(at_least, self.num_left):
+            if self._failure is not None:
+                raise self._failure
+            self._changed.clear()
+            await self._changed.wait()
+        taken, self._finished = self._finished, []
+        self.num_left -= len(taken)
+        return taken
+
+
+class Fleet:
+    """Generators with the same weights. All completions of a prompt come from one of them. A seed gives the same completions from each.
+
+    A call waits while no generator is healthy. Every phase of a restart ends in time, and the number of restarts is limited. When no
+    generator is left, every call raises the first error.
+    """
+
+    def __init__(
+        self,
+        spawns: dict[str, Callable[[], OneGenerator]],
+        policy: RestartPolicy,
+        *,
+        first_version: Call[int] | None = None,
+        setup_timeout: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        """spawns: for each generator its name and the function that spawns it. first_version: the push of the version that is pulled first.
+        tell: gets a line of text at a death, a restart and a return.
+        """
+        self.setup_timeout, self.tell = setup_timeout, tell
+        self.told: int | None = None  # the newest version that a pull was asked for, unless that pull has failed
+        self.last_pull: Transfer | None = None  # the slowest of the last call of `pull`
+        self._first_version = first_version
+        self._router = Router(len(spawns))
+        self._routed: dict[int, RoutedCall] = {}
+        self._numbers = itertools.count()
+        self._num_pulls = 0
+        self._change = asyncio.Event()  # of a state; each change has its own
+        self._awake = asyncio.Event()
+        self._awake.set()
+        self._lives: list[asyncio.Task[None]] = []
+        self._closed = False
+        watcher = Watcher(changed=self._on_change, refit=self._refit, may_restart=self._awake.wait)
+        self.replicas = [Replica(name, spawn, policy, watcher) for name, spawn in spawns.items()]
+
+    @property
+    def num_restarts(self) -> int:
+        return sum(replica.restarts.total for replica in self.replicas)
+
+    async def start(self) -> None:
+        """Wait until all generators are healthy. Raises the error of one that does not start."""
+        self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
+        await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
+        for replica in self.replicas:
+            if not replica.was_ready and replica.cause is not None:
+                raise replica.cause
+
+    async def end(self) -> Exception:
+        """Wait until no generator is left. Returns the first error."""
+        await self._until(lambda: self._end_cause() is not None)
+        cause = self._end_cause()
+        assert cause is not None
+        return cause
+
+    async def close(self) -> None:
+        await self._stop_lives()
+        await asyncio.gather(*(replica.client.close() for replica in self.replicas))
+
+    async def kill(self) -> None:
+        """End all processes at once."""
+        await self._stop_lives()
+        await asyncio.gather(*(replica.client.kill() for replica in self.replicas))
+
+    async def _stop_lives(self) -> None:
+        self._closed = True
+        self._notify()
+        for life in self._lives:
+            life.cancel()
+        await asyncio.gather(*self._lives, return_exceptions=True)
+
+    async def answers_within(self, timeout: float) -> bool:
+        """True if all generators are healthy and answer in time."""
+        if self._closed or any(replica.state != "healthy" for replica in self.replicas):
+            return False
+        return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
+
+    async def info(self) -> GeneratorInfo:
+        """The info of the healthy generator with the oldest weights. If there are several, `replicas` has the infos of all."""
+        await self._ask_all(lambda client: client.info())
+        infos = {}
+        for place, replica in enumerate(self.replicas):
+            if replica.client.known is not None:
+                infos[place] = replace(replica.client.known, state=replica.state, restarts=replica.restarts.total)
+        healthy = [infos[place] for place in self._healthy()]
+        oldest = min(healthy, key=lambda info: info.policy_version)
+        several = tuple(infos.values()) if len(self.replicas) > 1 else ()
+        return replace(oldest, replicas=several, restarts=self.num_restarts)
+
+    async def start_generate(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int] | None) -> int:
+        """The number of the call. numbers: for each prompt its index in the seeds; None: its place in the list."""
+        call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers)
+        number = next(self._numbers)
+        self._routed[number] = call
+        try:
+            await self._send(call, list(range(len(prompts))))
+        except BaseException:
+            await self.abort_generate(number)
+            raise
+        return number
+
+    async def finished_groups(self, number: int, at_least: int) -> Groups:
+        call = self._routed[number]
+        try:
+            finished = await call.take(at_least)
+        except BaseException:
+            await self.abort_generate(number)
+            raise
+        if call.num_left == 0:
+            self._routed.pop(number, None)
+        return finished
+
+    async def abort_generate(self, number: int) -> None:
+        call = self._routed.pop(number, None)
+        if call is not None:
+            for part in call.parts:
+                part.cancel()
+            await asyncio.gather(*call.parts, return_exceptions=True)
+
+    async def _send(self, call: RoutedCall, indices: list[int]) -> None:
+        """Give the prompts with these indices to healthy generators. Waits until there is one."""
+        while indices:
+            parts = await self._divide([call.prompts[index] for index in indices], call.params.n)
+            starts = []
+            for place, members in parts.items():
+                starts.append(self._start_part(call, place, [indices[member] for member in members]))
+            lost = await gather_all(starts)
+            indices = sorted(itertools.chain.from_iterable(lost))
+
+    async def _start_part(self, call: RoutedCall, place: int, indices: list[int]) -> list[int]:
+        """Start the prompts on one generator. Returns the indices again if it has died, otherwise nothing."""
+        replica, client = self.replicas[place], self.replicas[place].client
+        prompts, numbers = [call.prompts[index] for index in indices], [call.numbers[index] for index in indices]
+        try:
+            number = await client.start_generate(prompts, call.params, numbers)
+        except BaseException as error:
+            self._router.finish(place, call.params.n * len(indices))
+            self._lose_or_raise(replica, client, error)
+            return indices
+        part = asyncio.ensure_future(self._collect(call, place, client, number, indices))
+        call.parts.add(part)
+        part.add_done_callback(call.parts.discard)
+        return []
+
+    async def _collect(
+        self, call: RoutedCall, place: int, client: OneGenerator, number: int, indices: list[int]
+    ) -> None:
+        """Take the finished prompts from one generator. If it dies, send the others again."""
+        left, n = set(range(len(indices))), call.params.n
+        try:
+            try:
+                while left:
+                    groups = await client.finished_groups(number, 1)
+                    left -= {member for member, _ in groups}
+                    self._router.finish(place, n * len(groups))
+                    call.deliver([(indices[member], completions) for member, completions in groups])
+            except BaseException as error:
+                self._router.finish(place, n * len(left))
+                self._lose_or_raise(self.replicas[place], client, error)
+                logger.info("%s prompts of %s are sent again", len(left), client.name)
+                await self._send(call, [indices[member] for member in sorted(left)])
+        except Exception as error:
+            call.fail(error)
+
+    async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
+        logprobs: dict[int, Tensor] = {}
+        left = list(range(len(sequences)))
+        while left:
+            parts = await self._divide([sequences[index] for index in left], 1)
+            asked = []
+            for place, members in parts.items():
+                asked.append(self._logprobs_of_part(place, sequences, [left[member] for member in members]))
+            for found in await gather_all(asked):
+                logprobs |= found
+            left = [index for index in left if index not in logprobs]
+        return [logprobs[index] for index in range(len(sequences))]
+
+    async def _logprobs_of_part(self, place: int, sequences: list[list[int]], indices: list[int]) -> dict[int, Tensor]:
+        """By index; nothing if the generator has died."""
+        replica, client = self.replicas[place], self.replicas[place].client
+        try:
+            found = await client.compute_logprobs([sequences[index] for index in indices])
+        except Exception as error:
+            self._lose_or_raise(replica, client, error)
+            return {}
+        finally:
+            self._router.finish(place, len(indices))
+        return dict(zip(indices, found, strict=True))
+
+    async def _divide(self, prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
+        """For each generator that gets prompts: their places in the list. Waits until a generator is healthy."""
+        healthy = await self._until_healthy()
+        parts: dict[int, list[int]] = {}
+        for member, prompt in enumerate(prompts):
+            parts.setdefault(self._router.assign(prompt, n, healthy), []).append(member)
+        return parts
+
+    async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
+        """Bring the version to all healthy generators. Those that start pull it before they are healthy.
+
+        If only some fail, they are stale until they have pulled it. If all fail, raises the first error, and the fleet keeps its version.
+        """
+        self._num_pulls += 1
+        former, self.told = self.told, version
+        clients = [self.replicas[place].client for place in self._healthy()]
+        replicas = [self.replicas[place] for place in self._healthy()]
+        results = await asyncio.gather(
+            *(client.pull(version, timeout, in_flight) for client in clients), return_exceptions=True
+        )
+        self._router.forget()
+        pulled = [result for result in results if isinstance(result, Transfer)]
+        failed: list[tuple[Replica, Exception]] = []
+        for replica, client, result in zip(replicas, clients, results, strict=True):
+            if isinstance(result, Exception) and is_death(client, result):
+                replica.lose(client, result)
+            elif isinstance(result, Exception):
+                failed.append((replica, result))
+        if pulled:
+            self.last_pull = max(pulled, key=lambda pull: pull.seconds)
+            for replica, error in failed:
+                replica.make_stale(error)
+        elif failed:
+            if self.told == version:
+                self.told = former
+            raise failed[0][1]
+        else:  # the generators that are started again pull it
+            [place, *_] = await self._until_healthy()
+            self.last_pull = self.replicas[place].client.last_pull
+
+    async def _refit(self, replica: Replica) -> None:
+        """Bring the version of the others to a generator. Raises its error if that does not succeed within setup_timeout."""
+        is_first = self.told is None and self._first_version is not None
+        if is_first:
+            assert self._first_version is not None
+            version = await self._first_version
+            self.told = version if self.told is None else self.told
+        deadline = time.monotonic() + self.setup_timeout
+        while self.told is not None:
+            number = self._num_pulls
+            try:
+                transfer = await replica.client.pull(self.told, FIRST_PULL_TIMEOUT if is_first else REFIT_TIMEOUT)
+            except Exception as error:
+                if not replica.was_ready or isinstance(error, ActorDiedError) or time.monotonic() > deadline:
+                    raise
+                # The trainer may have died, too. Then another version is pulled soon.
+                logger.info("%s tries again to pull version %s: %r", replica.name, self.told, error)
+                await asyncio.sleep(REFIT_PAUSE)
+                continue
+            self.last_pull = self.last_pull or transfer
+            if number == self._num_pulls:  # otherwise a pull has begun meanwhile
+                return
+
+    async def sleep(self, level: int) -> DeviceMemory:
+        """Put all generators to sleep. One that dies meanwhile is started again at `wake`, because it would take the memory."""
+        await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
+        self._awake.clear()
+        try:
+            return _of_all(await self._ask_all(lambda client: client.sleep(level)))
+        except BaseException:
+            self._awake.set()
+            raise
+
+    async def wake(self) -> DeviceMemory:
+        self._awake.set()
+        return _of_all(await self._ask_all(lambda client: client.wake()))
+
+    async def _ask_all(self, ask: Callable[[OneGenerator], Awaitable[T]]) -> list[T]:
+        """The answers of all healthy generators, without those that die meanwhile. Waits until one has answered."""
+        while True:
+            healthy = await self._until_healthy()
+            clients = [self.replicas[place].client for place in healthy]
+            results = await asyncio.gather(*(ask(client) for client in clients), return_exceptions=True)
+            answers: list[T] = []
+            for place, client, result in zip(healthy, clients, results, strict=True):
+                if isinstance(result, BaseException):
+                    self._lose_or_raise(self.replicas[place], client, result)
+                else:
+                    answers.append(result)
+            if answers:
+                return answers
+
+    def _lose_or_raise(self, replica: Replica, client: OneGenerator, error: BaseException) -> None:
+        """Take the generator for dead if the error says so. Otherwise raises the error."""
+        if self._closed or not is_death(client, error):
+            raise error
+        assert isinstance(error, ActorDiedError)
+        replica.lose(client, error)
+
+    def _healthy(self) -> list[int]:
+        return [place for place, replica in enumerate(self.replicas) if replica.state == "healthy"]
+
+    async def _until_healthy(self) -> list[int]:
+        """The places of the healthy generators. Waits until there is one. Raises the first error if none is left."""
+        await self._until(lambda: bool(self._healthy()) or self._end_cause() is not None)
+        if not self._healthy() and (cause := self._end_cause()) is not None:
+            raise cause
+        return self._healthy()
+
+    def _end_cause(self) -> Exception | None:
+        """The first error, if no generator is left."""
+        causes = [replica.cause for replica in self.replicas]
+        return causes[0] if all(causes) else None
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            if self._closed:
+                raise RuntimeError("the generator was closed")
+            await self._change.wait()
+
+    def _on_change(self, replica: Replica, line: str) -> None:
+        if replica.state == "dead":
+            self._router.forget()
+        if line:
+            logger.warning("%s", line)
+            self.tell(line)
+        self._notify()
+
+    def _notify(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+
+def is_death(client: OneGenerator, error: BaseException) -> bool:
+    """True if the error of a call says that a generator has died which can be started again."""
+    return client.is_owned and isinstance(error, ActorDiedError)
+
+
+async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
+    """The results of all, in their order. Waits for the end of all before it raises the first error."""
+    if len(work) == 1:
+        return [await work[0]]
+    results = await asyncio.gather(*work, return_exceptions=True)
+    found: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        found.append(result)
+    return found
+
+
+def _of_all(answers: Sequence[DeviceMemory]) -> DeviceMemory:
+    return DeviceMemory(
+        num_bytes=sum(answer.num_bytes for answer in answers), seconds=max(answer.seconds for answer in answers)
+    )

@@ -1,0 +1,187 @@
+"""`OneGenerator`, the client of a generator of one process. A GeneratorClient has one or several."""
+
+import asyncio
+import contextlib
+import time
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from rl_actors.clients.base import LONGEST_PAUSE, ActorDiedError, ActorSilentError, Client
+from rl_actors.clients.call import Call, in_background
+from rl_actors.config import GeneratorConfig
+from rl_actors.generator import Generator
+from rl_actors.processes import gpus
+from rl_actors.processes.output import LogRoute
+from rl_actors.processes.spawn import collect
+from rl_actors.transports.base import Transport
+from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
+from rl_actors.validation import require_gpu
+from rl_actors.vllm.core import EngineDiedError
+from rl_actors.vllm.pull import SilentWorkerError
+
+if TYPE_CHECKING:
+    from monarch.actor import ActorMesh
+
+NEWS_TIMEOUT = 1.0
+"""Seconds after a failed heartbeat within which the end of the process is known, if it has ended."""
+Groups = list[tuple[int, list[Completion]]]
+"""(index of a prompt in its call, its completions) of some prompts."""
+
+
+class OneGenerator(Client):
+    """The client of a Generator mesh of one process, which the caller spawned or the client spawns. Its methods are coroutines.
+
+    A call raises ActorDiedError if a process of the generator has ended, and the client spawned it.
+    """
+
+    def __init__(
+        self,
+        mesh: "ActorMesh[Generator] | None",
+        *,
+        name: str,
+        config: GeneratorConfig | None,
+        transport: "Transport | Call[Transport] | Call[Transport | None] | None",
+        call_timeout: float,
+        setup_timeout: float,
+        logs: LogRoute | None,
+    ) -> None:
+        """config, transport and logs are for a generator that the client spawns."""
+        super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
+        self.config, self._transport = config, transport
+        self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
+        self.known: GeneratorInfo | None = None  # the last info; None before the setup
+        self._spawned = asyncio.Event()  # also after a spawn that failed
+        # The GeneratorClient closes this client at the end of the program, so it is not among the open ones.
+        self._started = in_background(self._set_up(), f"{self.name}: setup")
+
+    async def _set_up(self) -> None:
+        try:
+            mesh = await self._spawn_actor() if self._mesh is None else self._mesh
+        finally:
+            self._spawned.set()
+        [self.known] = await self._ask(mesh.setup, "setup", self.setup_timeout)
+        if self._processes is None:
+            self._probes = await self._ask(mesh.probe, "setup", self.setup_timeout)
+
+    async def _spawn_actor(self) -> "ActorMesh[Generator]":
+        assert self.config is not None
+        processes = await self._spawn(1, process_environment(self.config))
+        transport = await self._transport if isinstance(self._transport, Call) else self._transport
+        self._mesh = processes.spawn(self.name, Generator, self.config, transport)
+        return self._mesh
+
+    @property
+    def is_owned(self) -> bool:
+        """True if this client spawned the process of the generator."""
+        return self.config is not None
+
+    async def info(self) -> GeneratorInfo:
+        self.known = await self._one("info")
+        return self.known
+
+    async def answers_within(self, timeout: float) -> bool:
+        """True if the process of the generator answers in time."""
+        return await self._is_alive(timeout)
+
+    async def start_generate(self, prompts: list[list[int]], params: SamplingParams, indices: list[int]) -> int:
+        """The number of the call. indices: of the prompts, on which their seeds depend."""
+        return await self._one("start_generate", prompts, params, indices, phase="generate")
+
+    async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
+        try:
+            return await self._one("finished_groups", call, at_least, phase="generate")
+        except BaseException:
+            await self.abort_generate(call)
+            raise
+
+    async def abort_generate(self, call: int) -> None:
+        with contextlib.suppress(Exception):  # the generator may have ended
+            await self._one("abort_generate", call)
+
+    async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
+        return await self._one("compute_logprobs", sequences)
+
+    async def pull(self, version: int, timeout: float, in_flight: bool = True) -> Transfer:
+        self.last_pull = await self._one("pull_model_state_dict", version, timeout, in_flight)
+        return self.last_pull
+
+    async def sleep(self, level: int) -> DeviceMemory:
+        return await self._one("sleep", level)
+
+    async def wake(self) -> DeviceMemory:
+        return await self._one("wake")
+
+    async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
+        """The answer of an endpoint. phase: the name in error texts, if it is not the endpoint's."""
+        answers: list[Any]
+        try:
+            answers = await self._ask(
+                getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
+            )
+        except (EngineDiedError, SilentWorkerError) as error:
+            if not self.is_owned:
+                raise
+            raise ActorDiedError(f"{self.name}: {error}", self.name) from error
+        return answers[0]
+
+    async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
+        """As in the base class. A generator whose engine does not finish a step in time has died, too."""
+        await self._spawned.wait()
+        if self._mesh is None or self._processes is None:
+            return None
+        end = asyncio.ensure_future(self._processes.first_end())
+        beat: asyncio.Task[list[Heartbeat]] | None = None
+        silence, pause = Silence(), min(silent_after / 20, LONGEST_PAUSE)
+        try:
+            while not self._closed:
+                begin = time.monotonic()
+                beat = beat or asyncio.ensure_future(collect(self._mesh.heartbeat))
+                await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                answer: Heartbeat | None = None
+                if beat.done() and not end.done():
+                    # A process that has ended may show first as a heartbeat that fails.
+                    await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
+                if end.done():
+                    return None if self._closed else self._died(end.result(), self._phase())
+                if beat.done():
+                    if (error := beat.exception()) is not None:
+                        return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
+                    [answer], beat = beat.result(), None
+                # A longer time is one in which this process itself was stopped.
+                silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
+                if silence.seconds >= silent_after:
+                    text = f"{self.name}: no sign of life for {silent_after:g} s {self._phase()}"
+                    return ActorSilentError(text, self.name)
+            return None
+        finally:
+            end.cancel()
+            if beat is not None:
+                beat.cancel()
+
+    def _phase(self) -> str:
+        return f"during {self._phases[-1]}" if self._phases else "between two calls"
+
+
+class Silence:
+    """Seconds since the last sign of life of a generator: it waits for requests, or it has done something since the last answer. Pure."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._num_done = -1
+
+    def saw(self, answer: Heartbeat | None, seconds: float) -> None:
+        """answer: to a question of the last `seconds` seconds. None: there was none."""
+        if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
+            self.seconds, self._num_done = 0.0, answer.num_done
+        else:
+            self.seconds += seconds
+
+
+def process_environment(config: GeneratorConfig) -> dict[str, str]:
+    """The environment of a generator's process. Raises ValueError for a GPU that the program does not see."""
+    environment = {} if config.num_threads is None else {"OMP_NUM_THREADS": str(config.num_threads)}
+    if config.gpu is None:
+        return environment
+    require_gpu(config)
+    return environment | gpus.environment(config.gpus())

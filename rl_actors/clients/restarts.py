@@ -1,0 +1,41 @@
+"""`Restarts`, the limit of an actor's restarts. Pure."""
+
+import time
+from collections import deque
+from collections.abc import Callable
+
+from rl_actors.config import RestartPolicy
+
+HOUR = 3600.0  # seconds
+LONGEST_PAUSE = 60.0
+"""Seconds between a death and a restart, at most."""
+FIRST_RESTARTS = 2
+"""Largest number of restarts of an actor that has never been ready. Its start may be what kills it."""
+
+
+class Restarts:
+    """Counts the restarts of an actor, and says when one more is too many."""
+
+    def __init__(self, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic) -> None:
+        self.policy, self.clock = policy, clock
+        self.total = 0
+        self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: when, and why
+
+    def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
+        """Seconds to wait before the restart. Raises the error of the first death of the last hour if there would be too many restarts."""
+        now = self.clock()
+        while self._deaths and self._deaths[0][0] <= now - HOUR:
+            self._deaths.popleft()
+        self._deaths.append((now, death))
+        num_deaths, limit = len(self._deaths), self.policy.max_per_hour
+        if not was_ready:
+            limit = min(limit, FIRST_RESTARTS)
+        if num_deaths > limit:
+            first = self._deaths[0][1]
+            if num_deaths > 1:
+                first.add_note(
+                    f"the first of {num_deaths} deaths; at most {limit} restarts are made; the last one: {death}"
+                )
+            raise first
+        self.total += 1
+        return 0.0 if num_deaths == 1 else min(self.policy.backoff * 2 ** (num_deaths - 2), LONGEST_PAUSE)

@@ -1,0 +1,126 @@
+"""Generators whose processes are killed or stopped. Every call gives the completions of an undisturbed one.
+
+tests/test_fleet.py has the states and limits, with fakes.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import replace
+
+import psutil
+import pytest
+import support
+from test_own_process import core_below
+from waiting import GUARD, wait_until
+
+from rl_actors import GeneratorClient, SamplingParams
+from rl_actors.config import RestartPolicy
+
+pytestmark = pytest.mark.slow
+PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [12, 13]]
+LONG = SamplingParams(max_tokens=300, n=8, seed=7)
+SILENT_AFTER = 20.0  # a start on a busy machine must not take so long without an answer
+
+
+def config(**fields):
+    policy = RestartPolicy(backoff=0.1, silent_after=SILENT_AFTER)
+    return replace(support.generator_config(), restarts=policy, **fields)
+
+
+@pytest.fixture(scope="module")
+def transport():
+    transport = support.ReadersDie()
+    asyncio.run(transport.open())
+    for version in (1, 2):
+        weights = support.random_weights(tied=True, seed=version)
+        support.publish_from_here(transport, weights, stream="dying", version=version)
+    yield transport
+    asyncio.run(transport.close())
+
+
+def spawn(transport, name: str, **fields) -> GeneratorClient:
+    client = GeneratorClient.spawn(config(**fields), transport=transport, name=name)
+    client.lines = []
+    client.on_news(client.lines.append)
+    assert client.pull_model_state_dict(1).result() == 1
+    return client
+
+
+@pytest.fixture(scope="module")
+def single(transport):
+    with spawn(transport, "single") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def expected(single):
+    """The completions of an undisturbed call, of the weights of version 1."""
+    return single.generate(PROMPTS, LONG).result()
+
+
+def begin(generator: GeneratorClient):
+    """A call that all generators of the client are working on."""
+    groups = generator.generate_each(PROMPTS, LONG)
+    for replica in generator._fleet.replicas:
+        mesh = replica.client._mesh
+        wait_until(lambda mesh=mesh: not mesh.heartbeat.call_one().get(timeout=GUARD).is_idle)
+    return groups
+
+
+def in_order(groups) -> list:
+    found = dict(iter(groups))
+    return [found[index] for index in range(len(PROMPTS))]
+
+
+def gone(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_generator_that_is_killed_or_stopped_in_a_call_is_replaced_and_the_call_is_as_undisturbed(
+    single, expected, number
+):
+    before, process = single.num_restarts, support.process_of("single-0")
+    groups = begin(single)
+    os.kill(process.pid, number)
+    assert in_order(groups) == expected
+    assert single.num_restarts == before + 1 == single.info().result().restarts
+    assert single.generate(PROMPTS, LONG).result() == expected
+    assert gone(process) and support.process_of("single-0").pid != process.pid
+    died, back = single.lines[-2:]
+    cause = r"the process of rank 0" if number == signal.SIGKILL else f"no sign of life for {SILENT_AFTER:g} s during "
+    assert f"single has died: single: {cause}" in died and "single is back after" in back
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_engine_core_that_is_killed_or_stopped_is_replaced_with_its_generator(transport, expected, number):
+    with spawn(transport, "owner", own_process=True) as generator:
+        generator.generate(PROMPTS, SamplingParams(max_tokens=1)).result()
+        core = core_below(name="owner")
+        groups = begin(generator)
+        core.send_signal(number)
+        assert in_order(groups) == expected
+        assert generator.num_restarts == 1 and gone(core)
+        cause = "vLLM's engine core" if number == signal.SIGKILL else "no sign of life for"
+        assert cause in generator.lines[0]
+
+
+def test_of_two_generators_one_may_die_in_a_call_and_one_in_a_pull(transport, expected):
+    with spawn(transport, "pair", replicas=2) as pair:
+        assert pair.generate(PROMPTS, LONG).result() == expected
+        groups = begin(pair)
+        support.process_of("pair-1-0").kill()
+        assert in_order(groups) == expected
+        wait_until(pair.is_alive(GUARD).result)
+        asyncio.run(transport.put_object("victim", "pair-0-0"))
+        assert pair.pull_model_state_dict(2).result() == 2
+        assert {one.policy_version for one in pair.info().result().replicas if one.state == "healthy"} == {2}
+        [[completion]] = pair.generate([[5]], SamplingParams(max_tokens=4)).result()
+        assert completion.policy_versions == [2] * 4
+        wait_until(pair.is_alive(GUARD).result)
+        assert [(one.policy_version, one.state) for one in pair.info().result().replicas] == [(2, "healthy")] * 2
+        assert pair.num_restarts == 2

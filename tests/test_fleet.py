@@ -1,0 +1,562 @@
+"""The lives of generators behind one client, and the calls that they share. The generators here are fakes without a process."""
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
+
+import pytest
+from waiting import GUARD
+
+from rl_actors import Completion, GeneratorClient, GeneratorConfig, GeneratorInfo, SamplingParams
+from rl_actors.clients.base import ActorDiedError, ActorSilentError
+from rl_actors.clients.fleet import Fleet
+from rl_actors.clients.one_generator import Silence
+from rl_actors.clients.restarts import FIRST_RESTARTS, HOUR, LONGEST_PAUSE, Restarts
+from rl_actors.config import RestartPolicy
+from rl_actors.types import DeviceMemory, Heartbeat, Transfer
+
+NO_PAUSE = RestartPolicy(backoff=0.0)
+ONE = SamplingParams(n=1)
+PROMPTS = [[1], [2], [3], [4]]
+
+
+class Generators:
+    """The fake generators that a test has spawned, in order, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.spawned: list[FakeGenerator] = []
+        self.events: list[str] = []
+        self.plans: list[
+            Callable[[FakeGenerator], None]
+        ] = []  # one for each spawn: changes the generator before it starts
+
+    def spawn(self, name: str) -> "FakeGenerator":
+        made = FakeGenerator(name, self, len(self.spawned))
+        if self.plans:
+            self.plans.pop(0)(made)
+        self.spawned.append(made)
+        self.note(made, "spawn")
+        return made
+
+    def note(self, generator: "FakeGenerator", what: str) -> None:
+        self.events.append(f"{generator.number}: {what}")
+
+
+class FakeGenerator:
+    """A generator whose completions have its own number as their only token. It finishes the prompts that a test lets it finish."""
+
+    is_owned = True
+
+    def __init__(self, name: str, generators: Generators, number: int) -> None:
+        self.name, self.generators, self.number = name, generators, number
+        self.known: GeneratorInfo | None = None
+        self.last_pull: Transfer | None = None
+        self.version = -1
+        self.seeds: list[list[int]] = []  # by call
+        self.released: asyncio.Queue[int] = asyncio.Queue()  # places that may finish; empty: all at once
+        self.waits = False  # whether prompts finish only when `release` says so
+        self.is_up: Callable[[], Awaitable[None]] = self.nothing
+        self.on_pull: list[Callable[[], Awaitable[None]]] = []  # by pull
+        self.dead: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self.left: list[int] = []
+
+    async def nothing(self) -> None: ...
+
+    def die(self, error: Exception | None = None) -> None:
+        """End the process: all calls that wait fail, and the watch tells it."""
+        self.dead.set_result(error or ActorDiedError(f"{self.name} ({self.number}) was killed", self.name))
+
+    async def die_now(self) -> None:
+        self.die()
+        await asyncio.sleep(0)
+
+    async def alive(self, work: Awaitable) -> object:
+        """The result of the work, or the error of the end of the process if that comes first."""
+        task = asyncio.ensure_future(work)
+        await asyncio.wait((task, self.dead), return_when=asyncio.FIRST_COMPLETED)
+        if self.dead.done():
+            task.cancel()
+            raise self.dead.result()
+        return task.result()
+
+    async def ready(self) -> None:
+        await self.alive(self.is_up())
+        self.known = GeneratorInfo(policy_version=-1, max_model_len=8, vocab_size=9, logs=self.name)
+
+    async def death(self, silent_after: float) -> Exception:
+        return await asyncio.shield(self.dead)
+
+    async def kill(self) -> None:
+        self.generators.note(self, "kill")
+        if not self.dead.done():
+            self.die()
+
+    async def close(self) -> None:
+        self.generators.note(self, "close")
+
+    async def info(self) -> GeneratorInfo:
+        return await self.alive(self._info())
+
+    async def _info(self) -> GeneratorInfo:
+        self.known = GeneratorInfo(policy_version=self.version, max_model_len=8, vocab_size=9, logs=self.name)
+        return self.known
+
+    async def start_generate(self, prompts, params, indices) -> int:
+        self.generators.note(self, f"generate {indices}")
+        if params.max_tokens == 7:
+            raise ValueError("7 is refused")
+        self.seeds.append(indices)
+        self.left = list(range(len(prompts)))
+        return await self.alive(asyncio.sleep(0, len(self.seeds) - 1))
+
+    async def finished_groups(self, call: int, at_least: int):
+        if self.waits:
+            places = [await self.alive(self.released.get())]
+        else:
+            await self.alive(asyncio.sleep(0))
+            places = list(self.left)
+        self.left = [place for place in self.left if place not in places]
+        completion = Completion(
+            tokens=[self.number], logprobs=[0.0], policy_versions=[self.version], finish_reason="stop"
+        )
+        return [(place, [completion]) for place in places]
+
+    async def abort_generate(self, call: int) -> None:
+        self.generators.note(self, "abort")
+
+    async def compute_logprobs(self, sequences):
+        self.generators.note(self, f"logprobs {sequences}")
+        return await self.alive(asyncio.sleep(0, [f"{self.number} {sequence}" for sequence in sequences]))
+
+    async def pull(self, version: int, timeout: float, in_flight: bool = True) -> Transfer:
+        self.generators.note(self, f"pull {version}")
+        await self.alive(self.on_pull.pop(0)() if self.on_pull else self.nothing())
+        self.version = version
+        self.last_pull = Transfer(policy_version=version, path="memory", num_bytes=1, seconds=self.number)
+        return self.last_pull
+
+    async def sleep(self, level: int) -> DeviceMemory:
+        return await self.alive(asyncio.sleep(0, DeviceMemory(num_bytes=1)))
+
+    async def wake(self) -> DeviceMemory:
+        self.generators.note(self, "wake")
+        return await self.alive(asyncio.sleep(0, DeviceMemory(num_bytes=1)))
+
+
+class Started:
+    """A started fleet of fakes, in an `async with` block."""
+
+    def __init__(self, count: int = 1, policy: RestartPolicy = NO_PAUSE, **options) -> None:
+        self.count, self.policy, self.options = count, policy, options
+        self.generators, self.lines = Generators(), []
+
+    def make(self) -> Fleet:
+        names = [f"g{index}" for index in range(self.count)]
+        spawns = {name: functools.partial(self.generators.spawn, name) for name in names}
+        return Fleet(spawns, self.policy, setup_timeout=GUARD, tell=self.lines.append, **self.options)
+
+    async def __aenter__(self) -> "tuple[Fleet, Generators]":
+        self.fleet = self.make()
+        await self.fleet.start()
+        return self.fleet, self.generators
+
+    async def __aexit__(self, *_) -> None:
+        await self.fleet.close()
+
+
+def in_loop(test):
+    """The test as a plain function."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), GUARD))
+
+    return run
+
+
+def states(fleet: Fleet) -> list[str]:
+    return [replica.state for replica in fleet.replicas]
+
+
+async def until(condition) -> None:
+    while not condition():
+        await asyncio.sleep(0)
+
+
+async def generate(fleet: Fleet, prompts=PROMPTS, params=ONE) -> dict[int, list[Completion]]:
+    call = await fleet.start_generate(prompts, params, None)
+    return dict(await fleet.finished_groups(call, len(prompts)))
+
+
+def makers(groups: dict[int, list[Completion]]) -> list[int]:
+    """For each prompt the number of the generator that completed it."""
+    return [groups[index][0].tokens[0] for index in range(len(groups))]
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_call_is_divided_among_the_generators_and_comes_back_by_index():
+    async with Started(2) as (fleet, generators):
+        assert makers(await generate(fleet, [[1], [2], [3], [4], [5]])) == [0, 1, 0, 1, 0]
+        left, right = generators.spawned
+        assert (left.seeds, right.seeds) == ([[0, 2, 4]], [[1, 3]])
+        assert fleet._router.loads == [0, 0] and fleet._routed == {}
+        assert await fleet.compute_logprobs([[1], [2], [3]]) == ["0 [1]", "1 [2]", "0 [3]"]
+        assert fleet._router.loads == [0, 0]
+
+
+@in_loop
+async def test_an_aborted_call_ends_in_all_generators():
+    async with Started(2) as (fleet, generators):
+        for generator in generators.spawned:
+            generator.waits = True
+        call = await fleet.start_generate(PROMPTS, ONE, None)
+        generators.spawned[0].released.put_nowait(1)
+        assert [index for index, _ in await fleet.finished_groups(call, 1)] == [2]
+        await fleet.abort_generate(call)
+        assert fleet._router.loads == [0, 0] and fleet._routed == {}
+
+
+@in_loop
+async def test_an_error_that_is_no_death_is_raised_at_once_and_restarts_nothing():
+    async with Started(2) as (fleet, _):
+        with pytest.raises(ValueError, match="7 is refused"):
+            await generate(fleet, params=SamplingParams(n=1, max_tokens=7))
+        assert states(fleet) == ["healthy", "healthy"] and fleet.num_restarts == 0
+        assert fleet._router.loads == [0, 0] and fleet._routed == {}
+
+
+# --- deaths ---------------------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_prompts_of_a_dead_generator_go_to_another_with_their_seeds_and_finished_ones_do_not():
+    async with Started(2) as (fleet, generators):
+        dying, other = generators.spawned
+        dying.waits = True
+        call = await fleet.start_generate([[index] for index in range(6)], ONE, [60, 61, 62, 63, 64, 65])
+        dying.released.put_nowait(1)  # the prompt 2
+        await until(lambda: any(index == 2 for index, _ in fleet._routed[call]._finished))
+        dying.die()
+        groups = dict(await fleet.finished_groups(call, 6))
+        assert makers(groups) == [1, 1, 0, 1, 1, 1]
+        assert (dying.seeds, other.seeds) == ([[60, 62, 64]], [[61, 63, 65], [60, 64]])
+        await until(lambda: states(fleet) == ["healthy", "healthy"])
+        assert fleet.num_restarts == 1 and fleet._router.loads == [0, 0]
+
+
+@in_loop
+async def test_prompts_of_the_only_generator_wait_for_the_next_which_first_pulls_the_newest_version():
+    started = Started(1)
+    async with started as (fleet, generators):
+        await fleet.pull(3, 1.0, True)
+        generators.spawned[0].waits = True
+        call = asyncio.ensure_future(generate(fleet))
+        await until(lambda: generators.spawned[0].seeds)
+        generators.spawned[0].die()
+        assert makers(await call) == [1, 1, 1, 1]
+        assert generators.events == [
+            *("0: spawn", "0: pull 3", "0: generate [0, 1, 2, 3]"),
+            *("0: kill", "1: spawn", "1: pull 3", "1: generate [0, 1, 2, 3]"),
+        ]
+        info = await fleet.info()
+        assert (info.restarts, info.state, info.policy_version, info.replicas) == (1, "healthy", 3, ())
+        assert started.lines[0].startswith("g0 has died: g0 (0) was killed; restart 1 (at most 10 an hour)")
+        assert started.lines[1].startswith("g0 is back after ")
+
+
+@in_loop
+async def test_logprobs_of_a_dead_generator_come_from_another():
+    async with Started(2) as (fleet, generators):
+        asked = asyncio.ensure_future(fleet.compute_logprobs([[1], [2], [3]]))
+        await until(lambda: "0: logprobs [[1], [3]]" in generators.events)
+        generators.spawned[0].die()
+        assert await asked == ["1 [1]", "1 [2]", "1 [3]"]
+        assert fleet._router.loads == [0, 0]
+
+
+@in_loop
+async def test_states_from_the_start_over_two_deaths_in_a_row_to_the_return():
+    gate, seen = asyncio.Event(), []
+    started = Started(1)
+    started.generators.plans = [
+        lambda first: None,
+        lambda second: setattr(second, "is_up", second.die_now),
+        lambda third: (setattr(third, "is_up", gate.wait), third.on_pull.append(functools.partial(record, third))),
+    ]
+
+    async def record(third) -> None:
+        seen.extend(states(fleet))
+
+    async with started as (fleet, generators):
+        await fleet.pull(1, 1.0, True)
+        assert states(fleet) == ["healthy"]
+        generators.spawned[0].die()
+        await until(lambda: states(fleet) == ["dead"])
+        await until(lambda: len(generators.spawned) == 3)
+        assert states(fleet) == ["restarting"] and fleet.num_restarts == 2
+        assert await fleet.answers_within(GUARD) is False
+        gate.set()
+        await until(lambda: states(fleet) == ["healthy"])
+        assert seen == ["stale"] and generators.spawned[2].version == 1
+
+
+@in_loop
+async def test_a_death_in_the_pull_of_a_restart_is_another_death_and_nothing_is_asked_of_that_generator():
+    started = Started(1)
+    started.generators.plans = [lambda first: None, lambda second: second.on_pull.append(second.die_now)]
+    async with started as (fleet, generators):
+        await fleet.pull(5, 1.0, True)
+        generators.spawned[0].die()
+        assert makers(await generate(fleet)) == [2, 2, 2, 2]
+        assert "1: generate [0, 1, 2, 3]" not in generators.events
+        assert generators.spawned[2].version == 5 and fleet.num_restarts == 2
+
+
+@in_loop
+async def test_beyond_the_limit_every_call_raises_the_first_error():
+    started = Started(1, RestartPolicy(max_per_hour=2, backoff=0.0))
+    async with started as (fleet, generators):
+        generators.spawned[0].waits = True
+        waiting = asyncio.ensure_future(generate(fleet))
+        for number in range(3):
+            await until(lambda number=number: len(generators.spawned) > number and states(fleet) == ["healthy"])
+            generators.spawned[-1].waits = True
+            generators.spawned[-1].die()
+            await until(lambda: states(fleet) != ["healthy"])
+        for call in (waiting, generate(fleet), fleet.pull(1, 1.0, True), fleet.info(), fleet.compute_logprobs([[1]])):
+            with pytest.raises(ActorDiedError, match=r"g0 \(0\) was killed") as raised:
+                await call
+        assert "the first of 3 deaths; at most 2 restarts are made" in raised.value.__notes__[0]
+        assert states(fleet) == ["retired"] and str(await fleet.end()) == "g0 (0) was killed"
+
+
+@in_loop
+async def test_a_fleet_goes_on_with_the_generators_that_are_left():
+    async with Started(2, RestartPolicy(max_per_hour=0)) as (fleet, generators):
+        generators.spawned[0].die()
+        await until(lambda: states(fleet) == ["retired", "healthy"])
+        assert makers(await generate(fleet)) == [1, 1, 1, 1]
+        info = await fleet.info()
+        assert [one.state for one in info.replicas] == ["retired", "healthy"] and info.state == "healthy"
+
+
+@in_loop
+async def test_a_first_start_that_fails_is_an_error_and_one_that_is_killed_is_tried_again():
+    started = Started(1)
+
+    async def fail() -> None:
+        raise ValueError("vLLM refuses this")
+
+    started.generators.plans = [lambda first: setattr(first, "is_up", fail)]
+    with pytest.raises(ValueError, match="vLLM refuses this"):
+        await started.__aenter__()
+    assert len(started.generators.spawned) == 1
+    started.generators.plans = [lambda killed: setattr(killed, "is_up", killed.die_now)]
+    async with started as (fleet, _):
+        assert fleet.num_restarts == 1
+    started.generators.plans = [lambda killed: setattr(killed, "is_up", killed.die_now)] * (FIRST_RESTARTS + 1)
+    with pytest.raises(ActorDiedError, match="was killed"):
+        await started.__aenter__()
+
+
+@in_loop
+async def test_a_closed_fleet_starts_nothing_and_its_calls_end():
+    async with Started(1) as (fleet, generators):
+        generators.spawned[0].waits = True
+        call = asyncio.ensure_future(generate(fleet))
+        await until(lambda: generators.spawned[0].seeds)
+        await fleet.close()
+        generators.spawned[0].die()
+        with pytest.raises((ActorDiedError, RuntimeError)):
+            await call
+        assert len(generators.spawned) == 1
+
+
+# --- pulls ----------------------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_pull_succeeds_without_a_generator_that_dies_in_it_and_that_one_returns_with_the_version():
+    async with Started(2) as (fleet, generators):
+        await fleet.pull(1, 1.0, True)
+        generators.spawned[0].on_pull.append(generators.spawned[0].die_now)
+        await fleet.pull(2, 1.0, True)
+        assert makers(await generate(fleet)) == [1, 1, 1, 1]
+        await until(lambda: states(fleet) == ["healthy", "healthy"])
+        assert generators.spawned[2].version == 2 and "2: pull 1" not in generators.events
+
+
+@in_loop
+async def test_a_pull_in_which_every_generator_dies_ends_when_one_is_back_with_the_version():
+    async with Started(1) as (fleet, generators):
+        generators.spawned[0].on_pull.append(generators.spawned[0].die_now)
+        await fleet.pull(2, 1.0, True)
+        assert states(fleet) == ["healthy"] and generators.spawned[1].version == 2
+        assert fleet.last_pull == generators.spawned[1].last_pull
+
+
+@in_loop
+async def test_a_generator_that_returns_during_a_pull_takes_the_newer_version():
+    in_pull, go_on = asyncio.Event(), asyncio.Event()
+
+    async def hold() -> None:
+        in_pull.set()
+        await go_on.wait()
+
+    started = Started(2)
+    started.generators.plans = [lambda first: None, lambda other: None, lambda third: third.on_pull.append(hold)]
+    async with started as (fleet, generators):
+        await fleet.pull(1, 1.0, True)
+        generators.spawned[0].die()
+        await in_pull.wait()
+        await fleet.pull(2, 1.0, True)
+        go_on.set()
+        await until(lambda: states(fleet) == ["healthy", "healthy"])
+        assert [event for event in generators.events if event.startswith("2: pull")] == ["2: pull 1", "2: pull 2"]
+
+
+@in_loop
+async def test_a_generator_that_returns_tries_again_until_the_version_is_there(monkeypatch):
+    monkeypatch.setattr("rl_actors.clients.fleet.REFIT_PAUSE", 0.0)
+
+    async def fail() -> None:
+        raise ConnectionError("the trainer has died, too")
+
+    started = Started(1)
+    started.generators.plans = [lambda first: None, lambda second: second.on_pull.extend([fail, fail])]
+    async with started as (fleet, generators):
+        await fleet.pull(7, 1.0, True)
+        generators.spawned[0].die()
+        await until(lambda: "1: pull 7" in generators.events)
+        await fleet.pull(4, 1.0, True)  # of the trainer's recovery
+        assert states(fleet) == ["healthy"] and generators.spawned[1].version == 4 and fleet.num_restarts == 1
+
+
+@in_loop
+async def test_a_pull_that_fails_in_one_generator_makes_it_stale_until_it_has_succeeded():
+    async def fail() -> None:
+        raise OSError("lost its disk")
+
+    gate = asyncio.Event()
+    async with Started(2) as (fleet, generators):
+        generators.spawned[0].on_pull = [fail, gate.wait]
+        await fleet.pull(2, 1.0, True)
+        await until(lambda: generators.events.count("0: pull 2") == 2)
+        assert states(fleet) == ["stale", "healthy"]
+        assert makers(await generate(fleet)) == [1, 1, 1, 1]
+        gate.set()
+        await until(lambda: states(fleet) == ["healthy", "healthy"])
+        assert generators.spawned[0].version == 2 and fleet.num_restarts == 0
+
+
+@in_loop
+async def test_a_pull_that_fails_everywhere_is_an_error_and_the_generators_keep_their_version():
+    async def fail() -> None:
+        raise TimeoutError("version 9 was not published")
+
+    async with Started(2) as (fleet, generators):
+        await fleet.pull(2, 1.0, True)
+        for generator in generators.spawned:
+            generator.on_pull.append(fail)
+        with pytest.raises(TimeoutError, match="version 9 was not published"):
+            await fleet.pull(9, 1.0, True)
+        assert states(fleet) == ["healthy", "healthy"] and fleet.told == 2
+        generators.spawned[0].die()
+        await until(lambda: len(generators.spawned) == 3 and states(fleet) == ["healthy", "healthy"])
+        assert generators.spawned[2].version == 2
+
+
+@in_loop
+async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake():
+    async with Started(1) as (fleet, generators):
+        await fleet.pull(1, 1.0, True)
+        await fleet.sleep(1)
+        generators.spawned[0].die()
+        await until(lambda: "0: kill" in generators.events)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(generators.spawned) == 1 and states(fleet) == ["dead"]
+        await fleet.wake()
+        assert generators.events[-3:] == ["1: spawn", "1: pull 1", "1: wake"]
+
+
+# --- parts ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_client_has_the_states_and_restarts_of_its_generators(monkeypatch):
+    generators = Generators()
+
+    class LateFake(FakeGenerator):
+        """Made outside of the loop of the clients."""
+
+        def __init__(self, name: str) -> None:
+            self.name, self.generators, self.number = name, generators, 0
+
+        async def ready(self) -> None:
+            FakeGenerator.__init__(self, self.name, generators, 0)
+            self.known = await self._info()
+
+        async def death(self, silent_after: float) -> Exception:
+            return await asyncio.Event().wait()
+
+    monkeypatch.setattr(GeneratorClient, "_spawn_one", staticmethod(lambda mesh, *, name, **_: LateFake(name)))
+    with GeneratorClient(None, config=GeneratorConfig(replicas=2)) as client:
+        assert client.pull_model_state_dict(3).result() == 3
+        assert client.num_restarts == 0 and "policy_version 3" in repr(client)
+        assert [one.logs for one in client.info().result().replicas] == ["generator-0", "generator-1"]
+        groups = client.generate([[1], [2]], ONE).result()
+        assert [completion.tokens for [completion] in groups] == [[0], [0]]
+
+
+def test_restarts_pause_longer_and_longer_and_end_with_the_first_error():
+    now = 0.0
+    restarts = Restarts(RestartPolicy(max_per_hour=9, backoff=2.0), clock=lambda: now)
+    assert [restarts.pause_after(RuntimeError(str(index))) for index in range(9)] == [
+        *(0.0, 2.0, 4.0, 8.0, 16.0, 32.0),
+        *[LONGEST_PAUSE] * 3,
+    ]
+    now = HOUR - 1.0
+    with pytest.raises(RuntimeError, match="^0\n") as raised:
+        restarts.pause_after(RuntimeError("9"))
+    assert raised.value.__notes__ == ["the first of 10 deaths; at most 9 restarts are made; the last one: 9"]
+    now = 2 * HOUR
+    assert restarts.pause_after(RuntimeError("10")) == 0.0 and restarts.total == 10
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("max_per_hour", -1), ("backoff", -0.5), ("backoff", float("inf")), ("silent_after", 0.5)]
+)
+def test_limits_of_restarts_that_make_no_sense_are_refused_by_name(field, value):
+    with pytest.raises(ValueError, match=rf"generator.restarts.{field}={value}; it must be finite and at least"):
+        GeneratorClient.spawn(GeneratorConfig(restarts=RestartPolicy(**{field: value})))
+
+
+def test_a_generator_is_silent_if_it_does_not_answer_or_if_its_engine_stands_still():
+    silence = Silence()
+    for _ in range(3):
+        silence.saw(None, 2.0)
+    assert silence.seconds == 6.0
+    silence.saw(Heartbeat(is_idle=True, num_done=0), 2.0)
+    silence.saw(Heartbeat(is_idle=True, num_done=0), 2.0)  # it waits for requests
+    assert silence.seconds == 0.0
+    silence.saw(Heartbeat(is_idle=False, num_done=1), 2.0)
+    for _ in range(4):
+        silence.saw(Heartbeat(is_idle=False, num_done=1), 2.0)
+    assert silence.seconds == 8.0
+    silence.saw(Heartbeat(is_idle=False, num_done=2), 2.0)
+    assert silence.seconds == 0.0
+
+
+@in_loop
+async def test_a_silent_generator_is_killed_and_another_answers():
+    async with Started(1) as (fleet, generators):
+        generators.spawned[0].waits = True
+        call = asyncio.ensure_future(generate(fleet))
+        await until(lambda: generators.spawned[0].seeds)
+        silent = ActorSilentError("g0: no sign of life for 5 s during generate", "g0")
+        fleet.replicas[0].lose(fleet.replicas[0].client, silent)  # as the watch does
+        assert makers(await call) == [1, 1, 1, 1]
+        assert "0: kill" in generators.events
