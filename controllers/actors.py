@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -23,6 +24,8 @@ from rl_actors.transports.default import default_transport
 
 if TYPE_CHECKING:
     from controllers.run import RunConfig
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0
 DEATH_TIMEOUT = 1.0
@@ -59,11 +62,15 @@ class Actors:
         self.models = config.models()
         for name, model in self.models.items():
             self.models[name] = replace(model, seed=config.seed + model.seed)
-        self.generator_config = replace(config.generator, seed=config.seed + config.generator.seed)
+        self.generator_config = replace(
+            config.generator, seed=config.seed + config.generator.seed, restarts=config.survival.of_generator()
+        )
         tokenizer_folder = folder.path.absolute() / "tokenizer"
         if config.alphabet and tokenizer_folder.is_dir():
             for model in self.models.values():
                 model.tokenizer_path = str(tokenizer_folder)
+        self.tell: Callable[[str], None] = logger.info
+        """Function that gets a line of text at the death and the return of a generator."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival)
         self.deaths: dict[str, Exception] = {}  # of roles that have died and were not replaced yet
@@ -96,7 +103,9 @@ class Actors:
 
     def spawn_generator(self) -> GeneratorClient:
         def spawn() -> GeneratorClient:
-            return rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
+            generator = rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
+            generator.on_news(lambda line: self.tell(line))
+            return generator
 
         return self._client("generator", spawn)
 
@@ -119,7 +128,9 @@ class Actors:
             self.report("store", ActorDiedError(await transport.death(), "store"))
 
     def report(self, role: str, death: Exception) -> None:
-        """Say that an actor has died."""
+        """Say that an actor has died. A generator's client replaces it, so an error of it says that it may not be replaced any more."""
+        if role == "generator":
+            return
         self.deaths.setdefault(role, death)
         self._died.set()
 

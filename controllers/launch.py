@@ -262,6 +262,8 @@ async def _train(
             )
             async with opening as run:
                 run.log, run.interruption, run.state, run.scorer = log, interruption, state, scorer
+                if run.actors is not None:
+                    run.actors.tell = log.note
                 checkpoints.seed_random(config.seed)
                 if newest is not None:
                     await _load(run, newest)

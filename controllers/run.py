@@ -356,6 +356,8 @@ class Run(Generic[Config]):
         values |= self._new_transfers(infos[0].last_push)
         values |= self.turns.metrics(infos)
         values |= self.recoveries.end(self.log.restart, step)
+        if self.config.has_generator:
+            values |= self.recoveries.of_generators(self.log.restart, self.generator.returns, step)
         self.log.step(step, values, phase=phase, skipped=skipped)
         self.log.timeline(step, timeline)
         if self.gate is not None:

@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Self
@@ -11,6 +11,8 @@ from controllers.checkpoints import Checkpoints, State, random_states, restore_r
 from controllers.rollout_queue import RolloutQueue
 from controllers.rollouts import RolloutBatch
 from controllers.run_folder import Record
+from rl_actors.config import RestartPolicy
+from rl_actors.types import GeneratorReturn
 
 HOUR = 3600.0  # seconds
 LONGEST_PAUSE = 60.0
@@ -32,6 +34,12 @@ class SurvivalConfig:
     recorded_gigabytes: float = 4.0
     """Largest memory of the rollouts since the last checkpoint, which a recovered run trains on again. If they take more, the oldest are
     dropped, and the problems of the repeated steps are completed again."""
+
+    def of_generator(self) -> RestartPolicy:
+        """The same limits for every generator, which its client starts again."""
+        return RestartPolicy(
+            max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
+        )
 
     def validate(self) -> None:
         """Raises ValueError naming the field, its value and the limit."""
@@ -152,6 +160,8 @@ class Recoveries:
 
     def __init__(self) -> None:
         self.num_restarts = 0
+        self.num_returns = 0  # of generators
+        self._returns: Sequence[GeneratorReturn] = ()  # those of the generators' client that have a line
         self._line: Record | None = None  # of the restart that has not reached a step yet
         self._began = 0.0
 
@@ -172,3 +182,18 @@ class Recoveries:
             write(self._line | {"first_step": step, "seconds": found["time/recovery"]})
             self._line = None
         return found
+
+    def of_generators(
+        self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
+    ) -> dict[str, float]:
+        """Metrics of a step. Writes a line for each return that has none. returns: all of the generators' client."""
+        # The client itself may be another one. Then all its returns are new.
+        known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
+        self._returns = returns
+        for each in returns[known:]:
+            self.num_returns += 1
+            now = datetime.fromtimestamp(each.noticed, UTC).isoformat(timespec="milliseconds")
+            seconds = time.time() - each.noticed
+            line = {"restart": each.name, "time": now, "after_step": step - 1, "cause": each.cause}
+            write(line | {"first_step": step, "seconds": seconds})
+        return {"restarts/generator": self.num_returns} if self.num_returns else {}

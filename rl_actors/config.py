@@ -377,8 +377,8 @@ class GeneratorConfig:
     """Seconds in which the engine must start."""
     call_timeout: float = 600.0
     """Seconds in which every other call must answer. The completions of a call come prompt by prompt, and each prompt has this time."""
-    restarts: RestartPolicy = field(default_factory=RestartPolicy)
-    """Restarts of every generator that the client has spawned."""
+    restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
+    """Restarts of every generator that the client has spawned. In a run they are those of `survival`."""
 
     def gpus(self) -> range:
         """Indices of the GPUs of all replicas, on a machine that has GPUs."""

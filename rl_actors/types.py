@@ -313,6 +313,16 @@ those of the last pull. dead: it has ended or was killed. restarting: another pr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorReturn:
+    """A generator that died, and in whose place another is healthy now."""
+
+    name: str
+    cause: str  # the first error since it was healthy
+    noticed: float  # time of this error, in seconds since 1970
+    seconds: float  # from this error to the return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
     """State and limits of a generator. With several replicas `info` gives that of the one with the oldest weights; its `replicas` has all."""
 

@@ -114,7 +114,11 @@ def trainer_info(**values: object) -> TrainerInfo:
 
 
 class AnswersEach:
-    """generate_each of a fake that has generate: all prompts finish at the same time."""
+    """generate_each of a fake that has generate: all prompts finish at the same time. It never dies."""
+
+    returns = ()
+
+    def on_news(self, tell) -> None: ...
 
     async def generate_each(
         self, prompts: list[list[int]], params: SamplingParams

@@ -301,6 +301,8 @@ async def test_states_from_the_start_over_two_deaths_in_a_row_to_the_return():
         gate.set()
         await until(lambda: states(fleet) == ["healthy"])
         assert seen == ["stale"] and generators.spawned[2].version == 1
+        [returned] = fleet.returns
+        assert (returned.name, returned.cause) == ("g0", "g0 (0) was killed") and returned.seconds >= 0
 
 
 @in_loop

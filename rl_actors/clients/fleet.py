@@ -16,7 +16,7 @@ from rl_actors.clients.one_generator import Groups, OneGenerator
 from rl_actors.clients.replicas import Replica, Watcher
 from rl_actors.clients.routing import Router
 from rl_actors.config import RestartPolicy
-from rl_actors.types import DeviceMemory, GeneratorInfo, SamplingParams, Transfer
+from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
 """Seconds that the first pull waits for its version. The pull begins after the answer of the push, so the version is published already."""
@@ -83,6 +83,7 @@ class Fleet:
         self.setup_timeout, self.tell = setup_timeout, tell
         self.told: int | None = None  # the newest version that a pull was asked for, unless that pull has failed
         self.last_pull: Transfer | None = None  # the slowest of the last call of `pull`
+        self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
         self._router = Router(len(spawns))
         self._routed: dict[int, RoutedCall] = {}
@@ -93,7 +94,9 @@ class Fleet:
         self._awake.set()
         self._lives: list[asyncio.Task[None]] = []
         self._closed = False
-        watcher = Watcher(changed=self._on_change, refit=self._refit, may_restart=self._awake.wait)
+        watcher = Watcher(
+            changed=self._on_change, returned=self.returns.append, refit=self._refit, may_restart=self._awake.wait
+        )
         self.replicas = [Replica(name, spawn, policy, watcher) for name, spawn in spawns.items()]
 
     @property

@@ -22,7 +22,7 @@ from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
-from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, SamplingParams, Transfer
+from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 from rl_actors.validation import require_config, require_gpu, validate_pull, validate_sampling_params
 from rl_actors.vllm import sleeping
 from rl_actors.vllm.start import require_machine
@@ -153,6 +153,11 @@ class GeneratorClient(Client):
     def num_restarts(self) -> int:
         """Number of times that one of the generators was started again."""
         return self._fleet.num_restarts
+
+    @property
+    def returns(self) -> tuple[GeneratorReturn, ...]:
+        """All returns of generators that had died, the newest last."""
+        return tuple(self._fleet.returns)
 
     @property
     def last_pull(self) -> Transfer | None:

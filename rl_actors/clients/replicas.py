@@ -20,7 +20,7 @@ from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.one_generator import OneGenerator
 from rl_actors.clients.restarts import Restarts
 from rl_actors.config import RestartPolicy
-from rl_actors.types import ReplicaState
+from rl_actors.types import GeneratorReturn, ReplicaState
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +31,8 @@ class Watcher:
 
     changed: Callable[["Replica", str], None]
     """Gets a replica whose state has changed, and a line of text if people want to know."""
+    returned: Callable[[GeneratorReturn], None]
+    """Gets a replica's return after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
     """Pulls the newest version into a replica. Raises an error if that fails for good."""
     may_restart: Callable[[], Awaitable[object]]
@@ -48,7 +50,9 @@ class Replica:
         self.restarts = Restarts(policy)
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # of `client`; from `live` on
-        self._died: float | None = None  # time of the first death since it was healthy
+        self._died: tuple[float, float, Exception] | None = (
+            None  # first death since it was healthy: on two clocks, and why
+        )
         self._is_final = False  # whether the last death is one after which no restart is tried
         self._is_stale = asyncio.Event()
 
@@ -134,11 +138,14 @@ class Replica:
 
     def _become_healthy(self) -> None:
         self.state, self.was_ready = "healthy", True
-        line = ""
-        if self._died is not None:
-            line = f"{self.name} is back after {time.monotonic() - self._died:.1f} s"
-        self._died = None
-        self.watcher.changed(self, line)
+        died, self._died = self._died, None
+        if died is None:
+            self.watcher.changed(self, "")
+            return
+        noticed, began, cause = died
+        seconds = time.monotonic() - began
+        self.watcher.returned(GeneratorReturn(name=self.name, cause=str(cause), noticed=noticed, seconds=seconds))
+        self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
         """Take a healthy replica for one that has other weights than the rest, until a pull has succeeded."""
@@ -152,5 +159,5 @@ class Replica:
             return
         self._death.set_result(cause)
         self.state = "dead"
-        self._died = time.monotonic() if self._died is None else self._died
+        self._died = self._died or (time.time(), time.monotonic(), cause)
         self.watcher.changed(self, "")

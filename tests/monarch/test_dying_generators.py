@@ -26,7 +26,7 @@ SILENT_AFTER = 20.0  # a start on a busy machine must not take so long without a
 
 def config(**fields):
     policy = RestartPolicy(backoff=0.1, silent_after=SILENT_AFTER)
-    return replace(support.generator_config(), restarts=policy, **fields)
+    return replace(support.generator_config(), restarts=policy, setup_timeout=GUARD, **fields)
 
 
 @pytest.fixture(scope="module")
