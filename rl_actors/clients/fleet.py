@@ -103,13 +103,15 @@ class Fleet:
     def num_restarts(self) -> int:
         return sum(replica.restarts.total for replica in self.replicas)
 
-    async def start(self) -> None:
-        """Wait until all generators are healthy. Raises the error of one that does not start."""
+    async def start(self) -> GeneratorInfo:
+        """Wait until all generators are healthy. Returns the info of the first one. Raises the error of one that does not start."""
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
             if not replica.was_ready and replica.cause is not None:
                 raise replica.cause
+        known = self.replicas[0].client.known or await self.info()  # it may have died since
+        return known if self.told is None else replace(known, policy_version=self.told)
 
     async def end(self) -> Exception:
         """Wait until no generator is left. Returns the first error."""

@@ -143,8 +143,7 @@ class GeneratorClient(Client):
         return client
 
     async def _set_up(self) -> None:
-        await self._fleet.start()
-        info = await self._fleet.info()
+        info = await self._fleet.start()
         self._limits = GeneratorLimits.of_info(info)
         if info.policy_version >= 0:
             self._version = info.policy_version

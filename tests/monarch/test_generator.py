@@ -335,13 +335,11 @@ def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(genera
 
 
 def test_a_generator_whose_call_was_too_late_is_ready_for_the_next(generator_mesh, synced):
-    client = GeneratorClient(generator_mesh, call_timeout=GUARD)
-    client.ready().result()
-    client.call_timeout = 1e-6
+    hasty = GeneratorClient(generator_mesh, call_timeout=1e-6)
     with pytest.raises(TimeoutError, match="generate did not answer within 1e-06 s"):
-        client.generate([[5, 6, 7]], SamplingParams(max_tokens=1)).result()
-    client.call_timeout = GUARD
-    assert "ready" in repr(client)
+        hasty.generate([[5, 6, 7]], SamplingParams(max_tokens=1)).result()
+    assert "ready" in repr(hasty)
+    client = GeneratorClient(generator_mesh, call_timeout=GUARD)
     # The engine begins both requests in their order. The first ends before the second, which has more tokens.
     assert client.generate([[5]], SamplingParams(max_tokens=8)).result()
 
