@@ -1,7 +1,7 @@
 # DEVICE=cpu or DEVICE=cuda overrides the detected device; use the same one for every target. ARGS="..." is passed to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor check test test-all grpo ppo sft serve service certificates bench clean
+.PHONY: help setup doctor check test test-all grpo ppo sft serve cookbook test-cookbook service certificates bench clean
 ifdef DEVICE
 export DEVICE
 endif
@@ -45,9 +45,15 @@ certificates: setup ## certificates for TLS in the folder certificates/; HOSTS="
 serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs of the SDK `tinker`
 	$(PYTHON_IN_VENV) -m controllers.serve --config tiny_chat $(ARGS)
 
+cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook
+	@scripts/cookbook.sh
+
+test-cookbook: cookbook ## recipes of the cookbook against the Tinker server: half an hour
+	$(PYTHON_IN_VENV) -m pytest tests/cookbook $(ARGS)
+
 bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from this kind of machine
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf .venv .venv-cookbook .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

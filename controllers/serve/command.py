@@ -7,15 +7,17 @@ import ipaddress
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
 import uvicorn
 
 from controllers.command import started_as
+from controllers.serve.access import Access, read_keys
 from controllers.serve.config import ServeConfig
-from controllers.serve.routes import make_app
+from controllers.serve.routes import ANYONE, make_app
 from controllers.serve.start import start_server
 
 API_KEY = "tml-local"
@@ -28,20 +30,26 @@ def main() -> None:
     """Serve until SIGINT or SIGTERM. Exits with 2 and one line if the server cannot start from these arguments."""
     prog = started_as("controllers.serve")
     try:
-        config, folder, address = read_arguments(prog)
-        listener = listen(address)
+        arguments = read_arguments(prog)
+        asyncio.run(serve(arguments, listen(arguments.address)))
     except (ValueError, OSError) as error:
         print(f"{prog}: error: {error}", file=sys.stderr)
         sys.exit(2)
-    try:
-        asyncio.run(serve(config, folder, listener))
-    except ValueError as error:
-        print(f"{prog}: error: {error}", file=sys.stderr)
-        sys.exit(2)
 
 
-def read_arguments(prog: str, argv: Sequence[str] | None = None) -> tuple[ServeConfig, Path, tuple[str, int]]:
-    """(config, folder of the state, host and port). Raises ValueError naming an argument that is not possible."""
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What the command line asks for."""
+
+    config: ServeConfig
+    folder: Path  # of the state
+    address: tuple[str, int]
+    owners: Mapping[str, str] | None  # SHA-256 of a key -> its owner; None: no key is asked for
+    rate: float | None  # requests for work of one owner in a second
+
+
+def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
+    """Raises ValueError or OSError naming an argument that is not possible."""
     configs = import_module("configs").SERVERS
     parser = argparse.ArgumentParser(prog=prog, description=__doc__)
     parser.add_argument("--config", choices=sorted(configs), default=next(iter(configs)), help="name of the config")
@@ -54,6 +62,8 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> tuple[ServeC
         help="answer for the model NAME with a Hugging Face directory; a NAME without DIRECTORY renames the config's own model",
     )
     parser.add_argument("--max-trainers", type=int, help="largest number of training runs in memory")
+    parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
+    parser.add_argument("--rate", type=float, help="requests for work that one key may send in a second")
     arguments = parser.parse_args(argv)
     config: ServeConfig = configs[arguments.config]()
     if arguments.serve_as:
@@ -61,18 +71,31 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> tuple[ServeC
         config.hf_path = directory or config.hf_path
     if arguments.max_trainers is not None:
         config.max_trainers = arguments.max_trainers
+    if arguments.rate is not None and not arguments.rate > 0:
+        raise ValueError(f"--rate {arguments.rate}; it must be positive")
     folder = arguments.state or Path("runs") / f"serve-{arguments.config}"
-    return config, folder.absolute(), read_address(arguments.address)
+    return Arguments(
+        config=config,
+        folder=folder.absolute(),
+        address=read_address(arguments.address, has_keys=arguments.keys is not None),
+        owners=None if arguments.keys is None else read_keys(arguments.keys),
+        rate=arguments.rate,
+    )
 
 
-def read_address(text: str) -> tuple[str, int]:
-    """read_address("127.0.0.1:8000") -> ("127.0.0.1", 8000). Raises ValueError for an address that is not a loopback one."""
+def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
+    """read_address("127.0.0.1:8000", …) -> ("127.0.0.1", 8000). Raises ValueError for one that others reach, unless there are keys."""
     host, _, port = text.rpartition(":")
-    if not host or not port.isdigit():
+    if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"--address {text!r}; it must be HOST:PORT")
     if not is_loopback(host):
-        raise ValueError(
-            f"--address {text}: the server has no keys yet, so it listens only at a loopback address such as 127.0.0.1"
+        if not has_keys:
+            raise ValueError(
+                f"--address {text}: others reach this address, so the server needs --keys; without keys use 127.0.0.1"
+            )
+        print(
+            f"warning: at {text} keys and data travel unencrypted; use a private network or a TLS proxy",
+            file=sys.stderr,
         )
     return host.strip("[]"), int(port)
 
@@ -106,18 +129,24 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-async def serve(config: ServeConfig, folder: Path, listener: socket.socket) -> None:
+async def serve(arguments: Arguments, listener: socket.socket) -> None:
     """Start the server, tell how to reach it, and serve until a signal."""
+    config, folder = arguments.config, arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     print(f"starting {config.name}; state in {folder}", file=sys.stderr, flush=True)
     server = await start_server(config, folder)
+    log = (folder / "access.jsonl").open("a", encoding="utf-8", buffering=1)
+    app = make_app(server)
+    access = Access(app, owners=arguments.owners, anyone=ANYONE, rate=arguments.rate, log=log)
+    app.state.counts = access.counts
     try:
         http = HttpServer(
             uvicorn.Config(
-                make_app(server),
+                access,
+                interface="asgi3",
                 log_level="warning",
                 access_log=False,
                 timeout_keep_alive=120,
@@ -129,7 +158,8 @@ async def serve(config: ServeConfig, folder: Path, listener: socket.socket) -> N
         stopped = asyncio.create_task(stopping.wait())
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        print(f"export TINKER_BASE_URL=http://{shown}:{port}\nexport TINKER_API_KEY={API_KEY}", flush=True)
+        key = API_KEY if arguments.owners is None else "YOUR_KEY"
+        print(f"export TINKER_BASE_URL=http://{shown}:{port}\nexport TINKER_API_KEY={key}", flush=True)
         await asyncio.wait((serving, stopped), return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         stopped.cancel()
@@ -137,3 +167,4 @@ async def serve(config: ServeConfig, folder: Path, listener: socket.socket) -> N
     finally:
         print("stopping; the state of the training runs is written", file=sys.stderr, flush=True)
         await server.close()
+        log.close()

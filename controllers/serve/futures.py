@@ -44,7 +44,8 @@ class Promise:
 
     request_id: str
     key: Hashable
-    what: str  # name of the call, for logs and the status page
+    what: str  # name of the call, for logs
+    owner: str
     extra: Json  # further fields of the reply to the request
     begun: float
     answered: float | None = None
@@ -76,20 +77,31 @@ class Futures:
         self.promises: OrderedDict[str, Promise] = OrderedDict()
         self.keys: dict[Hashable, str] = {}
         self.tasks: set[asyncio.Task[None]] = set()
+        self.num_waiting = 0  # promises without an answer
         self._swept = now()
 
     def submit(
-        self, key: Hashable, what: str, work: Callable[[], Awaitable[Answer]], extra: Json | None = None
+        self,
+        key: Hashable,
+        what: str,
+        work: Callable[[], Awaitable[Answer]],
+        extra: Json | None = None,
+        *,
+        owner: str = "",
     ) -> Promise:
-        """Start the work, or find that of an earlier request with this key. key: None for a request that is never sent again."""
+        """Start the work, or find that of an earlier request of this owner with this key. key: None for a request that is never sent again."""
+        key = None if key is None else (owner, key)
         self._sweep()
         known = self.promises.get(self.keys.get(key, "")) if key is not None else None
         if known is not None:
             return known
-        promise = Promise(request_id=uuid.uuid4().hex, key=key, what=what, extra=extra or {}, begun=self.now())
+        promise = Promise(
+            request_id=uuid.uuid4().hex, key=key, what=what, owner=owner, extra=extra or {}, begun=self.now()
+        )
         self.promises[promise.request_id] = promise
         if key is not None:
             self.keys[key] = promise.request_id
+        self.num_waiting += 1
         task = asyncio.create_task(self._run(promise, work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -109,10 +121,13 @@ class Futures:
         finally:
             promise.answered = self.now()
             promise.is_done.set()
+            self.num_waiting -= 1
 
-    async def wait(self, request_id: str, hold: float) -> Promise:
-        """The promise, after its answer or after `hold` seconds. Raises KeyError for one that never was or was dropped."""
+    async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
+        """The promise, after its answer or after `hold` seconds. Raises KeyError for one that never was, was dropped or is another owner's."""
         promise = self.promises[request_id]
+        if promise.owner != owner:
+            raise KeyError(request_id)
         if promise.answer is None:
             try:
                 await asyncio.wait_for(promise.is_done.wait(), hold)
@@ -123,9 +138,6 @@ class Futures:
     def fetched(self, promise: Promise) -> None:
         """Note that the answer was sent to the client. It is kept for a while, because the client may not have got it."""
         promise.fetched = self.now()
-
-    def num_waiting(self) -> int:
-        return sum(promise.answer is None for promise in self.promises.values())
 
     async def close(self) -> None:
         """Cancel the work that runs."""

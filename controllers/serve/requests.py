@@ -60,11 +60,13 @@ class Wanted:
     prompt_logprobs: bool
     last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
 
-    async def run(self, generator: VersionedGenerator) -> bytes:
-        """The answer, as a SampleResponse. The generator holds the right version."""
+    async def run(self, generator: VersionedGenerator) -> tuple[bytes, int]:
+        """(the answer as a SampleResponse, number of sampled tokens). The generator holds the right version."""
         completions = await generator.sample(self.prompt, self.params)
         scores = await self._scores(generator) if self.prompt_logprobs else None
-        return write_sample([self._sequence(completion) for completion in completions], prompt_logprobs=scores)
+        sequences = [self._sequence(completion) for completion in completions]
+        num_tokens = sum(len(completion.tokens) for completion in completions)
+        return write_sample(sequences, prompt_logprobs=scores), num_tokens
 
     async def _scores(self, generator: VersionedGenerator) -> np.ndarray:
         """[N]: the logprob of each token of the prompt at temperature 1, NaN for the first and for those that are not wanted."""

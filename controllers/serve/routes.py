@@ -6,12 +6,14 @@ work is the error of its future. An answer that is not ready is a 408, which the
 
 import logging
 from collections.abc import Awaitable, Callable
+from importlib.resources import files
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
-from controllers.serve import listings, messages
+from controllers.serve import listings, messages, status
+from controllers.serve.access import Counts
 from controllers.serve.bodies import read_body
 from controllers.serve.codec import read_forward_backward
 from controllers.serve.futures import NotFoundError, Promise, UserError
@@ -37,12 +39,14 @@ def owner_of(request: Request) -> str:
 Serving = Annotated[Server, Depends(server_of)]
 Owner = Annotated[str, Depends(owner_of)]
 router = APIRouter(prefix="/api/v1")
+pages = APIRouter()
 
 
-def make_app(server: Server) -> FastAPI:
-    """The application. The server must have been begun on the loop that runs it."""
+def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
+    """The application. The server must have been begun on the loop that runs it. counts: those that /metrics shows."""
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
-    app.state.server = server
+    app.state.server, app.state.counts = server, counts or Counts()
+    app.include_router(pages)
     app.include_router(router)
     app.add_exception_handler(NotFoundError, _answer(404))
     app.add_exception_handler(UserError, _answer(400))
@@ -51,11 +55,34 @@ def make_app(server: Server) -> FastAPI:
     return app
 
 
-def _answer(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+def _answer(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(request: Request, error: Exception) -> Response:
-        return JSONResponse({"detail": str(error)}, status_code=status)
+        return JSONResponse({"detail": str(error)}, status_code=code)
 
     return answer
+
+
+# for people and for what watches the server
+
+
+@pages.get("/healthz")
+async def is_healthy() -> dict[str, Any]:
+    return {"status": "ok"}
+
+
+@pages.get("/metrics")
+async def metrics(request: Request, server: Serving) -> Response:
+    return PlainTextResponse(status.prometheus(server, request.app.state.counts))
+
+
+@pages.get("/")
+async def page() -> Response:
+    return HTMLResponse((files("controllers") / "templates" / "serve.html.j2").read_text(encoding="utf-8"))
+
+
+@pages.get("/status.json")
+async def page_data(server: Serving, owner: Owner) -> dict[str, Any]:
+    return status.page_data(server, owner)
 
 
 # the client and its session
@@ -175,7 +202,7 @@ async def get_sampler(sampler_id: str, server: Serving, owner: Owner) -> dict[st
 
 @router.post("/asample", response_model=None)
 async def asample(body: messages.Sample, server: Serving, owner: Owner) -> dict[str, Any] | Response:
-    if server.futures.num_waiting() >= server.config.max_waiting:
+    if server.futures.num_waiting >= server.config.max_waiting:
         detail = f"{server.config.max_waiting} requests wait already"
         return JSONResponse({"detail": detail}, status_code=429, headers={"Retry-After": "1"})
     return server.sample(owner, body).reply()
@@ -185,9 +212,9 @@ async def asample(body: messages.Sample, server: Serving, owner: Owner) -> dict[
 
 
 @router.post("/retrieve_future")
-async def retrieve_future(body: messages.RetrieveFuture, server: Serving) -> Response:
+async def retrieve_future(body: messages.RetrieveFuture, server: Serving, owner: Owner) -> Response:
     try:
-        promise = await server.futures.wait(body.request_id, server.config.hold_seconds)
+        promise = await server.futures.wait(body.request_id, server.config.hold_seconds, owner=owner)
     except KeyError:
         detail = f"there is no request {body.request_id}: its answer is dropped, or the server was started again since"
         return JSONResponse({"detail": detail}, status_code=410)

@@ -9,6 +9,7 @@ import random
 import shutil
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 120.0
 """Seconds without a heartbeat after which a session counts as gone."""
+CURVE_POINTS = 300
+"""Points of the curve of a run on the status page."""
 SWEEP_SECONDS = 60.0
 """Seconds between two deletions of checkpoints whose time is over."""
 
@@ -50,6 +53,8 @@ class Server:
         self.base_version = store.version_of_base(config.hf_path)
         self._link(self.base_version, Path(config.hf_path))
         self._sweeping: asyncio.Task[None] | None = None
+        self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
+        self.losses: dict[str, deque[float]] = {}  # run -> loss:sum a datum of its newest forward_backward calls
 
     # start and end
 
@@ -120,7 +125,7 @@ class Server:
             )
             return Answer(json={"type": "create_model", "model_id": run_id})
 
-        return self.futures.submit(("create", run_id), "create_model", work, {"model_id": run_id})
+        return self.futures.submit(("create", run_id), "create_model", work, {"model_id": run_id}, owner=owner)
 
     async def _start_run(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
         if self.store.run(run.id) is not None:
@@ -156,7 +161,7 @@ class Server:
             await self._start_run(run, checkpoint.directory, optimizer=body.optimizer)
             return Answer(json={"type": "load_weights", "path": body.path, "model_id": run_id})
 
-        return self.futures.submit(("create", run_id), "load_weights", work, {"model_id": run_id})
+        return self.futures.submit(("create", run_id), "load_weights", work, {"model_id": run_id}, owner=owner)
 
     def _load_into(self, owner: str, body: messages.LoadWeights, run_id: str) -> Promise:
         async def work() -> Answer:
@@ -165,7 +170,7 @@ class Server:
             await self.trainers.load(run_id, checkpoint.directory, optimizer=body.optimizer)
             return Answer(json={"type": "load_weights", "path": body.path, "model_id": run_id})
 
-        return self.futures.submit(_key(run_id, body.seq_id), "load_weights", work, {"model_id": run_id})
+        return self.futures.submit(_key(run_id, body.seq_id), "load_weights", work, {"model_id": run_id}, owner=owner)
 
     def _training_checkpoint(self, owner: str, path: str) -> Checkpoint:
         checkpoint = self.visible_checkpoint(owner, path)
@@ -193,11 +198,18 @@ class Server:
         async def work() -> Answer:
             self._run(owner, call.model_id)
             batch = read_batch(call)
-            run = self.trainers.forward if call.forward_only else self.trainers.forward_backward
-            return Answer(proto=write_output(batch, await run(call.model_id, batch)))
+            if call.forward_only:
+                return Answer(proto=write_output(batch, await self.trainers.forward(call.model_id, batch)))
+            output = await self.trainers.forward_backward(call.model_id, batch)
+            self.num_trained_positions += sum(map(len, batch.samples))
+            curve = self.losses.setdefault(call.model_id, deque(maxlen=CURVE_POINTS))
+            curve.append(output.metrics["loss:sum"] / len(batch.samples))
+            return Answer(proto=write_output(batch, output))
 
         what = "forward" if call.forward_only else "forward_backward"
-        return self.futures.submit(_key(call.model_id, call.seq_id), what, work, {"model_id": call.model_id})
+        return self.futures.submit(
+            _key(call.model_id, call.seq_id), what, work, {"model_id": call.model_id}, owner=owner
+        )
 
     def optim_step(self, owner: str, body: messages.OptimStep) -> Promise:
         async def work() -> Answer:
@@ -208,9 +220,12 @@ class Server:
                 raise UserError(
                     f"the gradient is not finite (first in {names}); it was dropped, and no weight has changed"
                 )
+            self.num_optim_steps += 1
             return Answer(json={"metrics": {"unclipped_grad_l2:mean": result.grad_norm}})
 
-        return self.futures.submit(_key(body.model_id, body.seq_id), "optim_step", work, {"model_id": body.model_id})
+        return self.futures.submit(
+            _key(body.model_id, body.seq_id), "optim_step", work, {"model_id": body.model_id}, owner=owner
+        )
 
     def _run(self, owner: str, run_id: str) -> Run:
         run = self.store.run(run_id)
@@ -238,7 +253,9 @@ class Server:
             self._put(run, "training", name, directory, body.ttl_seconds, body.user_metadata)
             return Answer(json={"type": "save_weights", "path": path})
 
-        return self.futures.submit(_key(body.model_id, body.seq_id), "save_weights", work, {"model_id": body.model_id})
+        return self.futures.submit(
+            _key(body.model_id, body.seq_id), "save_weights", work, {"model_id": body.model_id}, owner=owner
+        )
 
     def save_weights_for_sampler(self, owner: str, body: messages.SaveWeightsForSampler) -> Promise:
         if (body.path is None) == (body.sampling_session_seq_id is None):
@@ -267,7 +284,9 @@ class Server:
             return Answer(json={"type": "save_weights_for_sampler", "sampling_session_id": sampler_id})
 
         what = "save_weights_for_sampler"
-        return self.futures.submit(_key(body.model_id, body.seq_id), what, work, {"model_id": body.model_id})
+        return self.futures.submit(
+            _key(body.model_id, body.seq_id), what, work, {"model_id": body.model_id}, owner=owner
+        )
 
     async def _save_named(self, run: Run, body: messages.SaveWeightsForSampler, name: str) -> Answer:
         path = checkpoint_path(run.id, "sampler", name)
@@ -413,10 +432,14 @@ class Server:
             wanted = self.sampling.read(body)
             version = self._version_of(sampler)
             async with self.generator.holding(version):
-                return Answer(proto=await wanted.run(self.generator))
+                answer, num_tokens = await wanted.run(self.generator)
+            self.num_sampled_tokens += num_tokens
+            return Answer(proto=answer)
 
         ids = [f"{sampler_id}:{seq_id}:{index}" for index in range(body.num_samples)]
-        return self.futures.submit(("sample", sampler_id, seq_id), "sample", work, {"sample_sequence_ids": ids})
+        return self.futures.submit(
+            ("sample", sampler_id, seq_id), "sample", work, {"sample_sequence_ids": ids}, owner=owner
+        )
 
     def _version_of(self, sampler: Sampler) -> int:
         """The version with which the sampler samples now. Raises UserError if its weights were dropped."""

@@ -1,0 +1,165 @@
+"""Who may call the server, and how often: keys, rates, the access log, and counts of requests. It wraps the application."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import math
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
+"""Paths that need no key."""
+WORK = frozenset({"asample", "forward_backward", "optim_step", "create_model", "load_weights", "save_weights"})
+"""Calls that count for the rate. Others are cheap, and the SDK repeats them by itself."""
+KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
+LONGEST_WAIT = 60.0
+
+
+def read_keys(file: Path) -> dict[str, str]:
+    """SHA-256 of a key -> its owner. A line of the file has both: "alice 9f86d0…". Raises ValueError naming a line that is not one.
+
+    Lines that are empty or begin with # are left out. An owner may have several keys.
+    """
+    owners: dict[str, str] = {}
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        found = KEY_LINE.fullmatch(text)
+        if found is None:
+            raise ValueError(
+                f"{file}, line {number}: it must have a name and the SHA-256 of a key in hexadecimal digits"
+            )
+        owner, digest = found.groups()
+        if owners.setdefault(digest, owner) != owner:
+            raise ValueError(f"{file}, line {number}: {owner} has the same key as {owners[digest]}")
+    if not owners:
+        raise ValueError(f"{file} has no key")
+    return owners
+
+
+def hash_of(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@dataclass(slots=True, kw_only=True)
+class Bucket:
+    """Tokens of one owner. Each request takes one; they come back at a rate."""
+
+    tokens: float
+    filled: float
+
+    def wait(self, rate: float, burst: float, now: float) -> float:
+        """Take a token and return 0, or return the seconds until there is one."""
+        self.tokens = min(burst, self.tokens + (now - self.filled) * rate)
+        self.filled = now
+        if self.tokens >= 1:
+            self.tokens -= 1
+            return 0.0
+        return (1 - self.tokens) / rate
+
+
+@dataclass(slots=True)
+class Counts:
+    """Requests by route and status, with their seconds."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class Access:
+    """The application behind keys and rates. Every request gets a line of JSON in the log."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        owners: Mapping[str, str] | None,
+        anyone: str,
+        rate: float | None = None,
+        burst: float = 100.0,
+        log: TextIO | None = None,
+    ) -> None:
+        """owners: SHA-256 of a key -> its owner; None: no key is asked for, and `anyone` owns everything. rate: requests for work of
+        one owner in a second, after the first `burst` of them; None: any number.
+        """
+        self.app, self.owners, self.anyone = app, owners, anyone
+        self.rate, self.burst, self.log = rate, burst, log
+        self.counts = Counts()
+        self.buckets: dict[str, Bucket] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begin, status = time.perf_counter(), 499  # the client went away before it got a status
+
+        async def note_status(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        owner = self._owner(scope)
+        try:
+            refusal = self._refusal(scope["path"], owner)
+            if refusal is not None:
+                await refusal(scope, receive, note_status)
+                return
+            scope.setdefault("state", {})["owner"] = owner
+            await self.app(scope, receive, note_status)
+        except asyncio.CancelledError:
+            raise
+        finally:
+            self._note(scope, owner, status, time.perf_counter() - begin)
+
+    def _owner(self, scope: Scope) -> str | None:
+        """The owner of the key of a request; None if the key is none of ours."""
+        if self.owners is None:
+            return self.anyone
+        digest = hash_of(Headers(scope=scope).get("x-api-key", ""))
+        for known, owner in self.owners.items():
+            if hmac.compare_digest(known, digest):
+                return owner
+        return None
+
+    def _refusal(self, path: str, owner: str | None) -> JSONResponse | None:
+        if path in OPEN_PATHS:
+            return None
+        if owner is None:
+            return JSONResponse({"detail": "the X-API-Key of this request is not one of the server's keys"}, 401)
+        if self.rate is None or path.rpartition("/")[2] not in WORK:
+            return None
+        now = time.monotonic()
+        bucket = self.buckets.setdefault(owner, Bucket(tokens=self.burst, filled=now))
+        wait = bucket.wait(self.rate, self.burst, now)
+        if wait == 0:
+            return None
+        headers = {"Retry-After": str(min(math.ceil(wait), int(LONGEST_WAIT)))}
+        return JSONResponse({"detail": f"{owner} may send {self.rate:g} requests in a second"}, 429, headers=headers)
+
+    def _note(self, scope: Scope, owner: str | None, status: int, seconds: float) -> None:
+        route = scope.get("route")
+        name = getattr(route, "path", "other")
+        self.counts.requests[name, status] += 1
+        self.counts.seconds[name] += seconds
+        if self.log is not None:
+            line = {
+                "time": round(time.time(), 3),
+                "owner": owner,
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(seconds, 4),
+            }
+            self.log.write(json.dumps(line) + "\n")

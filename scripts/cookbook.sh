@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Make .venv-cookbook: the packages of tests/cookbook/requirements.txt, over those of .venv. Do nothing when it is finished.
+#
+# pip must reach an index the first time. Later runs need no network.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+requirements=tests/cookbook/requirements.txt
+venv=.venv-cookbook
+stamp="$(sha256sum < $requirements | cut -c1-16) $(cat .venv/stamp 2>/dev/null || true) $PWD"
+if [[ -x $venv/bin/python && $(cat $venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
+
+echo "[cookbook] making $venv"
+rm -rf $venv
+.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))' | xargs -I{} {} -m venv $venv
+# Its own packages come first on the path, and those of .venv after them.
+.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo $venv/lib/python*/site-packages)/zz_shared.pth"
+$venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $requirements
+$venv/bin/python -c 'import tinker, tinker_cookbook.recipes.math_rl.train'
+echo "$stamp" > $venv/stamp
+echo "[cookbook] done"

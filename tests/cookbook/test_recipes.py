@@ -1,0 +1,69 @@
+"""Recipes of tinker-cookbook, unmodified, against our server: `make test-cookbook`."""
+
+import json
+
+import pytest
+from recipes import MODEL
+
+pytestmark = pytest.mark.slow
+NAMED = f"model_name={MODEL}"
+
+
+def test_sl_loop_lowers_its_loss(cookbook):
+    arguments = ["batch_size=16", "max_length=256", "lora_rank=8", "learning_rate=1e-3", "max_steps=8", "save_every=4"]
+    done = cookbook.run("recipes.sl_loop", NAMED, *arguments, log="sl_loop").require_success()
+    losses = done.metrics("train_mean_nll")
+    assert len(losses) == 8 and losses[-1] < losses[0] - 0.1, losses
+
+
+def test_sl_basic(cookbook):
+    cookbook.run("recipes.sl_basic", NAMED, "max_steps=2", "eval_every=0", log="sl_basic").require_success()
+
+
+def test_chat_sl_and_its_resumption(cookbook):
+    fixed = [NAMED, "renderer_name=qwen3", "save_every=1", "eval_every=0", "lora_rank=8", "max_length=512"]
+    fixed += ["dataset=HuggingFaceH4/no_robots/train.jsonl", "batch_size=32", "behavior_if_log_dir_exists=resume"]
+    done = cookbook.run("recipes.chat_sl.train", *fixed, "max_steps=2", log="chat_sl").require_success()
+    # Without its last line the list of checkpoints is that of a program which was killed before its end.
+    checkpoints = done.folder / "checkpoints.jsonl"
+    lines = [line for line in checkpoints.read_text().splitlines() if json.loads(line)["name"] != "final"]
+    checkpoints.write_text("".join(f"{line}\n" for line in lines))
+    again = cookbook.run("recipes.chat_sl.train", *fixed, "max_steps=4", log="chat_sl").require_success()
+    assert "Resumed training from" in again.output and len(again.metrics("train_mean_nll")) > 2
+
+
+@pytest.mark.parametrize("loss", ["stable_reinforce", "importance_sampling"])
+def test_rl_loop(cookbook, loss):
+    sizes = ["batch_size=4", "group_size=4", "max_tokens=8", "max_steps=2", "lora_rank=8"]
+    cookbook.run("recipes.rl_loop", NAMED, *sizes, f"loss_fn={loss}", log=f"rl_loop_{loss}").require_success()
+
+
+MATH = ["env=arithmetic", "groups_per_batch=4", "group_size=4", "max_tokens=5", "max_steps=3", "lora_rank=8"]
+STREAM = ["stream_minibatch_config.groups_per_batch=4", "stream_minibatch_config.num_minibatches=2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("default", []),
+        ("asynchronous", ["max_steps_off_policy=2"]),
+        ("streamed", STREAM),
+        ("importance_sampling", ["loss_fn=importance_sampling", "compute_post_kl=True"]),
+        ("ppo", ["loss_fn=ppo"]),
+        ("cispo", ["loss_fn=cispo"]),
+    ],
+)
+def test_math_rl(cookbook, name, more):
+    fixed = [NAMED, *MATH, "renderer_name=qwen3", "behavior_if_log_dir_exists=delete"]
+    cookbook.run("recipes.math_rl.train", *fixed, *more, log=f"math_{name}").require_success()
+
+
+def test_guess_number(cookbook):
+    arguments = ["renderer_name=qwen3", "batch_size=2", "group_size=2", "eval_every=0", "max_steps=2", "max_tokens=8"]
+    module = "recipes.multiplayer_rl.guess_number.train"
+    cookbook.run(module, NAMED, *arguments, log="guess_number").require_success()
+
+
+def test_dpo(cookbook):
+    arguments = ["renderer_name=qwen3", "batch_size=16", "max_length=256", "max_steps=2"]
+    cookbook.run("recipes.preference.dpo.train", NAMED, *arguments, log="dpo").require_success()

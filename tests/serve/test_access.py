@@ -1,0 +1,118 @@
+"""Keys, rates, the access log, and what the server shows of itself."""
+
+import asyncio
+import io
+import json
+
+import httpx
+import pytest
+from serving import Api
+
+from controllers.serve.access import Access, hash_of, read_keys
+from controllers.serve.command import read_address, read_arguments
+
+
+def test_each_key_sees_only_its_own_runs(tmp_path):
+    owners = {hash_of("tml-alice"): "alice", hash_of("tml-bob"): "bob"}
+
+    async def main():
+        async with Api(tmp_path) as api:
+            app = Access(api.app, owners=owners, anyone="anyone")
+
+            def client(key: str) -> httpx.AsyncClient:
+                base = "http://server/api/v1"
+                return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url=base, headers={"X-API-Key": key})
+
+            sessions = {}
+            for name in ("alice", "bob"):
+                api.http = client(f"tml-{name}")
+                await api.__aenter__()
+                sessions[name] = api.session
+                if name == "alice":
+                    alices = await api.create_model()
+                    promise = await api.post("optim_step", model_id=alices, seq_id=1, adam_params={})
+            assert (await api.http.get(f"/training_runs/{alices}")).status_code == 404
+            assert (await api.http.post("/get_info", json={"model_id": alices})).status_code == 404
+            assert (await api.http.post("/retrieve_future", json=promise)).status_code in (410, 422)
+            assert (await api.fetch({"request_id": promise["request_id"]})).status_code == 410
+            assert (await api.http.get("/training_runs")).json()["training_runs"] == []
+            assert (await api.http.get(f"/sessions/{sessions['alice']}")).status_code == 404
+            for wrong in ("tml-eve", ""):
+                response = await client(wrong).get("/get_server_capabilities")
+                assert response.status_code == 401
+            assert (await client("").get("/healthz")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_rate_is_a_429_with_a_time_and_only_for_work(tmp_path):
+    async def main():
+        async with Api(tmp_path) as api:
+            log = io.StringIO()
+            app = Access(api.app, owners=None, anyone="anyone", rate=0.5, burst=2, log=log)
+            api.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://server/api/v1")
+            codes = []
+            for _ in range(4):
+                codes.append(
+                    (await api.http.post("/optim_step", json={"model_id": "x", "adam_params": {}})).status_code
+                )
+            assert codes == [200, 200, 429, 429]
+            response = await api.http.post("/optim_step", json={"model_id": "x", "adam_params": {}})
+            assert 1 <= int(response.headers["retry-after"]) <= 2
+            await api.post("session_heartbeat", session_id=api.session)
+            lines = [json.loads(line) for line in log.getvalue().splitlines()]
+            assert [line["status"] for line in lines] == [*codes, 429, 200]
+            assert lines[0]["path"] == "/api/v1/optim_step" and lines[0]["owner"] == "anyone"
+
+    asyncio.run(main())
+
+
+def test_a_file_of_keys(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text(f"# people\nalice {hash_of('tml-a')}\n\nalice {hash_of('tml-b')}\n")
+    assert read_keys(file) == {hash_of("tml-a"): "alice", hash_of("tml-b"): "alice"}
+    for text, error in [
+        ("alice tml-secret\n", "line 1"),
+        ("", "has no key"),
+        (f"a {hash_of('x')}\nb {hash_of('x')}", "line 2"),
+    ]:
+        file.write_text(text)
+        with pytest.raises(ValueError, match=error):
+            read_keys(file)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0:8000", "10.0.0.1:80", "example.org:1", "[::]:80"])
+def test_without_keys_only_loopback_addresses_are_served(address, capsys):
+    with pytest.raises(ValueError, match="needs --keys"):
+        read_address(address, has_keys=False)
+    read_address(address, has_keys=True)
+    assert "unencrypted" in capsys.readouterr().err
+
+
+def test_the_arguments_of_the_command(tmp_path):
+    assert read_address("[::1]:80", has_keys=False) == ("::1", 80)
+    found = read_arguments("serve", ["--serve-as", "Qwen/Qwen3-8B=/models/x", "--state", str(tmp_path), "--rate", "5"])
+    assert (found.config.name, found.config.hf_path, found.rate) == ("Qwen/Qwen3-8B", "/models/x", 5.0)
+    assert found.address == ("127.0.0.1", 8000) and found.owners is None
+    for wrong in (["--address", "8000"], ["--address", "127.0.0.1:99999"], ["--rate", "0"], ["--keys", "/none"]):
+        with pytest.raises((ValueError, OSError)):
+            read_arguments("serve", wrong)
+
+
+def test_the_numbers_of_the_server(api):
+    async def use(api):
+        model = await api.create_model()
+        await api.forward_backward(model, 1, [([1, 2], {"target_tokens": [2, 3]})])
+        await api.optim_step(model, 2)
+        await api.sample(await api.sampler(base_model="letters"), 1, params={"max_tokens": 3, "stop": []})
+        outer = httpx.AsyncClient(transport=httpx.ASGITransport(api.app), base_url="http://server")
+        text = (await outer.get("/metrics")).text
+        assert "rl_actors_serve_sampled_tokens_total 3\n" in text
+        assert "rl_actors_serve_trained_positions_total 2\n" in text and "serve_requests_waiting 0\n" in text
+        shown = (await outer.get("/status.json")).json()
+        assert shown["runs"][0]["id"] == model and len(shown["runs"][0]["losses"]) == 1
+        page = await outer.get("/")
+        assert page.headers["content-type"].startswith("text/html") and "https://" not in page.text
+        assert (await outer.get("/healthz")).json() == {"status": "ok"}
+
+    api(use)
