@@ -4,8 +4,8 @@ python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
 First controllers.ppo takes steps with the devices of the config. Then, in the same processes, every part of a step is timed alone, on as many
 completions of the same lengths: generate, logprobs (of the policy, for a correction), reference, values, policy, critic, push and pull. The
-parts of the models and of the generator on a GPU add up to the seconds of that GPU. A step cannot be faster than its slowest GPU; it takes as
-long if nothing waits. On a CPU all parts share one device, and may overlap on its cores.
+seconds of a GPU are the sum of the parts that run on it. A step takes at least the seconds of its slowest GPU, and no more if that GPU never
+waits. On a CPU all parts share one device, and may overlap on its cores.
 The weights are random and nothing is to be learned. A reward is the parity of a completion's length.
 """
 
@@ -45,7 +45,7 @@ from rl_actors import ReferenceClient, Sample, ValueTrainerClient
 CONFIGS = {make.__name__: make for make in (tiny_ppo, qwen3_0_6b_ppo, qwen3_4b_ppo)}
 DIGITS = "0123456789"
 WARM_UP = 2
-"""Steps that are not counted: they compile, and they fill the queue of rollouts. Neither is the last one, because it validates."""
+"""First steps, which are not counted, because they compile and fill the queue of rollouts. The last step is not counted either: it validates."""
 ACTORS = {
     "generate": "generator",
     "logprobs": "trainer",

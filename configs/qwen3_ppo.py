@@ -19,14 +19,16 @@ UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """By the arithmetic of --plan 58 GiB of the first GPU, and 35 GiB and half of the second. The trainers recompute no activations."""
+    """PPO at 0.6B. By --plan the first GPU holds 58 GiB. The second holds 35 GiB for the critic, and vLLM takes half of it. No activations are
+    recomputed.
+    """
     base = qwen3.qwen3_0_6b()
     base.trainer.tokens_per_row = 16_384
     return _ppo(base, generator_share=0.5)
 
 
 def qwen3_4b_ppo() -> PPOConfig:
-    """By the arithmetic of --plan 107 GiB of the first GPU, and 76 GiB and three tenths of the second."""
+    """PPO at 4B. By --plan the first GPU holds 107 GiB. The second holds 78 GiB for the critic, and vLLM takes three tenths of it."""
     base = qwen3.qwen3_4b()
     base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096
     return _ppo(base, generator_share=0.3)

@@ -193,7 +193,7 @@ async def train(run: Run[GRPOConfig]) -> None:
                 values |= report(config, batch, updates) | {"learning_rate": learning_rate}
                 values |= run.trained(samples, num_epochs=config.epochs_per_step)
             if reference is not None:
-                move_leash(config, reference, values)
+                update_kl_coefficient(config, reference, values)
             grpo_step, is_last = step - sft_steps, step == last_step
             if is_last or grpo_step % config.validate_every == 0:
                 values |= await run.validate(step)
@@ -207,8 +207,8 @@ async def train(run: Run[GRPOConfig]) -> None:
             await run.end_step(state, phase_step=grpo_step, is_last=is_last)
 
 
-def move_leash(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
-    """Give the reference's divergence the coefficient of the next step. Adds the coefficient of this step to its metrics."""
+def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
+    """Set the coefficient of the KL divergence for the next step, and add this step's coefficient to `values`, its metrics."""
     values["kl/coefficient"] = reference.kl.coefficient
     if "kl/reference" in values:  # a step in which every group was filtered has none
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])

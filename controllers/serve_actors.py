@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What the command line says about the service itself."""
+    """The options of the service itself, from the command line."""
 
     address: Address
     certificates: str  # folder; empty: without TLS
@@ -138,7 +138,7 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
 
 
 def _require_servable(invocation: cli.Invocation, options: Options) -> None:
-    """Raises ValueError for what a service cannot do."""
+    """Raises ValueError for a flag or a config that a service cannot serve."""
     config = invocation.config
     if invocation.resume or invocation.eval_only:
         raise ValueError("a service neither resumes nor evaluates a run; a client may call load_checkpoint")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """Why a file, or one of the files in a directory, must not be unpickled. Empty if all belong to this user or root, and only they can write them.
+    """The reason why a file, or a file of a directory, must not be unpickled. Empty if only this user and root can write all of them.
 
-    Users who can write the directory itself could replace its files. Directories above it are not looked at.
+    The directory itself is checked, too, because whoever can write it could replace its files. Directories above it are not checked.
     """
     for each in _files(Path(path)):
         try:

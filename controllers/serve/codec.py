@@ -196,7 +196,7 @@ def read_forward_backward(body: bytes) -> ForwardBackwardCall:
     except DecodeError as error:
         raise ValueError(f"the body is not a ForwardBackwardRequest: {error}") from None
     config: dict[str, float | str] = dict(message.loss_fn_config)
-    for name, value in message.loss_fn_config_v2.items():  # it wins over the former field
+    for name, value in message.loss_fn_config_v2.items():  # this field wins over loss_fn_config
         config[name] = value.text if value.WhichOneof("value") == "text" else value.number
     return ForwardBackwardCall(
         model_id=message.model_id,
@@ -253,7 +253,7 @@ def read_tensor(message: Any, name: str) -> np.ndarray:
 
 
 def shaped(values: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
-    """The values in this shape. Raises ValueError if their number is another."""
+    """The values in this shape. Raises ValueError if their number does not fit it."""
     if any(size < 0 for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
         raise ValueError(f"{name} holds {values.size} numbers, but its shape is {shape}")
     return values.reshape(shape)

@@ -124,7 +124,7 @@ class Futures:
             self.num_waiting -= 1
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
-        """The promise, after its answer or after `hold` seconds. Raises KeyError for one that never was, was dropped or is another owner's."""
+        """The promise, after its answer or after `hold` seconds. Raises KeyError for a promise that is unknown, dropped or another owner's."""
         promise = self.promises[request_id]
         if promise.owner != owner:
             raise KeyError(request_id)
@@ -176,5 +176,5 @@ DROPPED = Answer(
 
 
 def _text(error: BaseException) -> str:
-    """The text of an error with its notes on one line each."""
+    """The text of an error, followed by each of its notes on a line of its own."""
     return "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])

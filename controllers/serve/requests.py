@@ -32,7 +32,10 @@ class StopStrings:
     tokenizer: Tokenizer
 
     def cut(self, completion: Completion) -> tuple[int, bool]:
-        """(C of the shortest beginning that has a stop string, True), or (C of the whole completion, whether it ended with a stop)."""
+        """(number of tokens that are kept, whether the completion ended with a stop).
+
+        The first stop string ends the completion, and its tokens are kept. Without one the whole completion is kept.
+        """
         tokens = completion.tokens
         if not self._is_in(tokens):
             return len(tokens), completion.finish_reason == "stop"
@@ -52,7 +55,7 @@ class StopStrings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """A request for samples that was checked."""
+    """A checked request for samples."""
 
     prompt: list[int]
     params: SamplingParams
@@ -88,7 +91,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingLimits:
-    """What the generator and its model allow."""
+    """The limits of the generator and its model."""
 
     max_model_len: int
     vocab_size: int
@@ -123,7 +126,7 @@ class SamplingLimits:
         ids = self.end_token_ids
         strings: tuple[str, ...] = ()
         if stop is not None:
-            # A list is all the stops there are: without one of them the end tokens of the model do not end a completion either.
+            # The stops of the request replace the model's end tokens, also if the list is empty.
             strings = tuple(each for each in stop if isinstance(each, str))
             if "" in strings:
                 raise ValueError("stop has an empty string")
@@ -141,7 +144,7 @@ class SamplingLimits:
         return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None
 
     def _ids_of(self, strings: Sequence[str]) -> tuple[int, ...]:
-        """The tokens that are a whole stop string each. They let the generator stop by itself."""
+        """The tokens of the stop strings that are a single token. The generator itself stops at them."""
         encoded = [self.tokenizer.encode(string, add_special_tokens=False) for string in strings]
         return tuple(tokens[0] for tokens in encoded if len(tokens) == 1)
 

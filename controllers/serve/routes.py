@@ -1,7 +1,7 @@
 """The routes of Tinker's protocol as a FastAPI application over a Server. Every method of Server has one route.
 
 A request that cannot be read is refused with 400 or 422, which the SDK does not repeat. Everything else that is wrong with a request for
-work is the error of its future. An answer that is not ready is a 408, which the SDK asks again.
+work is the error of its future. If an answer is not ready, the reply is 408, and the SDK asks again.
 """
 
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
-"""Largest answer that is sent to a client which has asked for the size of larger ones first."""
+"""A client may ask to be told the size of an answer of more than so many bytes before it fetches the answer."""
 ANYONE = "anyone"
 """The owner of everything on a server without keys."""
 

@@ -18,7 +18,7 @@ from rl_actors.types import ForwardBackwardOutput, Sample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a forward or forward_backward request asks of a trainer."""
+    """The samples and the loss of a forward or forward_backward request."""
 
     samples: list[Sample]
     loss: Loss

@@ -1,6 +1,7 @@
-"""What the routes do: sessions, training runs, checkpoints and samplers of one base model. Knows no HTTP.
+"""The work behind the routes: sessions, training runs, checkpoints and samplers of one base model. Knows no HTTP.
 
-Methods that return a Promise accept the request at once. Its faults, except for those of its form, are errors of the promise.
+Methods that return a Promise accept the request at once. They raise for a request of a wrong form; every other fault is the error of the
+promise.
 """
 
 import asyncio

@@ -33,7 +33,7 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
 
 
 async def start_server(config: ServeConfig, folder: Path) -> Server:
-    """Start the actors and answer when they are ready. `folder` has the state; a server that is started on it again goes on."""
+    """Start the actors and answer when they are ready. A server that is started again on the same folder continues from its state."""
     await asyncio.to_thread(prepare_base, config, folder)
     limits = await asyncio.to_thread(sampling_limits, config)
     store = Store(folder / "state.sqlite")

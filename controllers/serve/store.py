@@ -104,7 +104,7 @@ class Store:
         self.db.execute("PRAGMA journal_mode=WAL")
         self.db.execute(
             "PRAGMA synchronous=NORMAL"
-        )  # a killed process loses nothing; a machine without power, the last rows
+        )  # a killed process loses nothing; a power failure may lose the last rows
         self.db.executescript(SCHEMA)
 
     def close(self) -> None:

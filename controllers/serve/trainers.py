@@ -1,4 +1,4 @@
-"""The trainers of training runs. Every run has one of its own; only so many are in memory, and the others wait on disk.
+"""The trainers of training runs. Every run has one of its own. At most max_trainers are in memory, and the others wait on disk.
 
 A run's requests are done one after the other, in the order of their arrival.
 """
@@ -83,7 +83,7 @@ class Trainers:
 
     @contextlib.asynccontextmanager
     async def using(self, run_id: str) -> AsyncIterator[Resident]:
-        """The run, when it is the caller's turn. Calls that ask in some order get their turns in this order."""
+        """Context manager for the run, which is entered at the caller's turn. Turns have the order in which they were asked for."""
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
@@ -131,7 +131,7 @@ class Trainers:
         return replace(self.config.trainer, lora=adapters)
 
     async def _make_room(self) -> None:
-        """Reserve the place of one trainer. The run that was used least lately goes to disk if there is none."""
+        """Reserve the place of one trainer. If no place is free, the least recently used run goes to disk."""
         async with self._making_room:
             while len(self.residents) + self.num_starting >= self.config.max_trainers:
                 await self._park(self._least_needed())
@@ -154,7 +154,7 @@ class Trainers:
     async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
         """Write the state of a run to disk and end its trainer. Its next request starts one again.
 
-        must_end: also if the run has gradients that a step would use. Otherwise it then stays in memory.
+        must_end=False: a run with gradients that no optim_step has used stays in memory, unless its client is gone.
         """
         run = resident.run
         async with self._turn(run.id):

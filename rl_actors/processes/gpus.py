@@ -1,4 +1,4 @@
-"""The GPUs that a spawned process sees, in its order. Imports no CUDA context: torch only counts the GPUs."""
+"""The GPUs that a spawned process sees, in its order. Makes no CUDA context: torch only counts the GPUs."""
 
 import os
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
 
 _services: dict[str, Service] = {}
-"""The services of this process. An actor gets the key, because its arguments are pickled."""
+"""The services of this process by key. An actor gets only the key, because its arguments are pickled."""
 
 
 class Coordinator(Actor):

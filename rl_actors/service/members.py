@@ -36,7 +36,7 @@ RELAYED = frozenset(
 
 
 class Member(Protocol):
-    """What a service needs of an actor."""
+    """Protocol of ModelMember and GeneratorMember."""
 
     num_ranks: int  # number of answers to a call
 

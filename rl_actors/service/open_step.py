@@ -1,4 +1,4 @@
-"""`OpenStep`: which client of a service accumulates gradients. Knows no actors.
+"""`OpenStep`, the client of a service that accumulates gradients, and those that wait for it. Knows no actors.
 
 The first forward_backward of a client opens a step. Until its optim_step or discard_gradients, the calls of other clients that would change
 weights or gradients wait. Calls that only read do not.
@@ -66,7 +66,7 @@ class OpenStep:
         self.holder, self._held_since = client, time.monotonic()
 
     def leave(self, client: Attached) -> None:
-        """The step of this client is closed. Does nothing if another client has it, or none."""
+        """Close the step of this client. Does nothing if this client has no open step."""
         if self.holder is client:
             self.holder = None
             self._free.release()

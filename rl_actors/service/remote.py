@@ -59,7 +59,7 @@ def _watch(connection: socket.socket, ended: "Future[str]", address: str) -> Non
 
 
 class RemoteMesh:
-    """In the place of an actor mesh: its endpoints go to a service's coordinator. Each call has one answer for each rank."""
+    """A stand-in for an actor mesh. Its endpoints call the coordinator of a service. Each call has one answer for each rank."""
 
     def __init__(self, coordinator: "Coordinator", lease: Lease, *, number: int, num_ranks: int, patience: float):
         self._coordinator, self.lease = coordinator, lease
@@ -72,7 +72,7 @@ class RemoteMesh:
 
     @property
     def probe(self) -> "LocalEndpoint":
-        """Its answer is a probe whose `who` asks the service whether all processes live."""
+        """An endpoint that answers with a probe. The probe's `who` asks the service whether all processes live."""
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
@@ -164,7 +164,7 @@ def _greet(address: Address, wants: Message, certificates: str, timeout: float) 
 
 
 def _plain(error: Exception, address: Address, timeout: float) -> Exception:
-    """What went wrong while connecting, in words."""
+    """The error of a connection as one that says in words what went wrong."""
     match error:
         case ssl.SSLError():
             return ConnectionError(f"{address}: no trust between this program and the service: {error}")
@@ -230,7 +230,7 @@ def attach(
 
 
 def join_monarch(transport: str, own_host: str, certificates: str) -> None:
-    """Let Monarch of this process reach the service, and be reached at the address that leads there."""
+    """Start Monarch in this process with the service's transport, at an address from which and at which it reaches the service."""
     prepare_this_process()
     if transport == "tls":
         tls.use_for_monarch(certificates)

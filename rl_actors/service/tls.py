@@ -66,4 +66,4 @@ def use_for_monarch(folder: str) -> None:
     path = require_files(folder).absolute()
     for variable, name in MONARCH_VARIABLES.items():
         os.environ[variable] = str(path / name)
-    reload_config_from_env()  # Monarch has read its environment when it was imported
+    reload_config_from_env()  # Monarch read its environment when it was imported

@@ -18,7 +18,7 @@ from references import save_random
 from configs.tiny import tiny
 from controllers import config_file, launch
 from controllers.environments import Problem
-from controllers.grpo import move_leash
+from controllers.grpo import update_kl_coefficient
 from controllers.metrics import Timer
 from controllers.reference import Reference
 from controllers.rollouts import Group, RolloutBatch, RolloutConfig, to_samples
@@ -208,14 +208,14 @@ def test_the_coefficient_follows_the_divergence_in_loss_and_reward():
     client = KnownReference([torch.tensor([-1.0, -1.0]), torch.tensor([-0.5, -0.5])])
     reference = reference_of(client, coefficient=0.1, estimator="k1")
     values = {"kl/reference": 5.0}
-    move_leash(config, reference, values)
+    update_kl_coefficient(config, reference, values)
     assert reference.kl.coefficient == pytest.approx(0.11) and values["kl/coefficient"] == 0.1
     completions = [Completion(tokens=[1, 2], logprobs=[-0.5, -0.5], policy_versions=[0, 0], finish_reason="length")] * 2
     [found] = asyncio.run(reference.penalise([group_of([3], completions, [1.0, 0.0])]))
     assert found.rewards == pytest.approx([0.89, 0.0])
     in_loss = replace(config, reference_kl_in="loss", reference_kl_estimator="k3")
     assert in_loss.make_loss(reference.kl).kl.coefficient == pytest.approx(0.11)
-    move_leash(config, reference, {})  # every group was filtered
+    update_kl_coefficient(config, reference, {})  # every group was filtered
     assert reference.kl.coefficient == pytest.approx(0.11)
 
 
