@@ -1,7 +1,7 @@
 # DEVICE=cpu or DEVICE=cuda overrides the detected device; use the same one for every target. ARGS="..." is passed to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
-.PHONY: help setup doctor check test test-all grpo ppo sft serve cookbook test-cookbook service certificates bench clean
+.PHONY: help setup doctor check test test-all grpo ppo sft serve cookbook test-cookbook service worker certificates bench clean
 ifdef DEVICE
 export DEVICE
 endif
@@ -38,6 +38,9 @@ sft: setup ## supervised training of the same model
 
 service: setup ## a service that owns trainer and generator; ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
 	$(PYTHON_IN_VENV) -m controllers.serve_actors --address $(or $(ADDRESS),tcp://127.0.0.1:4400) $(ARGS)
+
+worker: setup ## a worker at ADDRESS=tcp://10.0.0.5:4444, which starts the processes of a run on this machine
+	$(PYTHON_IN_VENV) -m rl_actors.processes.worker $(ADDRESS) $(ARGS)
 
 certificates: setup ## certificates for TLS in the folder certificates/; HOSTS="gpu-1 10.0.0.5" names further machines
 	$(PYTHON_IN_VENV) scripts/certificates.py certificates $(foreach host,$(HOSTS),--host $(host))

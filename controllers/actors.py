@@ -76,6 +76,8 @@ class Actors:
         self.deaths: dict[str, Exception] = {}  # of roles that have died and were not replaced yet
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
+        # Before the transport, because Monarch must know its address before it is used.
+        self.placement = config.hosts.connect()
         # The transport's modules are imported while the processes of the actors start.
         self._open_transport()
 
@@ -85,25 +87,33 @@ class Actors:
 
     def spawn_trainer(self) -> TrainerClient:
         def spawn() -> TrainerClient:
-            return rl_actors.TrainerClient.spawn(self.models["trainer"], transport=self.transport, logs=self.logs)
+            return rl_actors.TrainerClient.spawn(
+                self.models["trainer"], transport=self.transport, logs=self.logs, hosts=self.placement.trainer
+            )
 
         return self._client("trainer", spawn)
 
     def spawn_reference(self) -> ReferenceClient:
         def spawn() -> ReferenceClient:
-            return rl_actors.ReferenceClient.spawn(self.models["reference"], logs=self.logs)
+            return rl_actors.ReferenceClient.spawn(
+                self.models["reference"], logs=self.logs, hosts=self.placement.trainer
+            )
 
         return self._client("reference", spawn)
 
     def spawn_critic(self) -> ValueTrainerClient:
         def spawn() -> ValueTrainerClient:
-            return rl_actors.ValueTrainerClient.spawn(self.models["critic"], name="critic", logs=self.logs)
+            return rl_actors.ValueTrainerClient.spawn(
+                self.models["critic"], name="critic", logs=self.logs, hosts=self.placement.trainer
+            )
 
         return self._client("critic", spawn)
 
     def spawn_generator(self) -> GeneratorClient:
         def spawn() -> GeneratorClient:
-            generator = rl_actors.GeneratorClient.spawn(self.generator_config, transport=self.transport, logs=self.logs)
+            generator = rl_actors.GeneratorClient.spawn(
+                self.generator_config, transport=self.transport, logs=self.logs, hosts=self.placement.generators
+            )
             generator.on_news(lambda line: self.tell(line))
             return generator
 
@@ -254,6 +264,7 @@ class Actors:
         done = asyncio.gather(*closing, self._close_transport(), return_exceptions=True)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(done, CLOSE_TIMEOUT)
+        await asyncio.to_thread(self.placement.close)
 
     async def _close_transport(self) -> None:
         transport = await self.transport

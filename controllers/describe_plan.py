@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from controllers.hosts import HostsConfig
 from rl_actors import TrainerConfig, layouts, memory_estimate
 from rl_actors.config import DEGREES
 from rl_actors.vllm.cpu import KV_CACHE_BYTES
@@ -63,20 +64,22 @@ def describe(config: "RunConfig") -> str:
         *_checkpoints(config),
         "processes:",
         f"  {'controller':<12} this machine",
-        *_ranks("trainer", trainer),
+        *_ranks("trainer", trainer, config.hosts),
         *_partners(config),
         *_generator(config),
-        "totals, without the memory of libraries:",
-        *(_demand_line(demand) for demand in demands(config)),
     ]
+    if not config.hosts.addresses:
+        lines += ["totals, without the memory of libraries:", *(_demand_line(demand) for demand in demands(config))]
     return "\n".join(lines)
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
     """Raise ValueError if the processes of a run take more memory than a GPU has, or than the machine has if it has no GPU.
 
-    trains: False for an evaluation, which has only the generator.
+    trains: False for an evaluation, which has only the generator. The memory of other hosts is not known here.
     """
+    if config.hosts.addresses:
+        return
     for demand in demands(config, trains=trains):
         if not demand.fits:
             advice = ADVICE_FOR_A_GPU if torch.cuda.is_available() else ADVICE_WITHOUT_A_GPU
@@ -184,7 +187,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
     return [*lines, f"  {'total':<12} {size_text(held.total)}"]
 
 
-def _ranks(name: str, model: TrainerConfig) -> list[str]:
+def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
     """One line for each rank, with its index in every dimension whose degree is above 1.
 
     The index in the last dimension changes from each rank to the next. With expert parallelism neighbouring ranks hold different experts.
@@ -197,7 +200,8 @@ def _ranks(name: str, model: TrainerConfig) -> list[str]:
         indices = [f"{kind} {index}" for kind, index in zip(order, place, strict=True) if layout[kind] > 1]
         if expert > 1:
             indices.append(f"expert_parallel {rank % expert}")
-        line = f"  {f'{name}-{rank}':<12} {_device(model.gpus()[rank])}"
+        host = hosts.place_of_rank(rank, model.num_processes())
+        line = f"  {f'{name}-{rank}':<12} {host or _device(model.gpus()[rank])}"
         lines.append(f"{line}: {', '.join(indices)}" if indices else line)
     left = model.num_processes() - len(lines)
     if left:
@@ -229,8 +233,9 @@ def _gpus_of_generators(config: "RunConfig") -> dict[str, range]:
 
 def _generator(config: "RunConfig") -> list[str]:
     lines = []
-    for name, gpus in _gpus_of_generators(config).items():
-        devices = " and ".join(dict.fromkeys(_device(gpu) for gpu in gpus))
+    for replica, (name, gpus) in enumerate(_gpus_of_generators(config).items()):
+        on_this_machine = " and ".join(dict.fromkeys(_device(gpu) for gpu in gpus))
+        devices = config.hosts.place_of_generator(replica) or on_this_machine
         ranks = f", {len(gpus)} ranks" if len(gpus) > 1 else ""
         lines.append(f"  {name:<12} {devices}, vLLM in {config.generator.dtype}{ranks}")
     return lines
@@ -242,7 +247,7 @@ def _partners(config: "RunConfig") -> list[str]:
     for name, model in config.models().items():
         if name != "trainer":
             held = size_text(memory_estimate.memory(model).total)
-            lines += [f"{line}, with at most {held}" for line in _ranks(name, model)]
+            lines += [f"{line}, with at most {held}" for line in _ranks(name, model, config.hosts)]
     return lines
 
 

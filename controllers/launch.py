@@ -62,7 +62,7 @@ def main(controller: str) -> None:
     try:
         if invocation.plan:
             print(describe_plan.describe(invocation.config), flush=True)
-        if not invocation.eval_only:
+        if not invocation.eval_only and not invocation.config.hosts.addresses:
             for name, model in invocation.config.models().items():
                 validation.require_gpus(model, name)
         if invocation.config.has_generator:

@@ -240,6 +240,7 @@ class RunConfig:
             )
         self.episodes.validate()
         self.weights.validate()
+        self.hosts.validate(self.trainer.num_processes())
         self.survival.validate()
         self.turns.validate(
             has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()

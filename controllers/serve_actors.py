@@ -32,14 +32,15 @@ from controllers.tokenizer import build_character_tokenizer
 from rl_actors import validation
 from rl_actors.clients.base import ATTACH_TIMEOUT
 from rl_actors.clients.call import in_background
+from rl_actors.processes import tls
+from rl_actors.processes.address import Address
 from rl_actors.processes.output import route_logs
 from rl_actors.processes.spawn import prepare_this_process
-from rl_actors.service import remote, tls
+from rl_actors.service import remote
 from rl_actors.service.coordinator import spawn_coordinator
 from rl_actors.service.door import Door
 from rl_actors.service.members import GeneratorMember, Member, ModelMember
 from rl_actors.service.service import Service
-from rl_actors.service.wire import Address
 
 PROGRAM = "controllers.serve_actors"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
@@ -159,7 +160,7 @@ def _serve(invocation: cli.Invocation, options: Options) -> int:
     prepare_this_process()
     if options.certificates:
         tls.use_for_monarch(options.certificates)
-    enable_transport(options.address.for_monarch())
+    enable_transport(str(options.address.numeric().any_port()))
     context()
     try:
         return asyncio.run(_run(invocation, options, folder))

@@ -719,7 +719,7 @@ def _() -> None:
 def _() -> None:
     from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 
-    from rl_actors.service.tls import MONARCH_VARIABLES
+    from rl_actors.processes.tls import MONARCH_VARIABLES
 
     assert callable(reload_config_from_env)
     assert absent_from_monarchs_library(MONARCH_VARIABLES) == []

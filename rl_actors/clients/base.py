@@ -19,6 +19,7 @@ from rl_actors.processes.spawn import Probe, Process, ProcessMesh, collect, spaw
 if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
 
+    from rl_actors.processes.hosts import Hosts
     from rl_actors.service.remote import Lease
 
 T = TypeVar("T")
@@ -66,10 +67,13 @@ class Client:
         call_timeout: float,
         setup_timeout: float,
         logs: LogRoute | None,
+        hosts: "Hosts | None" = None,
     ) -> None:
-        """mesh: None if the client spawns processes of its own. A subclass sets its fields and then calls `_start`."""
+        """mesh: None if the client spawns processes of its own, on these hosts; hosts=None: on this one. A subclass sets its fields and then
+        calls `_start`.
+        """
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
-        self._mesh = mesh
+        self._mesh, self._hosts = mesh, hosts
         self._logs = default_log_route() if mesh is None and logs is None else logs
         # A caller that gave a log route, or that spawned the mesh, knows where its output is. So the client does not print it.
         self._is_quiet = logs is not None or mesh is not None
@@ -182,7 +186,7 @@ class Client:
         return in_background(self._kill(), f"{self.name}: kill")
 
     async def _kill(self) -> None:
-        processes = [] if self._processes is None else self._processes.processes
+        processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
         # `close` asks processes that still run to end, and waits for their answer. So it begins when none runs.
@@ -201,7 +205,9 @@ class Client:
         async with self._spawning:  # a `close` during the spawn waits for its end, and then stops the processes
             self._require_open("setup")
             try:
-                self._processes = await spawn_processes(self.name, num_processes, env=env, logs=self._logs)
+                self._processes = await spawn_processes(
+                    self.name, num_processes, env=env, logs=self._logs, hosts=self._hosts
+                )
             except SupervisionError as error:
                 raise ActorDiedError(f"{self.name}: a process ended while it started: {error}", self.name) from error
             except TimeoutError as error:

@@ -30,6 +30,8 @@ from rl_actors.vllm.start import require_machine
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh
 
+    from rl_actors.processes.hosts import Hosts
+
 T = TypeVar("T")
 Check = Callable[[GeneratorLimits], None]
 """A function that raises ValueError or TypeError for a call that the generator would refuse."""
@@ -55,10 +57,11 @@ class GeneratorClient(Client):
         first_version: Call[int] | None = None,
         logs: LogRoute | None = None,
         limits: GeneratorLimits | None = None,
+        hosts: "Hosts | None" = None,
     ) -> None:
         """Make a client of a Generator mesh, of one process, that the caller spawned and will stop.
 
-        config, transport, first_version and logs are for `spawn`, which passes no mesh. limits are for `attach`.
+        config, transport, first_version, logs and hosts are for `spawn`, which passes no mesh. limits are for `attach`.
         """
         super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
         self.config = config
@@ -77,6 +80,7 @@ class GeneratorClient(Client):
                 call_timeout=call_timeout,
                 setup_timeout=setup_timeout,
                 logs=self._logs,
+                hosts=_host_of(index, hosts),
             )
         # The fleet has no reference to this object, which is collected as soon as nobody holds it.
         self._fleet = Fleet(
@@ -99,10 +103,12 @@ class GeneratorClient(Client):
         name: str = "generator",
         logs: LogRoute | None = None,
         first_version: Call[int] | None = None,
+        hosts: "Hosts | None" = None,
     ) -> "GeneratorClient":
         """Spawn a process on this host and start vLLM in it, and one more for each further replica. Returns at once; the answer to the
         first call waits for the start.
 
+        hosts: those of `rl_actors.processes.hosts.connect`; each further replica is on the next one. None: this host.
         transport: an open transport, or the call that opens it. first_version: the push of a version, which the generator pulls first.
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
@@ -116,6 +122,7 @@ class GeneratorClient(Client):
             transport=transport,
             logs=logs,
             first_version=first_version,
+            hosts=hosts,
         )
 
     @classmethod
@@ -341,6 +348,13 @@ def _print(line: str) -> None:
 
 
 def _ignore(line: str) -> None: ...
+
+
+def _host_of(replica: int, hosts: "Hosts | None") -> "Hosts | None":
+    if hosts is None:
+        return None
+    host = replica % len(hosts)
+    return hosts.part(host, host + 1)
 
 
 def check_config(config: GeneratorConfig) -> None:

@@ -32,6 +32,8 @@ from rl_actors.validation import require_config, require_gpus
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh, ProcMesh
 
+    from rl_actors.processes.hosts import Hosts
+
 T = TypeVar("T")
 Check = Callable[[TrainerLimits], None]
 """A function that raises ValueError or TypeError for a call that the trainer would refuse."""
@@ -64,13 +66,16 @@ class ModelClient(Client):
         processes: "ProcMesh | ModelClient | None" = None,
         checkpoint: str = "",
         limits: TrainerLimits | None = None,
+        hosts: "Hosts | None" = None,
     ) -> None:
         """Make a client of a PolicyTrainer mesh that the caller spawned and will stop.
 
-        config, logs, processes and checkpoint are for `spawn`, which passes no mesh. limits are for `attach`.
+        config, logs, processes, checkpoint and hosts are for `spawn`, which passes no mesh. limits are for `attach`.
         """
         name = name or self.default_name
-        super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
+        super().__init__(
+            mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
+        )
         self.config = config
         self._limits = TrainerLimits.of_config(config) if config is not None else limits
         self._given_processes = processes
@@ -99,6 +104,7 @@ class ModelClient(Client):
         logs: LogRoute | None = None,
         processes: "ProcMesh | ModelClient | None" = None,
         checkpoint: str = "",
+        hosts: "Hosts | None" = None,
     ) -> Self:
         """Build the model in processes. Returns at once; the answer to the first call waits for the start.
 
@@ -108,13 +114,14 @@ class ModelClient(Client):
         this one and lends its own. Clients of the same processes take turns. None: new processes on this host, which end with this client.
         checkpoint: directory that save_checkpoint of a trainer of such a model wrote. The model starts with its weights. Empty: with those
         of config.hf_path, or with random ones.
+        hosts: those of `rl_actors.processes.hosts.connect`, over which new processes are spread evenly. None: this host.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, or if `processes` has the wrong number.
         """
         require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
         config = cls._own_config(config)
         config.validate()
         if processes is None:
-            require_gpus(config)
+            require_evenly(config, hosts)
         else:
             _require_processes(processes, config.num_processes())
         if checkpoint and not os.path.isdir(checkpoint):
@@ -129,6 +136,7 @@ class ModelClient(Client):
             logs=logs,
             processes=processes,
             checkpoint=checkpoint,
+            hosts=hosts,
         )
 
     @classmethod
@@ -375,6 +383,14 @@ class ModelClient(Client):
         version = getattr(answer, "policy_version", None)
         if version is not None:
             self._version = version
+
+
+def require_evenly(config: TrainerConfig, hosts: "Hosts | None") -> None:
+    """Raises ValueError if this host has too few GPUs for the ranks, or if the hosts cannot have equally many of them."""
+    if hosts is None:
+        require_gpus(config)
+    elif config.num_processes() % len(hosts):
+        raise ValueError(f"{config.num_processes()} ranks cannot be spread evenly over {len(hosts)} hosts")
 
 
 def as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:

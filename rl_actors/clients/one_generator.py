@@ -23,6 +23,8 @@ from rl_actors.vllm.pull import SilentWorkerError
 if TYPE_CHECKING:
     from monarch.actor import ActorMesh
 
+    from rl_actors.processes.hosts import Hosts
+
 NEWS_TIMEOUT = 1.0
 """Seconds after a failed heartbeat within which the end of the process is known, if it has ended."""
 Groups = list[tuple[int, list[Completion]]]
@@ -45,9 +47,12 @@ class OneGenerator(Client):
         call_timeout: float,
         setup_timeout: float,
         logs: LogRoute | None,
+        hosts: "Hosts | None" = None,
     ) -> None:
-        """config, transport and logs are for a generator that the client spawns."""
-        super().__init__(mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs)
+        """config, transport, logs and hosts are for a generator that the client spawns."""
+        super().__init__(
+            mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
+        )
         self.config, self._transport = config, transport
         self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
         self.known: GeneratorInfo | None = None  # the last info; None before the setup

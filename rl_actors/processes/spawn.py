@@ -1,21 +1,25 @@
-"""Processes for actors on this host, with their rendezvous and their logs. Importing this module changes nothing; spawning does.
+"""Processes for actors, with their rendezvous and their logs. Importing this module changes nothing; spawning does.
 
-A spawned process ends within seconds after the process that spawned it, even if that one was killed with kill -9.
+A spawned process ends within seconds after the process that spawned it, even if that one was killed with kill -9. On other hosts the worker
+that started it ends it.
 """
 
 import asyncio
 import contextlib
 import ctypes
 import functools
+import ipaddress
 import logging
 import os
 import select
 import signal
+import socket
 import sys
 import uuid
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 import monarch.actor
 from monarch.actor import (
@@ -35,8 +39,13 @@ from rl_actors.processes import collector, threads
 from rl_actors.processes.bootstrap import BOOTSTRAP
 from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
 
+if TYPE_CHECKING:
+    from rl_actors.processes.hosts import Hosts
+
 T = TypeVar("T")
 
+LOOPBACK = "127.0.0.1"
+LOOPBACK_INTERFACE = Path("/sys/class/net/lo")
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 logger = logging.getLogger(__name__)
@@ -55,6 +64,14 @@ class Probe(Actor):
         """(rank, pid) of this process."""
         return int(os.environ["RANK"]), os.getpid()
 
+    @endpoint
+    async def read(self, path: str) -> tuple[int, str, str]:
+        """(rank, name of the host, text of a file). The text is empty if the process cannot read it."""
+        text = ""
+        with contextlib.suppress(OSError, ValueError):
+            text = Path(path).read_text()
+        return int(os.environ["RANK"]), socket.gethostname(), text
+
 
 async def probe_here() -> Probe:
     """A Probe on the process of the actor that calls this function."""
@@ -69,18 +86,24 @@ class Process:
 
     rank: int
     pid: int
-    # From pidfd_open. The system may give the pid to another process later, but not this handle.
-    handle: int = field(repr=False)
+    # From pidfd_open. The system may give the pid to another process later, but not this handle. None: the process is on another host.
+    handle: int | None = field(repr=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
 
     def has_ended(self) -> bool:
+        """False, too, if the process is on another host. Calls to it fail when Monarch has noticed its end."""
+        if self.handle is None:
+            return False
         poll = select.poll()
         poll.register(self.handle, select.POLLIN)
         return bool(poll.poll(0))
 
     def kill(self) -> None:
+        """End the process at once. A process on another host is ended by its worker."""
+        if self.handle is None:
+            return
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.handle, signal.SIGKILL)
 
@@ -94,12 +117,15 @@ class ProcessMesh:
     processes: list[Process]
     rendezvous: TCPStore = field(repr=False)  # kept here because the ranks need it as long as they live
 
+    def of_this_host(self) -> list[Process]:
+        return [process for process in self.processes if process.handle is not None]
+
     async def first_end(self) -> Process:
-        """Wait until one of the processes has ended for any reason, and return it."""
+        """Wait until one of the processes of this host has ended for any reason, and return it."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
         # Copies of the handles, because a loop takes one reader per handle and several callers may wait.
-        handles = {os.dup(process.handle): process for process in self.processes}
+        handles = {os.dup(each.handle): each for each in self.processes if each.handle is not None}
 
         def tell(process: Process) -> None:
             if not first.done():
@@ -122,7 +148,8 @@ class ProcessMesh:
             for process in processes:
                 process.kill()
         for process in processes:
-            os.close(process.handle)
+            if process.handle is not None:
+                os.close(process.handle)
 
     async def _stop_in_time(self) -> bool:
         try:
@@ -134,18 +161,29 @@ class ProcessMesh:
 
 
 async def spawn_processes(
-    name: str, num_processes: int, *, env: Mapping[str, str] | None = None, logs: LogRoute | None = None
+    name: str,
+    num_processes: int,
+    *,
+    env: Mapping[str, str] | None = None,
+    logs: LogRoute | None = None,
+    hosts: "Hosts | None" = None,
 ) -> ProcessMesh:
     """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
 
+    hosts: where; None: on this host. Each host gets as many, the first host the first ranks.
     The caller's process serves the rendezvous store, on a port that the system chose. So no rank can find the port taken.
-    Raises TimeoutError if the processes have not started within START_TIMEOUT.
+    Raises TimeoutError if the processes have not started within START_TIMEOUT, and ValueError if the hosts cannot have equally many, or do
+    not share the folder of the logs.
     """
     prepare_this_process()
-    rendezvous = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    num_hosts = 1 if hosts is None else len(hosts)
+    if num_processes % num_hosts:
+        raise ValueError(f"{name}: {num_processes} processes cannot be spread evenly over {num_hosts} hosts")
+    own_address = LOOPBACK if hosts is None else hosts.own_address
+    rendezvous = _rendezvous(own_address)
     common = {
         "WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": own_address,
         "MASTER_PORT": str(rendezvous.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
         # The ranks get the caller's import path, because messages have losses and actors of the caller's modules. A rank that cannot
@@ -153,6 +191,7 @@ async def spawn_processes(
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
         "MALLOC_ARENA_MAX": "1",  # threads.keep_memory works in the main arena only
+        **_gloo_interface(own_address),
         **threads.gpu_environment(),
         **(env or {}),
     }
@@ -170,16 +209,55 @@ async def spawn_processes(
         return monarchs.with_env({**common, **of_rank})
 
     bootstrap = functools.partial(_prepare_rank, name, logs)
-    mesh = this_host().spawn_procs(
-        per_host={"gpus": num_processes}, name=name, bootstrap=bootstrap, bootstrap_command=command
+    machines = this_host() if hosts is None else hosts.mesh
+    mesh = machines.spawn_procs(
+        per_host={"gpus": num_processes // num_hosts}, name=name, bootstrap=bootstrap, bootstrap_command=command
     )
     probe = mesh.spawn(f"{name}_probe", Probe)
     try:
         answers: list[tuple[int, int]] = await asyncio.wait_for(collect(probe.who), START_TIMEOUT)
     except TimeoutError:
         raise TimeoutError(f"{name}: not all of {num_processes} processes started within {START_TIMEOUT:g} s") from None
-    processes = [Process(rank, pid, os.pidfd_open(pid)) for rank, pid in sorted(answers)]
+    if hosts is None:
+        processes = [Process(rank, pid, os.pidfd_open(pid)) for rank, pid in sorted(answers)]
+    else:
+        processes = [Process(rank, pid, None) for rank, pid in sorted(answers)]
+        if logs is not None:
+            await _require_shared(name, probe, logs.directory)
     return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
+
+
+def _rendezvous(address: str) -> TCPStore:
+    """A store that listens at this address only. torch's own choice would be all interfaces."""
+    listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=True
+    )
+
+
+def _gloo_interface(own_address: str) -> dict[str, str]:
+    """gloo's interface is that of loopback if all ranks are on this machine, unless the user has chosen one."""
+    is_alone = ipaddress.ip_address(own_address).is_loopback and LOOPBACK_INTERFACE.exists()
+    return (
+        {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE.name} if is_alone and "GLOO_SOCKET_IFNAME" not in os.environ else {}
+    )
+
+
+async def _require_shared(name: str, probe: Probe, folder: Path) -> None:
+    """Raises ValueError naming a host that does not see a file which this process writes to the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    mark, text = folder / f".shared-{uuid.uuid4().hex}", uuid.uuid4().hex
+    mark.write_text(text)
+    try:
+        answers: list[tuple[int, str, str]] = await asyncio.wait_for(collect(probe.read, str(mark)), START_TIMEOUT)
+    finally:
+        mark.unlink(missing_ok=True)
+    for rank, host, seen in sorted(answers):
+        if seen != text:
+            raise ValueError(
+                f"{name}: rank {rank} on {host} does not see the files of {folder}; put the run on a disk that all hosts share, under one path"
+            )
 
 
 async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -> list[T]:

@@ -14,10 +14,12 @@ from waiting import wait_until
 
 from rl_actors import TrainerClient
 from rl_actors.clients.call import in_background
-from rl_actors.service import remote, tls
+from rl_actors.processes import tls
+from rl_actors.processes.address import Address
+from rl_actors.service import remote
 from rl_actors.service.door import Door
 from rl_actors.service.service import Service
-from rl_actors.service.wire import PROTOCOL, Address, encode
+from rl_actors.service.wire import PROTOCOL, encode
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT = 600.0

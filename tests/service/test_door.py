@@ -9,11 +9,12 @@ from waiting import wait_until
 
 from rl_actors import GeneratorClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients.call import in_background
+from rl_actors.processes.address import Address
 from rl_actors.service import door as door_module
 from rl_actors.service import remote
 from rl_actors.service.door import Door
 from rl_actors.service.service import Service
-from rl_actors.service.wire import PROTOCOL, Address
+from rl_actors.service.wire import PROTOCOL
 
 TIMEOUT = 600.0
 """No refusal needs it: it is only reached by a hang."""

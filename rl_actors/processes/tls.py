@@ -11,7 +11,7 @@ from pathlib import Path
 
 from monarch._rust_bindings.monarch_hyperactor.config import reload_config_from_env
 
-from rl_actors.service.wire import Address
+from rl_actors.processes.address import Address
 
 AUTHORITY, CERTIFICATE, KEY = "authority.pem", "certificate.pem", "key.pem"
 MONARCH_VARIABLES = {

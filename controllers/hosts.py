@@ -1,0 +1,97 @@
+"""The choice of the machines of a run as fields of its config, and which rank lives on which of them."""
+
+from dataclasses import dataclass
+
+from rl_actors.processes import hosts, tls
+from rl_actors.processes.hosts import JOB, Hosts
+
+
+@dataclass(kw_only=True)
+class HostsConfig:
+    """Workers that `make worker` has started, on which the processes of a run live."""
+
+    addresses: str = ""
+    """Addresses of the workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. process://2 starts two workers on this machine by
+    Monarch's ProcessJob, to try it. Empty: all processes are on this machine. The run folder must be on a disk that all hosts share."""
+    trainer: int = 0
+    """Number of hosts, from the first one, over which the ranks of the trainer, and of a value model and a reference, are spread evenly. The
+    generators have the other hosts, or the last host if there is no other. 0: all hosts but the last."""
+    certificates: str = ""
+    """Folder of certificates for addresses tls://. It must have the same path on all hosts."""
+
+    def names(self) -> list[str]:
+        """The hosts in their order. Empty without hosts. Raises ValueError if the field has none."""
+        if not self.addresses:
+            return []
+        if self.addresses.startswith(JOB):
+            return [f"worker {index} of this machine" for index in range(hosts.job_size(self.addresses))]
+        return [str(address) for address in hosts.parse(self._split())]
+
+    def _split(self) -> list[str]:
+        return [address.strip() for address in self.addresses.split(",")]
+
+    def of_trainer(self) -> range:
+        """Indices of the hosts of the trainer's ranks."""
+        count = len(self.names())
+        return range(self.trainer or max(1, count - 1))
+
+    def of_generators(self) -> range:
+        """Indices of the hosts of the generators; replica i has host i of them, and so on from the first again."""
+        count = len(self.names())
+        return range(min(len(self.of_trainer()), count - 1), count)
+
+    def validate(self, num_ranks: int) -> None:
+        """Raises ValueError naming the field for hosts that cannot have the ranks of the trainer."""
+        try:
+            count = len(self.names())
+        except ValueError as error:
+            raise ValueError(f"hosts.addresses: {error}") from None
+        if not count:
+            if self.trainer or self.certificates:
+                raise ValueError("hosts.trainer and hosts.certificates need hosts.addresses")
+            return
+        if not 0 <= self.trainer <= count:
+            raise ValueError(f"hosts.trainer={self.trainer}, but hosts.addresses names {count} hosts")
+        if num_ranks % len(self.of_trainer()):
+            raise ValueError(
+                f"the trainer's {num_ranks} ranks cannot be spread evenly over {len(self.of_trainer())} hosts; set hosts.trainer"
+            )
+        if self.certificates:
+            tls.require_files(self.certificates)
+        if self.addresses.startswith("tls://") != bool(self.certificates):
+            raise ValueError("hosts.certificates belongs to addresses tls://, and only to them")
+
+    def connect(self) -> "Placement":
+        """Connect to the workers, if there are hosts. Raises as rl_actors.processes.hosts.connect does."""
+        if not self.addresses:
+            return Placement(all=None, trainer=None, generators=None)
+        connected = hosts.connect(self._split(), certificates=self.certificates)
+        trainer, generators = self.of_trainer(), self.of_generators()
+        return Placement(
+            all=connected,
+            trainer=connected.part(trainer.start, trainer.stop),
+            generators=connected.part(generators.start, generators.stop),
+        )
+
+    def place_of_rank(self, rank: int, num_ranks: int) -> str:
+        """The host of a rank of the trainer; empty without hosts."""
+        names = self.names()
+        return names[rank // (num_ranks // len(self.of_trainer()))] if names else ""
+
+    def place_of_generator(self, replica: int) -> str:
+        """The host of a replica; empty without hosts."""
+        names, own = self.names(), self.of_generators()
+        return names[own[replica % len(own)]] if names else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """The connected hosts of a run. None: this machine."""
+
+    all: Hosts | None
+    trainer: Hosts | None
+    generators: Hosts | None
+
+    def close(self) -> None:
+        if self.all is not None:
+            self.all.close()

@@ -1,0 +1,120 @@
+"""Machines on which workers of Monarch listen, for the processes of a run that spans several. A worker is started by `make worker`."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from monarch.actor import attach_to_workers, context, enable_transport
+from monarch.job import ProcessJob
+
+from rl_actors.processes import tls
+from rl_actors.processes.address import Address
+from rl_actors.processes.spawn import LOOPBACK, prepare_this_process
+
+if TYPE_CHECKING:
+    from monarch.actor import HostMesh
+
+CONNECT_TIMEOUT = 10.0
+"""Seconds in which a worker must accept a connection."""
+
+JOB = "process://"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts:
+    """Hosts in their order, and the address at which their processes reach this program."""
+
+    names: tuple[str, ...]
+    mesh: "HostMesh"
+    own_address: str
+    job: ProcessJob | None = None  # whose workers are ended by `close`
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def part(self, start: int, stop: int) -> "Hosts":
+        """Some of the hosts, one after another. `close` of a part does nothing."""
+        part = self.mesh.slice(hosts=slice(start, stop))
+        return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
+
+    def close(self) -> None:
+        """End the workers of a job. Other workers go on, and wait for the next program."""
+        if self.job is not None:
+            self.job.kill()
+
+
+def parse(addresses: Sequence[str]) -> list[Address]:
+    """The addresses of workers. Raises ValueError for one that is none, that comes twice, or that differs from the others in TLS."""
+    parsed = [Address.parse(address) for address in addresses]
+    for address in parsed:
+        if parsed.count(address) > 1:
+            raise ValueError(f"the host {address} is named {parsed.count(address)} times")
+    if len({address.tls for address in parsed}) > 1:
+        raise ValueError(f"some of {', '.join(addresses)} are with TLS and some without; all must be the same")
+    return parsed
+
+
+def connect(addresses: Sequence[str], *, certificates: str = "") -> Hosts:
+    """Connect to the workers. Call it before anything else in this program uses Monarch.
+
+    addresses: tcp://HOST:PORT or tls://HOST:PORT, or one text process://N, which starts N workers on this machine by Monarch's ProcessJob.
+    Raises ValueError for wrong addresses, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is in use already.
+    """
+    if len(addresses) == 1 and addresses[0].startswith(JOB):
+        return _of_job(job_size(addresses[0]))
+    workers = [address.numeric() for address in parse(addresses)]
+    if workers[0].tls != bool(certificates):
+        raise ValueError("workers at tls:// need a folder of certificates, and only they")
+    if certificates:
+        tls.use_for_monarch(certificates)
+    for worker in workers:
+        _require_listening(worker)
+    own_address = _own_address(workers[0])
+    prepare_this_process()
+    try:
+        enable_transport(str(Address(own_address, 0, workers[0].tls)))
+    except RuntimeError as error:
+        raise RuntimeError(f"hosts must be connected before Monarch is used in this program: {error}") from None
+    context()
+    mesh = attach_to_workers(ca="trust_all_connections", workers=[str(worker) for worker in workers], name="hosts")
+    return Hosts(names=tuple(map(str, workers)), mesh=mesh, own_address=own_address)
+
+
+def job_size(address: str) -> int:
+    """The number of workers of process://N. Raises ValueError for anything else."""
+    number = address.removeprefix(JOB)
+    if not address.startswith(JOB) or not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"the host is {address!r}; a job of workers on this machine is process://2")
+    return int(number)
+
+
+def _of_job(num_hosts: int) -> Hosts:
+    prepare_this_process()
+    context()
+    job = ProcessJob({"hosts": num_hosts})
+    try:
+        mesh = job.state(cached_path=None).hosts
+    except BaseException:
+        job.kill()
+        raise
+    names = tuple(f"worker {index} of this machine" for index in range(num_hosts))
+    return Hosts(names=names, mesh=mesh, own_address=LOOPBACK, job=job)
+
+
+def _require_listening(worker: Address) -> None:
+    """Monarch would wait for a worker that does not exist."""
+    try:
+        socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
+    except OSError as error:
+        raise ConnectionError(
+            f"no worker listens at {worker} ({error.strerror or error}); start one there: make worker ADDRESS={worker}"
+        ) from None
+
+
+def _own_address(worker: Address) -> str:
+    """The address of this machine on the way to a worker. Nothing is sent."""
+    family = socket.AF_INET6 if ":" in worker.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((worker.host, worker.port))
+        return str(probe.getsockname()[0])

@@ -1,0 +1,45 @@
+"""A worker: it waits at an address for a run, and starts processes of the run on this machine. It ends with Ctrl-C or SIGTERM.
+
+python -m rl_actors.processes.worker tcp://10.0.0.5:4444
+"""
+
+import argparse
+import sys
+
+from monarch.actor import run_worker_loop_forever
+
+from rl_actors.processes import tls
+from rl_actors.processes.address import Address
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m rl_actors.processes.worker", description=__doc__)
+    parser.add_argument(
+        "address", help="tcp://HOST:PORT, or tls://HOST:PORT; this machine's, as the other machines reach it"
+    )
+    parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates, for an address tls://…")
+    parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen without TLS on an interface that other machines reach; everyone there can run code as you",
+    )
+    given = parser.parse_args()
+    try:
+        address = Address.parse(given.address).numeric()
+        if address.tls != bool(given.tls):
+            raise ValueError(f"{address}: --tls FOLDER belongs to addresses tls://, and only to them")
+        if not (given.tls or given.insecure or address.is_loopback()):
+            raise ValueError(f"{address} is reachable from other machines; use tls:// with --tls FOLDER, or --insecure")
+        if given.tls:
+            tls.use_for_monarch(given.tls)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    print(f"waiting for runs at {address}", flush=True)
+    try:
+        run_worker_loop_forever(ca="trust_all_connections", address=str(address))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
