@@ -14,6 +14,7 @@ from controllers.checkpoints import Checkpoints, State, random_states
 from controllers.environments import AnyEnvironment, EnvironmentConfig, Problem, Scorer
 from controllers.episodes import EpisodeConfig, EpisodeLimits, Player
 from controllers.gate import Gate
+from controllers.hosts import HostsConfig
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
@@ -97,6 +98,8 @@ class RunConfig:
     take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """The way of the weights' bytes from the trainer to the generator."""
+    hosts: HostsConfig = field(default_factory=HostsConfig)
+    """The machines of the run."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     """Whether trainer and generator take turns in the memory of the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)

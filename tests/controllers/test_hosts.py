@@ -1,0 +1,93 @@
+"""Hosts in a config: which host has which ranks, and what cannot be."""
+
+import re
+import socket
+import sys
+from dataclasses import replace
+
+import pytest
+
+from configs.tiny import tiny
+from controllers import describe_plan
+from controllers.hosts import HostsConfig
+from rl_actors.processes import hosts, worker
+
+THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
+
+
+@pytest.mark.parametrize(
+    ("addresses", "trainer", "of_trainer", "of_generators"),
+    [
+        (THREE, 0, [0, 1], [2]),  # by default the last host has the generators
+        (THREE, 1, [0], [1, 2]),
+        (THREE, 3, [0, 1, 2], [2]),
+        ("process://1", 0, [0], [0]),
+        ("process://4", 2, [0, 1], [2, 3]),
+    ],
+)
+def test_the_first_hosts_have_the_trainer_and_the_others_the_generators(addresses, trainer, of_trainer, of_generators):
+    config = HostsConfig(addresses=addresses, trainer=trainer)
+    assert (list(config.of_trainer()), list(config.of_generators())) == (of_trainer, of_generators)
+    config.validate(6)
+
+
+@pytest.mark.parametrize(
+    ("values", "error"),
+    [
+        ({"addresses": "10.0.0.1:4444"}, "hosts.addresses: the address is '10.0.0.1:4444'"),
+        ({"addresses": "tcp://a:1,tcp://a:1"}, "the host tcp://a:1 is named 2 times"),
+        ({"addresses": "tcp://a:1,tls://b:1"}, "some of .* are with TLS and some without"),
+        ({"addresses": "process://0"}, "a job of workers on this machine is process://2"),
+        ({"addresses": "process://two"}, "a job of workers on this machine is process://2"),
+        ({"addresses": THREE, "trainer": 4}, "hosts.trainer=4, but hosts.addresses names 3 hosts"),
+        ({"addresses": THREE, "trainer": 3}, "4 ranks cannot be spread evenly over 3 hosts; set hosts.trainer"),
+        ({"trainer": 1}, "need hosts.addresses"),
+        ({"addresses": "tls://a:1"}, "hosts.certificates belongs to addresses tls://"),
+        ({"addresses": "tcp://a:1", "certificates": "/none"}, "/none/authority.pem does not exist"),
+    ],
+)
+def test_hosts_that_cannot_be_are_refused_by_their_field(values, error):
+    with pytest.raises(ValueError, match=error):
+        HostsConfig(**values).validate(4)
+
+
+def test_the_plan_says_which_host_has_which_rank():
+    config = tiny()
+    config.trainer.parallelism.data_parallel_replicate_degree = 2
+    config.trainer.parallelism.data_parallel_shard_degree = 2
+    config = replace(config, hosts=HostsConfig(addresses=THREE))
+    config.generator.replicas = 2
+    config.validate()
+    plan = describe_plan.describe(config)
+    places = dict(re.findall(r"^  ((?:trainer|generator)-\d) +(\S+?)[:,] ", plan, re.MULTILINE))
+    first, second, third = "tcp://10.0.0.1:4444", "tcp://10.0.0.2:4444", "tcp://[fd00::3]:4444"
+    assert places == {
+        "trainer-0": first,
+        "trainer-1": first,
+        "trainer-2": second,
+        "trainer-3": second,
+        "generator-0": third,
+        "generator-1": third,
+    }
+    assert re.search(r"trainer-2 +tcp://10.0.0.2:4444: data_parallel_replicate 1, data_parallel_shard 0", plan)
+
+
+def test_a_worker_that_does_not_listen_is_named_with_the_command_that_starts_it():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ConnectionError, match=f"no worker listens at {address} .*make worker ADDRESS={address}"):
+        hosts.connect([address])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["tcp://192.0.2.1:4444"], "reachable from other machines; use tls:// with --tls FOLDER, or --insecure"),
+        (["tls://127.0.0.1:4444"], "--tls FOLDER belongs to addresses tls://"),
+        (["4444"], "the address is '4444'"),
+    ],
+)
+def test_a_worker_that_would_be_open_to_everyone_does_not_start(monkeypatch, arguments, error):
+    monkeypatch.setattr(sys, "argv", ["worker", *arguments])
+    with pytest.raises(SystemExit, match=error):
+        worker.main()

@@ -1,0 +1,49 @@
+"""Two steps of a trainer of two ranks, a sync, and a greedy completion. argv: the hosts, separated by commas, or nothing; a folder.
+
+Prints one line of JSON: the numbers of the steps, the completion, and for every process the ids of the processes above it.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import psutil
+import support
+
+from rl_actors import GeneratorClient, IndexTransport, OptimParams, SamplingParams, TrainerClient
+from rl_actors.clients.call import in_background
+from rl_actors.processes import hosts
+from rl_actors.processes.output import LogRoute
+
+
+async def opened() -> IndexTransport:
+    transport = IndexTransport()
+    await transport.open()
+    return transport
+
+
+def main() -> None:
+    addresses, folder, certificates = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    all_hosts = hosts.connect(addresses.split(","), certificates=certificates) if addresses else None
+    last = None if all_hosts is None else all_hosts.part(len(all_hosts) - 1, len(all_hosts))
+    transport, logs = in_background(opened(), "open").result(), LogRoute(directory=folder)
+    trainer = TrainerClient.spawn(support.trainer_config(shard=2), transport=transport, logs=logs, hosts=all_hosts)
+    generator = GeneratorClient.spawn(support.generator_config(), transport=transport, logs=logs, hosts=last)
+    steps = []
+    for seed in range(2):
+        output = trainer.forward_backward(support.random_samples(seed=seed), loss="cross_entropy").result()
+        result = trainer.optim_step(OptimParams(learning_rate=1e-2, grad_divisor=96)).result()
+        steps.append([output.metrics["loss:sum"], result.grad_norm])
+    generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()
+    [[completion]] = generator.generate([[3, 7]], SamplingParams(max_tokens=6, temperature=0.0)).result()
+    pids = [info.pid for info in trainer.info().result()]
+    above = [[parent.pid for parent in psutil.Process(pid).parents()] for pid in pids]
+    print(json.dumps({"steps": steps, "tokens": completion.tokens, "above": above}), flush=True)
+    generator.close().result()
+    trainer.close().result()
+    if all_hosts is not None:
+        all_hosts.close()
+
+
+if __name__ == "__main__":
+    main()
