@@ -133,7 +133,11 @@ class RunConfig:
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
     """Values of --algorithm."""
-    short_flags: ClassVar[dict[str, str]] = {"--model": "--trainer.hf-path", "--task": "--environment.task"}
+    short_flags: ClassVar[dict[str, str]] = {
+        "--model": "--trainer.hf-path",
+        "--task": "--environment.task",
+        "--hosts": "--hosts.addresses",
+    }
     """Short names on the command line, and the flags that they stand for."""
 
     def __post_init__(self) -> None:
