@@ -3,15 +3,17 @@
 On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
 out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
 copies it into shared memory, and the other one copies it out.
-All ways take turns, so that a slow moment of the machine affects all of them.
+TCP and gloo, from point to point, go over the loopback address. All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors a real trainer and a real generator follow: a push and a pull as their callers see them, with the parts of both. On GPUs there is
 only this part. There a plain copy of as many bytes follows: twice between the two GPUs, or to pinned memory and back, because a push and a pull
-copy once each. The GPU part was not run yet.
+copy once each. With --path point_to_point --network NCCL may use neither access between GPUs nor shared memory, so its bytes take the way that
+they take between hosts. The GPU part was not run yet.
 """
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import time
 from collections import defaultdict
@@ -35,16 +37,18 @@ from rl_actors.processes.threads import one_thread
 from rl_actors.transports.base import Manifest
 from rl_actors.transports.default import default_transport
 from rl_actors.transports.reader import SlotSource
+from rl_actors.transports.server import SlotServer
 from rl_actors.transports.snapshot import Snapshot
-from rl_actors.transports.tcp import SlotServer
 from rl_actors.types import Transfer
 
 TIMEOUT = 120.0
+ONLY_NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SECRET = b"benchmark"
 # Gigabytes in bfloat16 -> (blocks of a Qwen3 0.6B, vocabulary).
 SIZES = {"0.1": (3, 8192), "0.5": (15, 8192), "1.2": (28, 151_936)}
-PLAIN, SHARED_MEMORY, TCP = "plain copy", "shared memory", "tcp"
-WAYS = (PLAIN, SHARED_MEMORY, TCP)
+PLAIN, SHARED_MEMORY, TCP, POINT_TO_POINT = "plain copy", "shared memory", "tcp", "point to point"
+PATHS = {PLAIN: "shared_memory", SHARED_MEMORY: "shared_memory", TCP: "tcp", POINT_TO_POINT: "point_to_point"}
+WAYS = tuple(PATHS)
 
 
 def model_of(size: str) -> ModelConfig:
@@ -80,8 +84,7 @@ def read_versions(connection: Connection, num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     kept: dict[str, Tensor] = {}  # memory of the reader, made at the first version
     while (manifest := connection.recv()) is not None:
-        path = "tcp" if manifest.stream == TCP else "shared_memory"
-        source = SlotSource(manifest=manifest, path=path, timeout=TIMEOUT, secret=SECRET)
+        source = SlotSource(manifest=manifest, path=PATHS[manifest.stream], timeout=TIMEOUT, secret=SECRET)
         begin = time.perf_counter()
         with source.open() as version, nullcontext() if manifest.stream == PLAIN else one_thread():
             for name, tensor in version.tensors():
@@ -155,7 +158,7 @@ class AgainTrainer(PolicyTrainer):
         self.publisher.start_stream()
 
 
-def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
+def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bool) -> None:
     """Print and record the seconds of a push and a pull between a real trainer and a real generator.
 
     On a machine with GPUs the trainer's ranks have the first ones, and the generator has the next one. If there is no other GPU, they share the last.
@@ -188,7 +191,7 @@ def measure_actors(size: str, *, rounds: int, path: str, ranks: int) -> None:
         in_background(transport.close(), "transport").result()
     pull = syncs[-1][3]
     plain = None if gpu is None else plain_seconds(pull.num_bytes, f"cuda:{gpu}" if pull.path == "cuda_ipc" else "cpu")
-    report_actors(size, path, ranks, syncs, plain)
+    report_actors(size, f"{path} by network" if network else path, ranks, syncs, plain)
 
 
 def plain_seconds(num_bytes: int, device: str) -> float:
@@ -224,7 +227,7 @@ def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Tr
 def report_actors(
     size: str, path: str, ranks: int, syncs: list[tuple[float, float, Transfer, Transfer]], plain: float | None
 ) -> None:
-    """plain: seconds of two plain copies of as many bytes, if they were measured."""
+    """path: as the config and the flags name it. plain: seconds of two plain copies of as many bytes, if they were measured."""
     _, _, push, pull = syncs[-1]
     figures: dict[str, float | str] = {
         "path": pull.path,
@@ -255,15 +258,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of the writer and of the reader")
     parser.add_argument("--actors", action="store_true", help="measure a real trainer and a real generator, too")
     parser.add_argument("--path", default="auto", help="weights.path of the actors")
+    parser.add_argument("--network", action="store_true", help="let NCCL use only the network, as between hosts")
     parser.add_argument(
         "--ranks", type=int, default=1, help="ranks of the trainer, among which FSDP divides the weights"
     )
     arguments = parser.parse_args()
+    if arguments.network:
+        os.environ.update(ONLY_NETWORK)  # of this process, and so of the actors
     for size in arguments.sizes:
         if not torch.cuda.is_available():
             measure_bytes(size, rounds=arguments.rounds, num_threads=arguments.threads)
         if arguments.actors:
-            measure_actors(size, rounds=arguments.rounds, path=arguments.path, ranks=arguments.ranks)
+            measure_actors(
+                size, rounds=arguments.rounds, path=arguments.path, ranks=arguments.ranks, network=arguments.network
+            )
 
 
 if __name__ == "__main__":

@@ -306,7 +306,7 @@ class RestartPolicy:
             raise ValueError(f"{name}.silent_after={self.silent_after}; it must be finite and at least 1 second")
 
 
-WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "tcp"]
+WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "point_to_point", "tcp"]
 
 
 @dataclass(kw_only=True)
@@ -315,10 +315,12 @@ class WeightsConfig:
 
     path: WeightsPath = "auto"
     """Path of the bytes. auto: the fastest path that trainer and generator share. cuda_ipc: from GPU to GPU of one host.
-    shared_memory: one host. tcp: any two hosts, and also one host, to try it."""
+    shared_memory: one host. point_to_point: any two hosts, by NCCL between GPUs, else by gloo. tcp: any two hosts. The last two also work on
+    one host, to try them; NCCL then needs two GPUs."""
     address: str = ""
     """Address at which every rank of the trainer serves weights to generators on other hosts; "hostname": the name of the rank's host. The
-    bytes are not encrypted, so the network must be private. Empty: only this host reads weights; tcp then uses the loopback address."""
+    bytes are not encrypted, so the network must be private. Empty: only this host reads weights; tcp and point_to_point then use the loopback
+    address."""
     timeout: float = 60.0
     """Seconds of each phase of a push or a pull: the lock of a slot, writing it, reading it, loading it into the engine."""
 

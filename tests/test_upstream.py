@@ -320,6 +320,46 @@ def _() -> None:
     assert "emulate_precision_casts" in torch._inductor.list_options()
 
 
+@row("torch.distributed.ProcessGroupGloo._Options, _devices, _timeout")
+def _() -> None:
+    from datetime import timedelta
+
+    from torch.distributed import HashStore, ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=TIMEOUT)
+    group = ProcessGroupGloo(HashStore(), 0, 1, options)
+    assert group.size() == 1 and options._timeout == timedelta(seconds=TIMEOUT)
+
+
+@row("TORCH_NCCL_BLOCKING_WAIT, torch.distributed.ProcessGroupNCCL.Options.config.blocking")
+def _() -> None:
+    import torch.distributed
+
+    # The build for a CPU has no NCCL. It has the header, which names the variable.
+    header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
+    text = header.read_text()
+    assert (
+        '"TORCH_NCCL_BLOCKING_WAIT"' in text
+        and "// operations. This is only used when blockingWait_ is enabled." in text
+    )
+    if torch.distributed.is_nccl_available():
+        torch.distributed.ProcessGroupNCCL.Options().config.blocking = 0
+
+
+@row("NCCL_P2P_DISABLE, NCCL_SHM_DISABLE")
+def _() -> None:
+    import torch.distributed
+
+    if not torch.distributed.is_nccl_available():
+        return
+    library = Path(torch.__file__).parents[1] / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    content = library.read_bytes()
+    # NCCL puts "NCCL_" in front of the names of its parameters.
+    assert b"P2P_DISABLE" in content and b"SHM_DISABLE" in content
+
+
 @row("TORCHELASTIC_USE_AGENT_STORE")
 def _() -> None:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # the package has a function of this name

@@ -332,6 +332,17 @@ def _sync_row(model: str, limit: float) -> TableRow:
     )
 
 
+def _network_row(model: str) -> TableRow:
+    return TableRow(
+        what=f"a push and a pull from one GPU to another by NCCL over the network only, as between hosts: {_model(model)}",
+        num_gpus=2,
+        command=("weight_sync", "--actors", "--path", "point_to_point", "--network", "--sizes"),
+        argument=model,
+        line=f"push and pull, {model}, 1 ranks, point_to_point by network",
+        measured=_sync,
+    )
+
+
 def _offload_row(model: str) -> TableRow:
     return TableRow(
         what=f"offload and onload of weights, gradients and Adam's state beside plain pinned copies, the slower way: {_model(model)}",
@@ -433,6 +444,7 @@ TABLE = {
     "ppo-step-cpu": _ppo_row("tiny_ppo", "tiny", 0),
     **{f"weights-{size}gb-cpu": _bytes_row(size) for size in ("0.1", "0.5", "1.2")},
     **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
+    **{f"weights-{model}-network": _network_row(model) for model in ("0_6b", "4b")},
     "ahead-cpu": TableRow(
         what="rollouts at most two versions ahead beside rollouts that wait, in an environment whose rewards take 1.5 s on average: the tiny model",
         num_gpus=0,

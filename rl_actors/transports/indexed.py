@@ -13,9 +13,9 @@ from rl_actors.config import WeightsConfig
 from rl_actors.transports.base import Manifest, Source, Transport
 from rl_actors.transports.placement import Place, choose, room_for_slots
 from rl_actors.transports.reader import SlotSource
+from rl_actors.transports.server import SlotServer
 from rl_actors.transports.slots import Slot, SlotAddress
 from rl_actors.transports.snapshot import Snapshot
-from rl_actors.transports.tcp import SlotServer
 
 LOOPBACK = "127.0.0.1"
 logger = logging.getLogger(__name__)
@@ -55,17 +55,16 @@ class IndexedTransport(Transport):
             num_bytes,
             weights_on_gpu=device.type == "cuda",
             path=self.weights.path,
-            only_this_host=not self.weights.address,
             room=room,
         )
         where = "on the GPU" if place.on_gpu else "in memory of the host"
-        logger.info("%d slots of %.3f GB %s: %s", place.num_slots, num_bytes / 1e9, where, place.reason)
+        logger.info("slots of the weights: %d of %.3f GB %s: %s", place.num_slots, num_bytes / 1e9, where, place.reason)
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
         """True if a reader may have no other path: one on another host, or one on this host that cannot open memory of this rank's GPU."""
         return (
-            self.weights.path == "tcp"
+            self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)
             or (slot.on_gpu is not None and self.weights.path == "auto")
         )

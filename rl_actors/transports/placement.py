@@ -18,9 +18,10 @@ class Place:
     reason: str = "the weights are on a CPU"
 
 
-def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, only_this_host: bool, room: int) -> Place:
+def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
     """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
 
+    Readers on other hosts get a slot on the GPU, too: NCCL sends it from there, and TCP in parts through the host's memory.
     room: bytes of the GPU that training leaves.
     Raises ValueError if the path is cuda_ipc and that is not possible.
     """
@@ -30,16 +31,14 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, only_this
         return Place()
     if path in ("shared_memory", "tcp"):
         return Place(pinned=True, reason=f"weights.path is {path}")
-    if path == "auto" and not only_this_host:
-        return Place(pinned=True, reason="weights.address is set, so that readers may be on other hosts")
-    for num_slots in (2, 1):
-        if num_slots * num_bytes <= room:
-            return Place(on_gpu=True, num_slots=num_slots, reason=f"training leaves {room / 1e9:.1f} GB of the GPU")
+    leaves = f"a version takes {num_bytes / 1e9:.1f} GB and training leaves {max(room, 0) / 1e9:.1f} GB of the GPU"
+    if 2 * num_bytes <= room:
+        return Place(on_gpu=True, reason=leaves)
+    if num_bytes <= room:
+        return Place(on_gpu=True, num_slots=1, reason=f"{leaves}, which is too little for two")
     if path == "cuda_ipc":
-        raise ValueError(
-            f'weights.path="cuda_ipc": a version takes {num_bytes / 1e9:.1f} GB of the GPU, but training leaves {max(room, 0) / 1e9:.1f} GB'
-        )
-    return Place(pinned=True, reason=f"training leaves only {max(room, 0) / 1e9:.1f} GB of the GPU")
+        raise ValueError(f'weights.path="cuda_ipc": {leaves}')
+    return Place(pinned=True, reason=f"{leaves}, which is too little for one slot")
 
 
 def room_for_slots(free: int, held_by_torch: int, training: int) -> int:

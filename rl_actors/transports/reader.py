@@ -10,10 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rl_actors.transports import cuda_ipc
+from rl_actors.transports import cuda_ipc, point_to_point, tcp
 from rl_actors.transports.base import Manifest, OpenVersion, Piece, Source
 from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name, machine
-from rl_actors.transports.tcp import received
+
+RECEIVED = {"tcp": tcp.received, "point_to_point": point_to_point.received}
+"""Path -> the reading of slots that the ranks' servers send."""
+CONFIG = "the config says so"
 
 
 class ReadableSlot(Protocol):
@@ -50,9 +53,10 @@ class SlotSource(Source):
                     stack.enter_context(slot.reading(self.manifest.key, self.timeout))
                 slots = mapped
             else:
-                path = "tcp"
                 self._require_servers(reason)
-                reading = received(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
+                path, reason = self._served_path(reason)
+                receive = RECEIVED[path]
+                reading = receive(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
                 slots = stack.enter_context(reading)
             # A GPU may still copy out of the slots when the reader has asked for its last tensor.
             stack.enter_context(cuda_ipc.copies_end())
@@ -60,8 +64,8 @@ class SlotSource(Source):
 
     def _map(self) -> tuple[list[MappedSlot], str]:
         """(the slots in shared memory, or none; the reason). Raises ValueError if the config forces a path that is not possible."""
-        if self.path == "tcp":
-            return [], "the config says so"
+        if self.path in RECEIVED:
+            return [], CONFIG
         here = machine()
         reason = ""
         for address in self.manifest.parts:
@@ -77,6 +81,16 @@ class SlotSource(Source):
         if self.path in ("shared_memory", "cuda_ipc"):
             raise ValueError(f'weights.path="{self.path}": {reason}')
         return [], reason
+
+    def _served_path(self, reason: str) -> tuple[str, str]:
+        """(the path from the ranks' servers, the reason)."""
+        backend = point_to_point.backend_for(self.manifest.parts)
+        if self.path == "point_to_point":
+            return self.path, f"{reason}, by {backend}"
+        elsewhere = any(address.machine != machine() for address in self.manifest.parts)
+        if self.path == "auto" and elsewhere and backend == "nccl":
+            return "point_to_point", f"{reason}, and both have GPUs"
+        return "tcp", reason
 
     def _require_servers(self, reason: str) -> None:
         for address in self.manifest.parts:

@@ -101,7 +101,8 @@ class SlotAddress:
     token: bytes = b""  # drawn at random for the slot, because a later process may have the same pid and fd
     num_bytes: int  # of the tensors
     address: tuple[str, int] | None = None  # host and port of the rank's server; None: it has none
-    # If the tensors are on a GPU: its id, and the handle of their memory. The memfd then has only the lock, the key and the layout.
+    weights_on_gpu: bool = False  # True if the rank trains on a GPU; the slot may be in the host's memory all the same
+    # If the slot is on a GPU: the GPU's id, and the handle of the slot's memory. The memfd then has only the lock, the key and the layout.
     gpu: str = ""
     handle: bytes = field(default=b"", repr=False)
 
@@ -129,7 +130,7 @@ class Slot:
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
         """device: that of the weights. The slot is on it if the place says so."""
-        self.layout, self.rank, self.number = layout, rank, number
+        self.layout, self.rank, self.number, self.device = layout, rank, number, device
         text = layout.to_json()
         self.data_offset = _round_up(PAGE + len(text), PAGE)
         self.token = secrets.token_bytes(16)
@@ -147,7 +148,7 @@ class Slot:
         else:
             self.data = _bytes_of(self.memory, self.data_offset, layout.num_bytes)
         if place.pinned:
-            _pin(self, self.data, read_only=False)
+            pin_for(self, self.data, read_only=False)
         self.views = layout.views(self.data)
 
     @property
@@ -201,6 +202,7 @@ class Slot:
             token=self.token,
             num_bytes=self.layout.num_bytes,
             address=server,
+            weights_on_gpu=self.device.type == "cuda",
             gpu="" if self.on_gpu is None else cuda_ipc.gpu_id(self.data.device),
             handle=b"" if self.on_gpu is None else self.on_gpu.handle,
         )
@@ -236,7 +238,7 @@ class MappedSlot:
     def _host_bytes(self, offset: int, num_bytes: int) -> Tensor:
         """The bytes of the tensors, pinned for a worker on a GPU."""
         data = _bytes_of(self.memory, offset, num_bytes)
-        if torch.cuda.is_initialized() and not _pin(self, data, read_only=True):
+        if torch.cuda.is_initialized() and not pin_for(self, data, read_only=True):
             # Not every driver pins memory that is mapped only for reading.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -244,7 +246,7 @@ class MappedSlot:
             finally:
                 os.close(fd)
             data = _bytes_of(self.memory, offset, num_bytes)
-            if not _pin(self, data, read_only=False):
+            if not pin_for(self, data, read_only=False):
                 logger.info("CUDA pins no memory of %s: copies from there take about four times as long", self.address)
         return data
 
@@ -266,7 +268,7 @@ def _bytes_of(memory: mmap.mmap, offset: int, num_bytes: int) -> Tensor:
         return torch.frombuffer(memory, dtype=torch.uint8, offset=offset)[:num_bytes]
 
 
-def _pin(owner: object, data: Tensor, *, read_only: bool) -> bool:
+def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
     """Pin memory as long as its owner lives. Returns False where CUDA refuses."""
     pinned = cuda_ipc.pin(data, read_only=read_only)
     if pinned:

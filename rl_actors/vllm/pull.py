@@ -24,6 +24,8 @@ ADAPTER_ID = 1
 """vLLM's number of the adapter. There is one."""
 TIMED_OUT = "RPC call to answer timed out."
 """Text of vLLM's error when a worker does not answer. A core in a process of its own sends only the text of an error."""
+ANSWER_SECONDS = 10.0
+"""A worker whose own time is over, because a trainer hangs for example, has so much longer to give up and answer with its error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,13 +102,14 @@ def opened(engine: "LLMEngine", source: Source) -> Iterator[Opened]:
 
 def _ask(engine: "LLMEngine", source: Source, phase: str, method: str, *arguments: object) -> list[Any]:
     """The results of a method of WeightsExtension in all workers. Raises the first error, and SilentWorkerError naming the phase."""
+    timeout = source.timeout + ANSWER_SECONDS
     try:
-        answers = engine.collective_rpc("answer", timeout=source.timeout, args=(method, *arguments))
+        answers = engine.collective_rpc("answer", timeout=timeout, args=(method, *arguments))
     except Exception as error:
         if TIMED_OUT not in str(error):
             raise
         where = f"pull of {source.key}: {actor_name()}: {phase}"
-        raise SilentWorkerError(f"{where} was not done by every worker within {source.timeout:g} s") from None
+        raise SilentWorkerError(f"{where} was not done by every worker within {timeout:g} s") from None
     for rank, (_, failure) in enumerate(answers):
         if failure:
             raised = pickle.loads(failure)

@@ -1,7 +1,12 @@
-"""Weights from a trainer on a GPU to a generator on a GPU: by CUDA IPC, through pinned memory, and over TCP."""
+"""Weights from a trainer on a GPU to a generator on a GPU: by CUDA IPC, through pinned memory, over TCP, and by NCCL from point to point.
+
+NCCL needs two GPUs. `NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1 pytest -m gpu tests/gpu/test_weights.py -k point_to_point` lets it use only the
+network, as between hosts; one case below sets the two variables itself.
+"""
 
 import multiprocessing
 import os
+import threading
 
 import pytest
 import torch
@@ -19,14 +24,18 @@ from rl_actors import (
     WeightsConfig,
 )
 from rl_actors.clients.call import in_background
+from rl_actors.transports import communicator
 from rl_actors.transports.base import Manifest
 from rl_actors.transports.placement import Place
 from rl_actors.transports.reader import SlotSource
+from rl_actors.transports.server import SlotServer
 from rl_actors.transports.snapshot import Snapshot
 
 pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 TIMEOUT = 120.0
+SECRET = b"s" * 32
 SHAPES = {"w": (1000, 333), "v": (77,)}
 
 
@@ -35,14 +44,16 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def write_versions(pipe, place: Place) -> None:
-    """A rank with weights on its GPU."""
+    """A rank with weights on its GPU, and a server of its slots."""
     snapshot = Snapshot(rank=0, timeout=TIMEOUT, choose_place=lambda num_bytes, device: place)
+    server = SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
     version = 0
     while pipe.recv():
         version += 1
         snapshot.write(f"s/{version}", tensors_of(version), torch.bfloat16)
         shapes = {name: (shape, torch.bfloat16) for name, shape in SHAPES.items()}
-        pipe.send(Manifest(stream="s", version=version, tensors=shapes, parts=(snapshot.newest.address(None),)))
+        address = snapshot.newest.address(server.address)
+        pipe.send(Manifest(stream="s", version=version, tensors=shapes, parts=(address,)))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +98,47 @@ def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behin
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith(("torch_", "cuda"))}
 
 
+@two_gpus
+@pytest.mark.parametrize("network", [False, True], ids=["any way", "only the network"])
+@pytest.mark.parametrize("place", [Place(on_gpu=True), Place(pinned=True)], ids=["slots on the GPU", "pinned"])
+def test_nccl_brings_versions_from_point_to_point_and_the_end_of_the_trainer_is_an_error(place, network, monkeypatch):
+    """The reader is this process, on another GPU. The trainer is killed while it sends; this process must go on."""
+    for name in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE") if network else ():
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(communicator, "PIECE_BYTES", 100_000)  # several pieces
+    torch.zeros(1, device="cuda:1")
+    context = multiprocessing.get_context("spawn")
+    for _ in range(2):  # the second trainer takes the place of the one that was killed
+        here, there = context.Pipe()
+        writer = context.Process(target=send_small_pieces, args=(there, place), daemon=True)
+        writer.start()
+        try:
+            with torch.cuda.device(1):
+                for version in range(1, 6):
+                    here.send(True)
+                    source = SlotSource(manifest=here.recv(), path="point_to_point", timeout=TIMEOUT, secret=SECRET)
+                    with source.open() as opened:
+                        assert opened.reason == "the config says so, by nccl"
+                        for _, [piece] in opened.pieces():
+                            assert (piece.values == version).all()
+                here.send(True)
+                manifest = here.recv()
+                threading.Timer(0.5, writer.kill).start()
+                with pytest.raises(ConnectionError, match="trainer rank 0"):
+                    while True:
+                        source = SlotSource(manifest=manifest, path="point_to_point", timeout=TIMEOUT, secret=SECRET)
+                        with source.open():
+                            pass
+        finally:
+            writer.kill()
+            writer.join()
+
+
+def send_small_pieces(pipe, place: Place) -> None:
+    communicator.PIECE_BYTES = 100_000
+    write_versions(pipe, place)
+
+
 MODEL = ModelConfig(
     vocab_size=512,
     hidden_size=256,
@@ -100,13 +152,21 @@ MODEL = ModelConfig(
 
 
 @pytest.mark.parametrize(
-    "path, taken", [("auto", "cuda_ipc"), ("cuda_ipc", "cuda_ipc"), ("shared_memory",) * 2, ("tcp",) * 2]
+    "path, taken",
+    [
+        ("auto", "cuda_ipc"),
+        ("cuda_ipc", "cuda_ipc"),
+        ("shared_memory",) * 2,
+        ("tcp",) * 2,
+        pytest.param(*["point_to_point"] * 2, marks=two_gpus),
+    ],
 )
 def test_a_generator_on_a_gpu_gets_the_trainers_weights_by_every_path(path, taken):
     transport = IndexTransport(WeightsConfig(path=path))
     in_background(transport.open(), "transport").result()
     config = TrainerConfig(model=MODEL, max_sequence_length=128, tokens_per_row=256)
-    generator_config = GeneratorConfig(model=MODEL, max_model_len=128, max_num_seqs=8, kv_cache_bytes=64 << 20)
+    gpu = 1 if path == "point_to_point" else None  # NCCL connects no GPU with itself
+    generator_config = GeneratorConfig(model=MODEL, max_model_len=128, max_num_seqs=8, kv_cache_bytes=64 << 20, gpu=gpu)
     sequence = list(range(5, 60))
     sample = Sample.from_tokens(sequence[:1], sequence[1:])
     try:

@@ -11,17 +11,19 @@ import support
 from references import save_random
 from waiting import GUARD
 
-from rl_actors import GeneratorClient, IndexTransport, LoRAConfig, TrainerClient, TrainerConfig
+from rl_actors import GeneratorClient, IndexTransport, LoRAConfig, TrainerClient, TrainerConfig, WeightsConfig
 from rl_actors.processes.spawn import spawn_processes
 
 NUM_PULLS = 200
 DENSE = support.model_config(tied=False)
 EXPERTS = replace(DENSE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+FSDP2_TP2 = {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}
 CASES = {
-    "FSDP2 x TP2": (DENSE, {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2}, LoRAConfig()),
-    "PP2": (DENSE, {"pipeline_parallel_degree": 2}, LoRAConfig()),
-    "EP2": (EXPERTS, {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}, LoRAConfig()),
-    "LoRA": (DENSE, {"tensor_parallel_degree": 2}, LoRAConfig(rank=4, alpha=16.0)),
+    "FSDP2 x TP2": (DENSE, FSDP2_TP2, LoRAConfig(), "auto"),
+    "FSDP2 x TP2, point to point": (DENSE, FSDP2_TP2, LoRAConfig(), "point_to_point"),
+    "PP2": (DENSE, {"pipeline_parallel_degree": 2}, LoRAConfig(), "auto"),
+    "EP2": (EXPERTS, {"data_parallel_shard_degree": 2, "expert_parallel_degree": 2}, LoRAConfig(), "auto"),
+    "LoRA": (DENSE, {"tensor_parallel_degree": 2}, LoRAConfig(rank=4, alpha=16.0), "auto"),
 }
 
 
@@ -39,12 +41,12 @@ async def start(trainer_config: TrainerConfig, transport: IndexTransport):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_pull_gives_the_digests_of_an_engine_that_loaded_the_same_weights_from_a_directory(tmp_path, case):
-    model, degrees, lora = CASES[case]
+    model, degrees, lora, path = CASES[case]
     base = save_random(tmp_path / "base", model)
     config = TrainerConfig(hf_path=base, lora=lora, max_sequence_length=511, tokens_per_row=512)
     for name, degree in degrees.items():
         setattr(config.parallelism, name, degree)
-    transport = IndexTransport()
+    transport = IndexTransport(WeightsConfig(path=path))
     trainers, *others = asyncio.run(start(config, transport))
     generator_config = replace(support.generator_config(), model=model)
     pulling, loading = [

@@ -1,6 +1,6 @@
 """Real actors that are killed in the middle of a push or a pull: a generator has a whole version or refuses to generate.
 
-tests/transports/test_slots.py does the same with processes of one slot, between any two tensors.
+tests/transports/test_slots.py does the same with processes of one slot, between any two tensors, and test_served_slots.py between any two pieces.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import support
 from support import forward_logprobs, worst
 from waiting import GUARD
 
-from rl_actors import GeneratorClient, IndexTransport, SamplingParams, TrainerClient
+from rl_actors import GeneratorClient, IndexTransport, SamplingParams, TrainerClient, WeightsConfig
 from rl_actors.processes.spawn import spawn_processes
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
@@ -21,9 +21,13 @@ THREAD = {"OMP_NUM_THREADS": "1"}
 class Actors:
     """An index, a generator, and whatever a test starts besides. All end with the context."""
 
+    def __init__(self, path: str = "auto") -> None:
+        """path: of the bytes"""
+        self.path = path
+
     def __enter__(self) -> "Actors":
         self.processes = []
-        self.transport = IndexTransport()
+        self.transport = IndexTransport(WeightsConfig(path=self.path))
         asyncio.run(self.transport.open())
         return self
 
@@ -45,10 +49,11 @@ class Actors:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["auto", "point_to_point"])
 @pytest.mark.parametrize("rank, copied", [(1, 0), (0, NUM_TENSORS // 2), (1, NUM_TENSORS), (0, "written")])
-def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(rank, copied):
+def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(rank, copied, path):
     """copied: number of tensors that the rank has copied when it is killed; "written": all, and the rank has ended its write."""
-    with Actors() as actors:
+    with Actors(path) as actors:
         mesh = actors.spawn("trainer", 2, support.TestTrainer, support.trainer_config(shard=2))
         trainer, generator = TrainerClient(mesh), GeneratorClient(actors.generator("generator"))
         support.step(trainer)
@@ -71,9 +76,10 @@ def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(ra
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("path", ["auto", "point_to_point"])
 @pytest.mark.parametrize("loaded", [0, NUM_TENSORS // 2, NUM_TENSORS])
-def test_a_generator_that_is_killed_in_a_pull_holds_up_neither_the_trainer_nor_another_generator(loaded):
-    with Actors() as actors:
+def test_a_generator_that_is_killed_in_a_pull_holds_up_neither_the_trainer_nor_another_generator(loaded, path):
+    with Actors(path) as actors:
         trainer = TrainerClient(actors.spawn("trainer", 1, support.TestTrainer, support.trainer_config()))
         other = GeneratorClient(actors.generator("other"))
         dying_mesh = actors.generator("dying")

@@ -19,6 +19,7 @@ NUM_SYNCS = 6
         ("auto", "shared_memory", "the trainer is on this host", LoRAConfig()),
         ("shared_memory", "shared_memory", "the trainer is on this host", LoRAConfig(rank=4, sync="adapter")),
         ("tcp", "tcp", "the config says so", LoRAConfig()),
+        ("point_to_point", "point_to_point", "the config says so, by gloo", LoRAConfig()),
     ],
 )
 def test_the_path_is_in_info_and_once_in_the_logs_and_pulls_add_no_lines(tmp_path, path, taken, reason, lora):

@@ -22,7 +22,7 @@ from rl_actors.generator import expected_tensors
 from rl_actors.processes.spawn import spawn_processes
 from rl_actors.transports.base import announce, find, publish
 
-KINDS = ["torchstore", "index", "tcp", "files", "memory"]
+KINDS = ["torchstore", "index", "tcp", "point_to_point", "files", "memory"]
 # (data_parallel_shard, tensor_parallel). TP2 shards some weights by rows, some by columns, and replicates others.
 LAYOUTS = {"TP2": (1, 2), "FSDP2 x TP2": (2, 2)}
 
@@ -30,8 +30,8 @@ LAYOUTS = {"TP2": (1, 2), "FSDP2 x TP2": (2, 2)}
 def make_transport(kind: str, directory):
     if kind == "files":
         return FilesTransport(directory)
-    if kind == "tcp":
-        return IndexTransport(WeightsConfig(path="tcp"))
+    if kind in ("tcp", "point_to_point"):
+        return IndexTransport(WeightsConfig(path=kind))
     return {"torchstore": TorchStoreTransport, "index": IndexTransport, "memory": MemoryTransport}[kind]()
 
 

@@ -1,43 +1,68 @@
 """Where slots are made. The rule is arithmetic, so it is tested without a GPU."""
 
-import pytest
+import logging
+import re
 
+import pytest
+import torch
+from test_served_slots import IndexHere
+
+from rl_actors import WeightsConfig
 from rl_actors.transports.placement import MARGIN, Place, choose, room_for_slots
 
 GB = 10**9
 
 
-def on_gpu(num_gb: float, *, room_gb: float, path: str = "auto", only_this_host: bool = True) -> Place:
-    return choose(
-        int(num_gb * GB), weights_on_gpu=True, path=path, only_this_host=only_this_host, room=int(room_gb * GB)
-    )
+def on_gpu(num_gb: float, *, room_gb: float, path: str = "auto") -> Place:
+    return choose(int(num_gb * GB), weights_on_gpu=True, path=path, room=int(room_gb * GB))
+
+
+LEVELS = {33: (True, 2, False), 20: (True, 1, False), 16: (False, 2, True), -5: (False, 2, True)}
+"""GB that training leaves -> on the GPU or not, number of slots, pinned or not, for slots of 16.4 GB."""
+
+
+@pytest.mark.parametrize("path", ["auto", "point_to_point"])
+@pytest.mark.parametrize("room_gb", LEVELS)
+def test_slots_are_on_the_gpu_as_far_as_training_leaves_room(room_gb, path):
+    place = on_gpu(16.4, room_gb=room_gb, path=path)
+    assert (place.on_gpu, place.num_slots, place.pinned) == LEVELS[room_gb]
 
 
 @pytest.mark.parametrize(
-    "room_gb, where", [(33, (True, 2, False)), (20, (True, 1, False)), (16, (False, 2, True)), (-5, (False, 2, True))]
+    "room_gb, text",
+    [
+        (33, "2 of 16.400 GB on the GPU: a version takes 16.4 GB and training leaves 33.0 GB of the GPU"),
+        (20, "1 of 16.400 GB on the GPU: .* leaves 20.0 GB of the GPU, which is too little for two"),
+        (16, "2 of 16.400 GB in memory of the host: .* leaves 16.0 GB of the GPU, which is too little for one slot"),
+    ],
 )
-def test_slots_are_on_the_gpu_as_far_as_training_leaves_room(room_gb, where):
-    place = on_gpu(16.4, room_gb=room_gb)
-    assert (place.on_gpu, place.num_slots, place.pinned) == where
-    assert f"{max(room_gb, 0):.1f} GB of the GPU" in place.reason
+def test_the_trainers_log_says_where_the_slots_are_and_why(room_gb, text, monkeypatch, caplog):
+    transport = IndexHere(WeightsConfig())
+    transport.training_bytes = int(100 * GB / MARGIN)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: ((60 + room_gb) * GB, 150 * GB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40 * GB)
+    with caplog.at_level(logging.INFO):
+        place = transport._choose_place(int(16.4 * GB), torch.device("cuda"))
+    assert (place.on_gpu, place.num_slots, place.pinned) == LEVELS[room_gb]
+    [record] = caplog.records
+    assert re.fullmatch(f"slots of the weights: {text}", record.getMessage())
 
 
-@pytest.mark.parametrize("path, only_this_host", [("shared_memory", True), ("tcp", True), ("auto", False)])
-def test_slots_are_pinned_on_the_host_for_readers_without_access_to_the_gpu(path, only_this_host):
-    assert on_gpu(1, room_gb=100, path=path, only_this_host=only_this_host).pinned
+@pytest.mark.parametrize("path", ["shared_memory", "tcp"])
+def test_slots_are_pinned_on_the_host_for_paths_that_read_them_there(path):
+    assert on_gpu(1, room_gb=100, path=path).pinned
 
 
-@pytest.mark.parametrize("path", ["auto", "shared_memory", "tcp"])
+@pytest.mark.parametrize("path", ["auto", "shared_memory", "point_to_point", "tcp"])
 def test_weights_on_a_cpu_have_two_slots_on_the_host(path):
-    assert choose(GB, weights_on_gpu=False, path=path, only_this_host=True, room=0) == Place()
+    assert choose(GB, weights_on_gpu=False, path=path, room=0) == Place()
 
 
 def test_cuda_ipc_is_refused_where_it_is_not_possible():
     with pytest.raises(ValueError, match='weights.path="cuda_ipc", but the weights of the trainer are on a CPU'):
-        choose(GB, weights_on_gpu=False, path="cuda_ipc", only_this_host=True, room=0)
-    with pytest.raises(ValueError, match=r"a version takes 16\.4 GB of the GPU, but training leaves 10\.0 GB"):
+        choose(GB, weights_on_gpu=False, path="cuda_ipc", room=0)
+    with pytest.raises(ValueError, match=r"a version takes 16\.4 GB and training leaves 10\.0 GB of the GPU"):
         on_gpu(16.4, room_gb=10, path="cuda_ipc")
-    assert on_gpu(16.4, room_gb=20, path="cuda_ipc", only_this_host=False).on_gpu
 
 
 def test_room_counts_what_training_will_take_and_not_what_it_holds_yet():

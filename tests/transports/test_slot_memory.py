@@ -1,16 +1,22 @@
-"""Memory of a push and of a pull. Slots hold two versions; beside them a reader has one tensor at a time, and a writer nothing."""
+"""Memory of a push and of a pull. Slots hold two versions; beside them a reader has one tensor at a time, and a writer nothing.
+
+A reader of a server has one version more, and no copy of its pieces.
+"""
 
 import os
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from waiting import GUARD
 
 from rl_actors.transports.base import Manifest
 from rl_actors.transports.placement import Place
+from rl_actors.transports.server import SlotServer
 from rl_actors.transports.slots import Layout, Shard, Slot
 
 NUM_TENSORS, ROWS, COLUMNS = 6, 2048, 1024  # 4 MiB of bfloat16 each
@@ -57,7 +63,7 @@ from rl_actors.transports.reader import SlotSource
 
 
 def tensors(manifest):
-    with SlotSource(manifest=manifest, path="shared_memory", timeout=60.0).open() as version:
+    with SlotSource(manifest=manifest, path=sys.argv[2], timeout=60.0, secret=b"memory").open() as version:
         for _, tensor in version.tensors():
             assert float(tensor[0, 0]) == float(tensor[-1, -1]) == manifest.version
             del tensor
@@ -112,5 +118,21 @@ def test_pulls_take_the_memory_of_one_tensor_beside_the_slots(tmp_path):
     warm_up, two_versions = halves(0, 1), [halves(version, NUM_TENSORS) for version in (1, 2)]
     manifests = [manifest for manifest, _ in (warm_up, *two_versions)]
     (tmp_path / "manifests").write_bytes(pickle.dumps(manifests))
-    taken = growth(READER, tmp_path / "manifests")
+    taken = growth(READER, tmp_path / "manifests", "shared_memory")
     assert 2 * VERSION - SLACK <= taken <= 2 * VERSION + TENSOR + SLACK
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", ["tcp", "point_to_point"])
+def test_pulls_from_a_server_take_the_memory_of_one_version_and_one_tensor(tmp_path, path):
+    versions = [halves(0, 1), *(halves(version, NUM_TENSORS) for version in (1, 2))]
+    by_token = {slot.token: slot for _, slots in versions for slot in slots}
+    server = SlotServer(by_token.get, host="127.0.0.1", secret=b"memory", timeout=GUARD)
+    manifests = []
+    for manifest, _ in versions:
+        manifests.append(
+            replace(manifest, parts=tuple(replace(part, address=server.address) for part in manifest.parts))
+        )
+    (tmp_path / "manifests").write_bytes(pickle.dumps(manifests))
+    taken = growth(READER, tmp_path / "manifests", path)
+    assert VERSION - SLACK <= taken <= VERSION + TENSOR + SLACK

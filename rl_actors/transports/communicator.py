@@ -1,0 +1,282 @@
+"""A communicator of a trainer's rank and one reader: NCCL connects two GPUs, and gloo anything else. point_to_point.py sends slots through it.
+
+A communicator is a process group of torch with a store of its own. It has two members and knows nothing of torch's default group, so the
+end of a member breaks only this pair. Its calls run on a thread of its own, because NCCL may wait without a limit. The caller waits for that
+thread until the deadline, or until the other process has closed the control connection. Then it aborts the communicator.
+
+Bytes come in pieces of PIECE_BYTES. The reader says when it is ready for a piece, so a GPU never waits for a reader that has died. At most
+WINDOW pieces are on their way. NCCL needs them in the GPU's memory, so bytes in the host's memory go through WINDOW buffers there.
+
+NCCL was not run yet; tests/gpu/test_weights.py is for that.
+"""
+
+import contextlib
+import os
+import queue
+import select
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent import futures
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from rl_actors.transports import control
+from rl_actors.transports.control import left
+
+PIECE_BYTES = 64 << 20
+WINDOW = 2
+TRAINER, READER = 0, 1
+"""The members of a communicator."""
+READY = b"\4"
+"""The reader sends it before each piece."""
+PORT = struct.Struct("<H")
+WATCH_SECONDS = 0.1
+"""Pause between two looks at the control connection while a call runs."""
+ABORT_SECONDS = 5.0
+BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+
+Value = TypeVar("Value")
+
+
+class Work(Protocol):
+    """An operation of a process group that has begun."""
+
+    def wait(self, timeout: timedelta) -> object: ...
+
+
+class Group(Protocol):
+    """A process group of torch."""
+
+    def send(self, tensors: list[Tensor], destination: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
+    def abort(self) -> None: ...
+
+
+class Pieces(Protocol):
+    """The place where a backend needs the pieces."""
+
+    def active(self) -> AbstractContextManager[object]:
+        """The context in which pieces are sent and received."""
+
+    def outgoing(self, piece: Tensor, number: int) -> Tensor:
+        """The piece, where the backend reads it."""
+
+    def incoming(self, piece: Tensor, number: int) -> Tensor:
+        """Memory for the piece, where the backend writes it."""
+
+    def arrived(self, came: Tensor, piece: Tensor) -> None:
+        """Bring what came in `incoming` to its place. It may end later."""
+
+    def finish(self) -> None:
+        """Wait until all that has arrived is in its place."""
+
+
+class HostPieces:
+    """gloo reads and writes the host's memory."""
+
+    def active(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext()
+
+    def outgoing(self, piece: Tensor, number: int) -> Tensor:
+        return piece.cpu()
+
+    def incoming(self, piece: Tensor, number: int) -> Tensor:
+        return piece
+
+    def arrived(self, came: Tensor, piece: Tensor) -> None:
+        """Nothing is left to do."""
+
+    def finish(self) -> None:
+        """Nothing is left to do."""
+
+
+class GPUPieces:
+    """NCCL reads and writes the memory of a GPU. The copies have a stream of their own, so that they do not wait for the training."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(WINDOW)]
+
+    def active(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
+    def outgoing(self, piece: Tensor, number: int) -> Tensor:
+        return piece if piece.is_cuda else self.incoming(piece, number).copy_(piece, non_blocking=True)
+
+    def incoming(self, piece: Tensor, number: int) -> Tensor:
+        # The piece that had this buffer before has been sent, or its copy is ahead of this one in the stream.
+        return self.buffers[number % WINDOW][: len(piece)]
+
+    def arrived(self, came: Tensor, piece: Tensor) -> None:
+        piece.copy_(came, non_blocking=True)
+
+    def finish(self) -> None:
+        self.stream.synchronize()
+
+
+def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
+    """host: address of this process that the other member reaches."""
+    from torch.distributed import ProcessGroupGloo
+
+    options = ProcessGroupGloo._Options()
+    # torch would take the address of the host's name, which another host may not reach.
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return ProcessGroupGloo(store, member, 2, options)
+
+
+def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
+    """NCCL finds the host's addresses itself."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options.config.blocking = 0  # so that another thread can abort a call that waits
+    # `wait` then waits for the GPU until its timeout, and there is no watchdog thread. That one would end the trainer's process when a reader
+    # has died. torch reads the variable when a group is made, so the trainer's own groups keep their watchdogs.
+    before = os.environ.get(BLOCKING_WAIT)
+    os.environ[BLOCKING_WAIT] = "1"
+    try:
+        return ProcessGroupNCCL(store, member, 2, options)
+    finally:
+        del os.environ[BLOCKING_WAIT]
+        if before is not None:
+            os.environ[BLOCKING_WAIT] = before
+
+
+GROUPS: dict[str, Callable[[object, int, str, timedelta], Group]] = {"gloo": _gloo, "nccl": _nccl}
+
+
+class Pair:
+    """A control connection with its communicator. It is used for one version after the other until something fails."""
+
+    def __init__(self, connection: socket.socket, *, member: int, backend: str, device: torch.device) -> None:
+        """device: that of this member's pieces. Raises ValueError if the backend is nccl and the device no GPU."""
+        if backend == "nccl" and device.type != "cuda":
+            raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
+        self.connection, self.member, self.make = connection, member, GROUPS[backend]
+        self.pieces: Pieces = GPUPieces(device) if backend == "nccl" else HostPieces()
+        self.group: Group | None = None
+        self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self.calls,), name="weights_pair", daemon=True).start()
+
+    def listen(self, deadline: float) -> None:
+        """The trainer's part of making the communicator: serve the store, tell the reader its port, and wait for the reader."""
+        from torch.distributed import TCPStore
+
+        host = self.connection.getsockname()[0]  # by which the reader has reached this process
+        listener = socket.create_server((host, 0))
+        port, timeout = listener.getsockname()[1], timedelta(seconds=left(deadline))
+        store = TCPStore(
+            host, port, 2, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+        )
+        self.connection.sendall(PORT.pack(port))
+        self.group = self.make(store, self.member, host, timeout)
+
+    def join(self, deadline: float) -> None:
+        """The reader's part."""
+        from torch.distributed import TCPStore
+
+        (port,) = PORT.unpack(control.receive(self.connection, PORT.size))
+        timeout = timedelta(seconds=left(deadline))
+        store = TCPStore(self.connection.getpeername()[0], port, 2, False, timeout)
+        self.group = self.make(store, self.member, self.connection.getsockname()[0], timeout)
+
+    def send(self, data: Tensor, deadline: float) -> None:
+        """Send the bytes of a slot."""
+        assert self.group is not None
+        under_way: deque[Work] = deque()
+        with self.pieces.active():
+            for number, piece in enumerate(_split(data)):
+                control.receive(self.connection, len(READY))
+                under_way.append(self.group.send([self.pieces.outgoing(piece, number)], READER, 0))
+                if len(under_way) == WINDOW:
+                    _wait(under_way.popleft(), deadline)
+            for work in under_way:
+                _wait(work, deadline)
+
+    def receive(self, into: Tensor, deadline: float) -> None:
+        """Receive the bytes of a slot."""
+        assert self.group is not None
+        under_way: deque[tuple[Work, Tensor, Tensor]] = deque()
+        with self.pieces.active():
+            for number, piece in enumerate(_split(into)):
+                self.connection.sendall(READY)
+                coming = self.pieces.incoming(piece, number)
+                under_way.append((self.group.recv([coming], TRAINER, 0), coming, piece))
+                if len(under_way) == WINDOW:
+                    self._end_of(*under_way.popleft(), deadline)
+            for work, coming, piece in under_way:
+                self._end_of(work, coming, piece, deadline)
+            self.pieces.finish()
+
+    def _end_of(self, work: Work, coming: Tensor, piece: Tensor, deadline: float) -> None:
+        _wait(work, deadline)
+        self.pieces.arrived(coming, piece)
+
+    def run(self, deadline: float, call: Callable[..., Value], *arguments: object) -> Value:
+        """The result of call(*arguments, deadline), which runs on the thread of the communicator.
+
+        Raises TimeoutError after the deadline, and ConnectionError if the call fails or the other process closes the control connection.
+        The pair must then be ended.
+        """
+        done: futures.Future[Value] = futures.Future()
+
+        def answer() -> None:
+            try:
+                done.set_result(call(*arguments, deadline))
+            except BaseException as error:
+                # Frames would keep the communicator, and its connections, until Python collects garbage.
+                done.set_exception(error.with_traceback(None))
+
+        self.calls.put(answer)
+        while futures.wait([done], timeout=min(WATCH_SECONDS, max(0.0, deadline - time.monotonic()))).not_done:
+            if time.monotonic() >= deadline:
+                raise TimeoutError
+            if is_closed(self.connection):
+                raise ConnectionError("the other process closed the connection")
+        try:
+            return done.result()
+        except RuntimeError as error:  # of torch
+            left(deadline)
+            raise ConnectionError(str(error)) from error
+
+    def end(self) -> None:
+        """Close the connection, and abort the communicator, which ends a call that waits."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+        self.calls.put(None)
+        group, self.group = self.group, None
+        if group is not None:
+            aborting = threading.Thread(target=group.abort, name="weights_abort", daemon=True)
+            aborting.start()
+            aborting.join(ABORT_SECONDS)
+
+
+def _run(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (call := calls.get()) is not None:
+        call()
+        del call  # it holds the pair
+
+
+def _wait(work: Work, deadline: float) -> None:
+    work.wait(timedelta(seconds=left(deadline)))
+
+
+def _split(data: Tensor) -> tuple[Tensor, ...]:
+    return data.split(PIECE_BYTES) if len(data) else ()
+
+
+def is_closed(connection: socket.socket) -> bool:
+    """True if the other side has closed the connection, also if bytes of it were not read yet."""
+    poll = select.poll()
+    poll.register(connection, select.POLLRDHUP)
+    return bool(poll.poll(0))

@@ -1,0 +1,135 @@
+"""The conversation of a reader with the server of a trainer's rank: a signed request, and the answer. Moves no weights.
+
+A request proves with the secret of the transport that its sender may read: the server sends random bytes, and the reader signs them together
+with the request. Nothing is encrypted, so the network must be private.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from rl_actors.transports.slots import Layout, SlotAddress, VersionGoneError, actor_name
+
+NONCE_BYTES, SIGNATURE_BYTES = 16, 32
+LENGTH = struct.Struct("<Q")
+MAX_REQUEST_BYTES = 4096
+SERVED, GONE = b"\0", b"\1"
+"""The first byte of an answer. After SERVED come the layout of the slot and its bytes, and after GONE the text of the error."""
+RECEIPT, ACCEPTED = b"\2", b"\3"
+"""The reader sends a receipt for the bytes. The server accepts it while it still holds the lock of the slot. A reader without this answer drops
+the bytes, because the slot may have been rewritten while they came: bytes of a file are on their way after sendfile has returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A range of the tensors' bytes of a slot. It is served only while the slot holds the version `key`."""
+
+    token: str  # of the slot, in hexadecimal digits
+    key: str
+    start: int = 0
+    num_bytes: int
+    path: str  # of the bytes: "tcp" or "point_to_point"
+    backend: str = ""  # of a communicator: "nccl" or "gloo"; the reader chooses it
+
+
+def ask(connection: socket.socket, request: Request, secret: bytes) -> None:
+    """Send a signed request."""
+    nonce = receive(connection, NONCE_BYTES)
+    text = json.dumps(asdict(request)).encode()
+    send_block(connection, text)
+    connection.sendall(_signature(secret, nonce, text))
+
+
+def answered(connection: socket.socket) -> Layout:
+    """The layout of the slot that is served. Raises VersionGoneError if the slot holds another version."""
+    status, answer = receive(connection, 1), receive_block(connection, None)
+    if status != SERVED:
+        raise VersionGoneError(answer.decode())
+    return Layout.from_json(answer)
+
+
+def send_receipt(connection: socket.socket) -> None:
+    """Say that all bytes are here. Raises ConnectionError if they came too late, and so must not be used."""
+    connection.sendall(RECEIPT)
+    if receive(connection, 1) != ACCEPTED:
+        raise ConnectionError("the trainer's process did not accept the receipt")
+
+
+def await_receipt(connection: socket.socket) -> None:
+    """Wait until the reader has all bytes."""
+    if receive(connection, 1) != RECEIPT:
+        raise ConnectionError("the reader sent something else than a receipt")
+    connection.sendall(ACCEPTED)
+
+
+def send_nonce(connection: socket.socket) -> bytes:
+    """Ask for the next request. Returns the bytes that its sender must sign."""
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce)
+    return nonce
+
+
+def receive_request(connection: socket.socket, secret: bytes, nonce: bytes) -> Request:
+    """Wait for a request. Raises ValueError if its sender has another secret, or if it cannot be read."""
+    text = receive_block(connection, MAX_REQUEST_BYTES)
+    if not hmac.compare_digest(receive(connection, SIGNATURE_BYTES), _signature(secret, nonce, text)):
+        raise ValueError("a request with another secret")
+    try:
+        return Request(**json.loads(text))
+    except TypeError as error:
+        raise ValueError(f"a request of another kind: {error}") from None
+
+
+@contextlib.contextmanager
+def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
+    """Give errors of a reader's connection a text that names the version, the two processes, the path and the address."""
+    what = f"pull of {key}: {actor_name()}: read of {address} over {path} from {address.address}"
+    try:
+        yield
+    except TimeoutError:
+        raise TimeoutError(f"{what} was not done in time") from None
+    except OSError as error:
+        raise ConnectionError(f"{what}: {error}") from error
+
+
+def left(deadline: float) -> float:
+    """Seconds until the deadline. Raises TimeoutError after it."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError
+    return seconds
+
+
+def _signature(secret: bytes, nonce: bytes, text: bytes) -> bytes:
+    return hmac.new(secret, nonce + text, hashlib.sha256).digest()
+
+
+def send_block(connection: socket.socket, block: bytes) -> None:
+    """Send bytes after their number."""
+    connection.sendall(LENGTH.pack(len(block)) + block)
+
+
+def receive_block(connection: socket.socket, limit: int | None) -> bytes:
+    """The bytes of one send_block. Raises ValueError if they are more than the limit."""
+    (length,) = LENGTH.unpack(receive(connection, LENGTH.size))
+    if limit is not None and length > limit:
+        raise ValueError(f"a request of {length} bytes; at most {limit} are read")
+    return receive(connection, length)
+
+
+def receive(connection: socket.socket, num_bytes: int) -> bytes:
+    """Exactly so many bytes. Raises ConnectionError if the other side closes before."""
+    block = bytearray()
+    while len(block) < num_bytes:
+        part = connection.recv(num_bytes - len(block))
+        if not part:
+            raise ConnectionError("the other side closed the connection; it may have another secret")
+        block += part
+    return bytes(block)

@@ -1,0 +1,160 @@
+"""Slots from point to point: every pair of a trainer's rank and a reader has a communicator of its own, which serves one version after the other.
+
+The first request of a reader makes the communicator. A tensor may be larger than a piece. When a call fails, hangs or loses the other
+process, both sides give the communicator up, and the next pull makes another one. The reader's pieces end in the host's memory.
+
+The secret guards the control connection. torch's rendezvous, NCCL and gloo open ports that know no secret, and nothing is encrypted: the
+network must be private.
+"""
+
+import atexit
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+
+import torch
+from torch import Tensor
+
+from rl_actors.transports import control
+from rl_actors.transports.communicator import READER, TRAINER, Pair, is_closed
+from rl_actors.transports.control import Request, left
+from rl_actors.transports.received import BUFFERS, ReceivedSlot
+from rl_actors.transports.slots import Layout, Slot, SlotAddress, VersionGoneError
+
+logger = logging.getLogger(__name__)
+
+
+class Sender:
+    """Sends slots through the communicator of a connection, which the first request makes."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self.connection, self.timeout = connection, timeout
+        self.reader = connection.getpeername()
+        self.pair: Pair | None = None
+
+    def send(self, slot: Slot, request: Request) -> None:
+        deadline = time.monotonic() + self.timeout
+        try:
+            if self.pair is None:
+                self.pair = Pair(self.connection, member=TRAINER, backend=request.backend, device=slot.device)
+                self.pair.run(deadline, self.pair.listen)
+            self.pair.run(deadline, self.pair.send, slot.data)
+        except Exception as error:
+            logger.warning("pull of %s: gave up the communicator with %s: %r", request.key, self.reader, error)
+            self.end()  # while the slot is still locked, so that NCCL reads no slot that is freed
+            raise
+
+    def end(self) -> None:
+        if self.pair is not None:
+            self.pair.end()
+            self.pair = None
+
+
+class Pairs:
+    """The pairs of this process that no pull uses at the moment, one for each rank of a trainer. The next version comes through them."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.free: dict[int, tuple[object, Pair]] = {}
+        atexit.register(self.end)
+
+    def take(self, address: SlotAddress, backend: str) -> Pair | None:
+        """The pair of a rank, if it is for this address and backend, and if the rank has not closed it."""
+        with self.guard:
+            if address.rank not in self.free:
+                return None
+            key, pair = self.free.pop(address.rank)
+        if key == (address.address, backend) and not is_closed(pair.connection):
+            return pair
+        pair.end()
+        return None
+
+    def give(self, address: SlotAddress, backend: str, pair: Pair) -> None:
+        with self.guard:
+            _, former = self.free.get(address.rank, (None, None))
+            self.free[address.rank] = (address.address, backend), pair
+        if former is not None:
+            former.end()
+
+    def end(self) -> None:
+        with self.guard:
+            kept, self.free = list(self.free.values()), {}
+        for _, pair in kept:
+            pair.end()
+
+
+PAIRS = Pairs()
+
+
+def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
+    """nccl if all these ranks and this process have GPUs, else gloo."""
+    on_gpus = torch.cuda.is_initialized() and all(address.weights_on_gpu for address in addresses)
+    return "nccl" if on_gpus and torch.distributed.is_nccl_available() else "gloo"
+
+
+@contextlib.contextmanager
+def received(
+    addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
+) -> Iterator[list[ReceivedSlot]]:
+    """Receive the slots of all ranks at the same time, and keep their memory for as long as the context lasts.
+
+    Raises VersionGoneError if a slot holds another version, and ConnectionError or TimeoutError naming the rank and its address.
+    """
+    backend = backend_for(addresses)
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    buffers = [BUFFERS.take(address.rank, address.num_bytes) for address in addresses]
+    deadline = time.monotonic() + timeout
+    jobs = []
+    with futures.ThreadPoolExecutor(max_workers=len(addresses)) as pool:
+        for address, buffer in zip(addresses, buffers, strict=True):
+            size = address.num_bytes
+            request = Request(
+                token=address.token.hex(), key=key, num_bytes=size, path="point_to_point", backend=backend
+            )
+            jobs.append(pool.submit(_fetch, address, request, buffer, secret, deadline, device))
+    # After an error the buffers are not used again, because an aborted call may still write to them.
+    layouts = [job.result() for job in jobs]
+    try:
+        yield [ReceivedSlot(layout, buffer) for layout, buffer in zip(layouts, buffers, strict=True)]
+    finally:
+        for address, buffer in zip(addresses, buffers, strict=True):
+            BUFFERS.give(address.rank, buffer)
+
+
+def _fetch(
+    address: SlotAddress, request: Request, into: Tensor, secret: bytes, deadline: float, device: torch.device
+) -> Layout:
+    """Receive a slot. Returns its layout."""
+    with control.failures(address, request.key, request.path):
+        pair = PAIRS.take(address, request.backend) or _connected(address, request.backend, deadline, device)
+        try:
+            layout = _received(pair, request, into, secret, deadline)
+        except VersionGoneError:  # an answer like another: the pair is as good as before
+            PAIRS.give(address, request.backend, pair)
+            raise
+        except BaseException:
+            pair.end()
+            raise
+        PAIRS.give(address, request.backend, pair)
+    return layout
+
+
+def _connected(address: SlotAddress, backend: str, deadline: float, device: torch.device) -> Pair:
+    assert address.address is not None
+    connection = socket.create_connection(address.address, timeout=left(deadline))
+    return Pair(connection, member=READER, backend=backend, device=device)
+
+
+def _received(pair: Pair, request: Request, into: Tensor, secret: bytes, deadline: float) -> Layout:
+    pair.connection.settimeout(left(deadline))
+    control.ask(pair.connection, request, secret)
+    layout = control.answered(pair.connection)
+    if pair.group is None:
+        pair.run(deadline, pair.join)
+    pair.run(deadline, pair.receive, into)
+    control.send_receipt(pair.connection)
+    return layout

@@ -1,0 +1,40 @@
+"""Slots that came from another host: the bytes in this process's memory, which is made once and used again."""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from rl_actors.transports.slots import Layout, pin_for
+
+
+class ReceivedSlot:
+    """The bytes of a slot in this process."""
+
+    def __init__(self, layout: Layout, data: Tensor) -> None:
+        self.layout, self.views = layout, layout.views(data)
+
+
+class Buffers:
+    """Memory for received slots, by rank and size. It is made at the first version and used again by the next ones. Beside a GPU it is pinned."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.free: dict[tuple[int, int], Tensor] = {}
+
+    def take(self, rank: int, num_bytes: int) -> Tensor:
+        with self.guard:
+            buffer = self.free.pop((rank, num_bytes), None)
+        if buffer is None:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if torch.cuda.is_initialized():
+                pin_for(buffer, buffer, read_only=False)
+        return buffer
+
+    def give(self, rank: int, buffer: Tensor) -> None:
+        with self.guard:
+            self.free = {key: kept for key, kept in self.free.items() if key[0] != rank}
+            self.free[rank, len(buffer)] = buffer
+
+
+BUFFERS = Buffers()

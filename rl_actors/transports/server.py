@@ -1,0 +1,144 @@
+"""The server of the slots of one rank of a trainer, for readers that cannot open their memory. Who reads must know the secret."""
+
+import contextlib
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rl_actors.transports import control, point_to_point, tcp
+from rl_actors.transports.control import Request
+from rl_actors.transports.slots import Slot, VersionGoneError, actor_name, shared_lock
+
+KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
+"""After a minute without an answer a reader's host counts as dead: its connection ends, and all that belongs to it."""
+
+
+class Sender(Protocol):
+    """One way of the bytes to the reader of one connection."""
+
+    def send(self, slot: Slot, request: Request) -> None:
+        """Send the bytes of a request. The slot is locked, and its layout was sent."""
+
+    def end(self) -> None:
+        """Give up what belongs to the connection."""
+
+
+SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
+    "tcp": tcp.Sender,
+    "point_to_point": point_to_point.Sender,
+}
+"""Path -> the sender of a connection, which has so many seconds for each request."""
+
+
+class Connections:
+    """The open connections of a server, from whichever thread they are opened and closed."""
+
+    def __init__(self) -> None:
+        self.guard = threading.RLock()  # a server may end while its own thread collects garbage
+        self.open: set[socket.socket] | None = set()  # None: the server has ended
+
+    def add(self, connection: socket.socket) -> bool:
+        """False if the server has ended."""
+        with self.guard:
+            if self.open is None:
+                return False
+            self.open.add(connection)
+            return True
+
+    def remove(self, connection: socket.socket) -> None:
+        with self.guard:
+            if self.open is not None:
+                self.open.remove(connection)
+
+    def end(self) -> None:
+        """End the threads that wait for requests."""
+        with self.guard:
+            for connection in self.open or ():
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self.open = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """What the threads of a server share. They do not hold the server itself, which ends when nobody else does."""
+
+    find: Callable[[bytes], Slot | None]
+    secret: bytes
+    timeout: float
+    connections: Connections = field(default_factory=Connections)
+
+
+class SlotServer:
+    """Serves the slots of this process to readers that know the secret. It ends with the process, or when nobody holds it any more."""
+
+    def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
+        """find: token -> the slot. host: address to bind to. timeout: seconds in which a request must be answered."""
+        self.socket = socket.create_server((host, 0))
+        self.address: tuple[str, int] = self.socket.getsockname()[:2]
+        served = Served(find=find, secret=secret, timeout=timeout)
+        accepting = threading.Thread(target=_accept, args=(self.socket, served), name="weights_server", daemon=True)
+        accepting.start()
+        weakref.finalize(self, _close, self.socket, served)
+
+
+def _close(server: socket.socket, served: Served) -> None:
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in another thread
+    server.close()
+    served.connections.end()
+
+
+def _accept(server: socket.socket, served: Served) -> None:
+    while True:
+        try:
+            connection, _ = server.accept()
+        except OSError:  # it was closed
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        if not served.connections.add(connection):
+            connection.close()
+            return
+        threading.Thread(target=_serve, args=(connection, served), name="weights_stream", daemon=True).start()
+
+
+def _serve(connection: socket.socket, served: Served) -> None:
+    """Answer the requests of one reader until it goes away. One that goes away early, or has a wrong secret, ends only its own connection."""
+    with connection, contextlib.suppress(OSError, ValueError), ExitStack() as stack:
+        stack.callback(served.connections.remove, connection)
+        connection.settimeout(served.timeout)
+        sender: Sender | None = None
+        while True:
+            request = control.receive_request(connection, served.secret, control.send_nonce(connection))
+            connection.settimeout(served.timeout)
+            if sender is None:
+                sender = SENDERS[request.path](connection, served.timeout)
+                stack.callback(sender.end)
+            _answer(connection, served, sender, request)
+            connection.settimeout(None)  # the next request comes with the next version
+
+
+def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:
+    """Send what a request asks for, or why that is not possible."""
+    with ExitStack() as stack:
+        try:
+            slot = served.find(bytes.fromhex(request.token))
+            if slot is None:
+                raise VersionGoneError(f"{request.key} is gone: the trainer has dropped its slot")
+            what = f"pull of {request.key}: {actor_name()}: lock of slot {slot.number}"
+            stack.enter_context(shared_lock(slot.fd, served.timeout, what))
+            slot.require(request.key)
+        except (TimeoutError, VersionGoneError) as error:
+            connection.sendall(control.GONE)
+            control.send_block(connection, str(error).encode())
+            return
+        connection.sendall(control.SERVED)
+        control.send_block(connection, slot.layout.to_json())
+        sender.send(slot, request)
+        control.await_receipt(connection)

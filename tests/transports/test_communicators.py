@@ -1,0 +1,199 @@
+"""A communicator of a trainer's rank and a reader: kept for the next versions, given up when a call hangs or a member ends, and made anew."""
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+import torch
+from test_served_slots import Left, Served, receive
+from test_slots import versions_in
+from waiting import GUARD
+
+from rl_actors.transports import communicator
+from rl_actors.transports.communicator import BLOCKING_WAIT, GROUPS, READER, HostPieces, Pair
+from rl_actors.transports.point_to_point import PAIRS, Sender, backend_for
+from rl_actors.transports.slots import VersionGoneError
+
+PATH = "point_to_point"
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The members of the communicators that were made, in their order."""
+    PAIRS.end()
+    members: list[int] = []
+    make = GROUPS["gloo"]
+
+    def count(store, member, host, timeout):
+        members.append(member)
+        return make(store, member, host, timeout)
+
+    monkeypatch.setitem(GROUPS, "gloo", count)
+    yield members
+    PAIRS.end()
+
+
+def test_a_communicator_is_made_once_for_each_rank_and_stays_when_a_version_is_gone(made):
+    served = Served(num_ranks=2)
+    manifests = [served.write(version) for version in range(4)]
+    for manifest in manifests[2:]:
+        assert versions_in(receive(manifest, PATH)[0]) == {float(manifest.version)}
+    with pytest.raises(VersionGoneError, match="s/0 is gone"):
+        receive(manifests[0], PATH)
+    assert versions_in(receive(manifests[3], PATH)[0]) == {3.0}
+    assert sorted(made) == [0, 0, 1, 1]
+
+
+def test_a_trainer_that_was_started_again_gets_another_communicator(made):
+    for version in (1, 2):
+        served = Served()
+        assert versions_in(receive(served.write(version), PATH)[0]) == {float(version)}
+    assert sorted(made) == [0, 0, 1, 1]
+
+
+def test_a_trainer_that_hangs_is_a_timeout_and_the_next_pull_makes_another_communicator(made, monkeypatch):
+    served, goes_on = Served(), threading.Event()
+    manifest = served.write(1)
+    assert versions_in(receive(manifest, PATH)[0]) == {1.0}
+
+    def hang(pieces, piece, number):
+        goes_on.wait(GUARD)
+        return piece
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostPieces, "outgoing", hang)
+        message = rf"pull of s/1: .*pid {os.getpid()}\)?: read of slot 0 of trainer rank 0 .* over {PATH} from .* was not done in time"
+        with pytest.raises(TimeoutError, match=message):
+            receive(manifest, PATH, timeout=0.5)
+        goes_on.set()
+    assert versions_in(receive(manifest, PATH)[0]) == {1.0}
+    assert sorted(made) == [0, 0, 1, 1]
+
+
+def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trainer(made, monkeypatch, caplog):
+    left, served, goes_on = Left(), Served(), threading.Event()
+    manifest = served.write(1)
+    assert versions_in(receive(manifest, PATH)[0]) == {1.0}
+    send, failed = Sender.send, []
+
+    def hang(pieces, piece, number):
+        goes_on.wait(GUARD)
+        return piece
+
+    def send_for_half_a_second(sender, slot, request):
+        sender.timeout = 0.5
+        send(sender, slot, request)
+
+    def read() -> None:
+        try:
+            receive(manifest, PATH)
+        except ConnectionError as error:
+            failed.append(str(error))
+
+    monkeypatch.setattr(HostPieces, "incoming", hang)
+    monkeypatch.setattr(Sender, "send", send_for_half_a_second)
+    reader = threading.Thread(target=read)
+    reader.start()
+    reader.join(GUARD)
+    [error] = failed
+    assert "read of slot 0 of trainer rank 0" in error
+    [logged] = caplog.messages
+    assert logged.startswith("pull of s/1: gave up the communicator with ('127.0.0.1', ") and "TimeoutError" in logged
+    for version in (2, 3):  # the second one takes the slot that the reader had
+        served.write(version)
+    goes_on.set()
+    del served
+    left.wait_for_none()
+
+
+class SilentGroup:
+    """A group whose calls wait without a limit, until they are aborted."""
+
+    def __init__(self) -> None:
+        self.aborted = threading.Event()
+
+    def send(self, tensors, destination, tag):
+        return self
+
+    recv = send
+
+    def wait(self, timeout: timedelta) -> None:
+        assert self.aborted.wait(GUARD)
+        raise RuntimeError("aborted")
+
+    def abort(self) -> None:
+        self.aborted.set()
+
+
+@pytest.fixture
+def silent_pair():
+    """(a pair with a SilentGroup, the other end of its control connection)"""
+    PAIRS.end()
+    here, there = socket.socketpair()
+    pair = Pair(here, member=READER, backend="gloo", device=torch.device("cpu"))
+    pair.group = SilentGroup()
+    yield pair, there
+    pair.end()
+    there.close()
+
+
+def test_a_call_that_waits_without_a_limit_ends_at_the_callers_deadline_and_is_aborted(silent_pair):
+    left = Left()
+    pair, _ = silent_pair
+    group = pair.group
+    with pytest.raises(TimeoutError):
+        pair.run(time.monotonic() + 0.3, pair.receive, torch.zeros(3, dtype=torch.uint8))
+    assert not group.aborted.is_set()
+    pair.end()
+    assert group.aborted.is_set()
+    left.wait_for_none()
+
+
+def test_a_call_that_waits_without_a_limit_ends_when_the_other_process_does(silent_pair):
+    pair, other = silent_pair
+
+    def end_in_the_middle() -> None:
+        other.sendall(b"not read")
+        assert other.recv(1) == communicator.READY
+        other.close()
+
+    threading.Thread(target=end_in_the_middle).start()
+    with pytest.raises(ConnectionError, match="the other process closed the connection"):
+        pair.run(time.monotonic() + GUARD, pair.receive, torch.zeros(3, dtype=torch.uint8))
+
+
+def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
+    """There is no GPU here: the class notes how it is made."""
+    seen = []
+
+    class Options:
+        def __init__(self) -> None:
+            self.config = type("Config", (), {})()
+
+    class ProcessGroup:
+        def __init__(self, store, rank, size, options) -> None:
+            seen.append((os.environ[BLOCKING_WAIT], rank, size, options.config.blocking))
+
+    ProcessGroup.Options = Options
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", ProcessGroup, raising=False)
+    for before in (None, "0"):
+        if before is not None:
+            monkeypatch.setenv(BLOCKING_WAIT, before)
+        GROUPS["nccl"](None, 1, "127.0.0.1", timedelta(seconds=1))
+        assert os.environ.get(BLOCKING_WAIT) == before
+    assert seen == [("1", 1, 2, 0)] * 2
+
+
+def test_nccl_is_for_two_gpus(monkeypatch):
+    here = Served().write(1).parts
+    on_a_gpu = (replace(here[0], weights_on_gpu=True),)
+    assert not here[0].weights_on_gpu and backend_for(on_a_gpu) == "gloo"  # this process has none
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    assert (backend_for(on_a_gpu), backend_for(here), backend_for(on_a_gpu + here)) == ("nccl", "gloo", "gloo")
+    with pytest.raises(ValueError, match="NCCL connects GPUs, but the weights are on cpu"):
+        Pair(socket.socket(), member=0, backend="nccl", device=torch.device("cpu"))
