@@ -1,12 +1,12 @@
 """Checkpoints of a run: the trainers' weights and the controller's own state.
 
-checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. A run with a critic
+checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. checksums.json has the
+checksums of both. A run with a critic
 also has checkpoints/step-N/critic. state.json is written last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
 import json
-import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+from controllers import checksums
 
 if TYPE_CHECKING:
     from rl_actors.clients.trainer import SavedCheckpoint, TrainerClient
@@ -78,13 +80,8 @@ class Checkpoints:
 
     async def _commit(self, saved: Sequence["SavedCheckpoint"], path: Path, text: str) -> None:
         await asyncio.gather(*(part.wait() for part in saved))
-        temporary = path / f"{STATE}.tmp"
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            # Without this, a crash of the machine could leave a state.json without its content. The trainer's part is also synced to disk.
-            os.fsync(file.fileno())
-        os.replace(temporary, path / STATE)
+        await asyncio.to_thread(checksums.write, path, {STATE: text})  # a thread, because training goes on
+        checksums.write_durably(path / STATE, text)  # the trainer's part is also synced to disk
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
             # This file goes first, so that a checkpoint that is only partly removed does not count as complete.
@@ -126,6 +123,36 @@ def remove_incomplete(folder: Path) -> None:
             shutil.rmtree(path)
 
 
+def set_aside_damaged(folder: Path) -> list[str]:
+    """Rename complete checkpoints whose files have changed since they were written, down to the newest one that verifies.
+
+    step-9 becomes damaged-step-9. Returns a line about each. Raises ValueError if no complete checkpoint verifies; then none is renamed.
+    """
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(complete(folder)):
+        fault = checksums.fault(checkpoint)
+        if not fault:
+            break
+        damaged[checkpoint] = fault
+    else:
+        if damaged:
+            raise ValueError(f"no checkpoint in {folder} is whole: {'; '.join(damaged.values())}")
+    lines = []
+    for checkpoint, fault in damaged.items():
+        aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        lines.append(f"{checkpoint} is skipped and now is {aside.name}: {fault}")
+    return lines
+
+
+def require_whole(path: Path) -> Path:
+    """The path of a complete checkpoint. Raises ValueError if its files have changed since they were written."""
+    if fault := checksums.fault(path):
+        raise ValueError(f"{path} is damaged: {fault}")
+    return path
+
+
 def read(path: Path) -> State:
     """The controller's state in a checkpoint. Raises ValueError if `path` is not a complete checkpoint of a run."""
     if not (path / STATE).is_file():
@@ -136,10 +163,10 @@ def read(path: Path) -> State:
 def find(path: Path, step: int | None = None) -> Path:
     """The complete checkpoint of `step` in a run's folder, or the newest one. If `path` is a complete checkpoint, it is returned.
 
-    Raises ValueError if there is no such checkpoint.
+    Raises ValueError if there is no such checkpoint, or if its files have changed since they were written.
     """
     if step is None and (path / STATE).is_file():
-        return path
+        return require_whole(path)
     found = {_step(checkpoint): checkpoint for checkpoint in complete(path / "checkpoints")}
     if not found:
         raise ValueError(
@@ -149,7 +176,7 @@ def find(path: Path, step: int | None = None) -> Path:
         raise ValueError(
             f"{path} has no checkpoint of step {step}; it has those of {', '.join(map(str, sorted(found)))}"
         )
-    return found[max(found) if step is None else step]
+    return require_whole(found[max(found) if step is None else step])
 
 
 def newest(folder: Path) -> Path | None:

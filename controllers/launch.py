@@ -76,6 +76,9 @@ def main(controller: str) -> None:
         if invocation.eval_only:
             invocation = replace(invocation, eval_only=checkpoints.find(invocation.eval_only))
         if invocation.resume:
+            if not invocation.dry_run:
+                for line in checkpoints.set_aside_damaged(RunFolder(invocation.resume).checkpoints):
+                    print(line, flush=True)
             invocation.config.validate_resumed(RunFolder(invocation.resume))
         environment, validation_sets = _task(invocation.config)
         invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, validation_sets))

@@ -14,7 +14,7 @@ from typing import TextIO
 from rich.console import Console
 
 from controllers.display import LineDisplay, LiveDisplay
-from controllers.run_folder import Record, RunFolder, to_json, to_plain
+from controllers.run_folder import Record, RunFolder, naming, to_json, to_plain
 from controllers.timeline import StepTimeline, Timeline
 from controllers.trackers import Trackers
 from rl_actors import TrainerInfo
@@ -202,11 +202,9 @@ class MetricsLogger(AbstractContextManager):
             self._trackers.log_table(step, name, rows)
 
     def _append(self, path: Path, records: Sequence[Record]) -> None:
-        try:
+        with naming(path):
             self._files[path].write("".join(to_json(record) + "\n" for record in records))
             self._files[path].flush()
-        except OSError as error:  # a full disk; the error of a write does not name the file
-            raise OSError(error.errno, error.strerror, str(path)) from None
 
     def _write_outcome(self, status: str, error: str | None = None) -> None:
         outcome = {

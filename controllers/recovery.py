@@ -66,6 +66,8 @@ async def _restore(run: Run[Any], actors: Actors) -> None:
     await run.checkpoints.abandon()
     run.interruption.raise_if_asked()
     checkpoints.remove_incomplete(run.folder.checkpoints)
+    for line in await asyncio.to_thread(checkpoints.set_aside_damaged, run.folder.checkpoints):
+        run.log.note(line)
     newest = checkpoints.newest(run.folder.checkpoints)
     run.state = checkpoints.read(newest) if newest else {}
     if newest is None:

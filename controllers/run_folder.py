@@ -1,9 +1,10 @@
 """The paths of a run's files, and functions that read and write their JSON."""
 
+import contextlib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,17 @@ class RunFolder:
                 temporary.flush()
                 os.fsync(temporary.fileno())
             os.replace(temporary.name, file)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context manager that gives a path to an OSError without one. The error of a write to a full disk does not name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        raise
 
 
 def read_jsonl(path: Path) -> list[Record]:

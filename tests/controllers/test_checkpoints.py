@@ -1,8 +1,11 @@
 """Checkpoints of a run: they are written while training continues, committed last, and removed when they are not kept."""
 
 import asyncio
+import errno
 import json
+import os
 import random
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -181,3 +184,97 @@ def test_random_states_survive_their_json():
     assert draw() == after != first
     checkpoints.seed_random(3)
     assert draw() == first
+
+
+def write_checkpoint(folder: Path, step: int) -> Path:
+    """A complete checkpoint with a file of the trainer's."""
+
+    class WritingTrainer:
+        async def save_checkpoint(self, path: str):
+            async def wait() -> None:
+                Path(path).mkdir(parents=True)
+                (Path(path) / "weights").write_bytes(bytes(range(200)) * 100)
+
+            return SimpleNamespace(wait=wait)
+
+    async def save() -> None:
+        saver = Checkpoints(folder, keep=9)
+        await saver.save({"trainer": WritingTrainer()}, {"step": step})
+        await saver.finish()
+
+    asyncio.run(save())
+    return folder / f"step-{step}"
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    content = bytearray((checkpoint / "trainer/weights").read_bytes())
+    content[5000] ^= 1
+    (checkpoint / "trainer/weights").write_bytes(content)
+
+
+def cut_off(checkpoint: Path) -> None:
+    content = (checkpoint / "trainer/weights").read_bytes()
+    (checkpoint / "trainer/weights").write_bytes(content[:-1])
+
+
+def remove(checkpoint: Path) -> None:
+    (checkpoint / "trainer/weights").unlink()
+
+
+def change_state(checkpoint: Path) -> None:
+    (checkpoint / "state.json").write_text('{"step": 4}\n')
+
+
+def break_checksums(checkpoint: Path) -> None:
+    (checkpoint / "checksums.json").write_text("[1, 2")
+
+
+DAMAGES = [
+    (flip_a_bit, "weights has another checksum than when it was written"),
+    (cut_off, "weights has 19999 bytes instead of 20000"),
+    (remove, "weights is missing"),
+    (change_state, "state.json has .* bytes instead of"),
+    (break_checksums, "checksums.json or a file that it lists cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_newest_whole_one_is_taken(tmp_path, damage, reason):
+    for step in (1, 2, 3):
+        write_checkpoint(tmp_path, step)
+    assert checkpoints.set_aside_damaged(tmp_path) == []
+    damage(tmp_path / "step-3")
+    with pytest.raises(ValueError, match=f"step-3 is damaged: .*{reason}"):
+        checkpoints.find(tmp_path / "step-3")
+    [line] = checkpoints.set_aside_damaged(tmp_path)
+    assert re.search(rf"step-3 is skipped and now is damaged-step-3: .*{reason}", line)
+    assert names(tmp_path) == ["step-1", "step-2"] and (tmp_path / "damaged-step-3").is_dir()
+    assert checkpoints.newest(tmp_path).name == "step-2"
+
+
+def test_if_every_checkpoint_is_damaged_none_is_touched_and_the_run_does_not_begin_anew(tmp_path):
+    for step in (1, 2):
+        flip_a_bit(write_checkpoint(tmp_path, step))
+    with pytest.raises(ValueError, match=f"no checkpoint in {tmp_path} is whole: .*step-2.*; .*step-1"):
+        checkpoints.set_aside_damaged(tmp_path)
+    assert names(tmp_path) == ["step-1", "step-2"]
+
+
+def test_a_checkpoint_without_checksums_is_taken_as_it_is(tmp_path):
+    (write_checkpoint(tmp_path, 1) / "checksums.json").unlink()
+    assert checkpoints.set_aside_damaged(tmp_path) == []
+    assert checkpoints.find(tmp_path / "step-1") == tmp_path / "step-1"
+
+
+@pytest.mark.parametrize("name", ["state.json", "checksums.json"])
+def test_a_full_disk_is_named_with_the_path_and_the_last_checkpoint_stays(tmp_path, monkeypatch, name):
+    write_checkpoint(tmp_path, 1)
+
+    def fsync(fd: int) -> None:
+        if name in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/step-2/{name}.tmp'"):
+        write_checkpoint(tmp_path, 2)
+    assert names(tmp_path) == ["step-1"] and checkpoints.find(tmp_path / "step-1").is_dir()

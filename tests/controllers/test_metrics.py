@@ -227,3 +227,42 @@ def test_a_folder_with_a_config_or_records_holds_a_run(tmp_path):
     folder.config.write_text("{}")
     assert folder.holds_run
     assert folder.log("trainer-0") == tmp_path / "logs" / "trainer-0.log"
+
+
+def test_a_full_disk_is_named_with_the_path_of_the_metrics(tmp_path):
+    folder = RunFolder(tmp_path)
+    with (
+        pytest.raises(OSError, match=f"No space left on device: '{folder.metrics}'"),
+        logger(folder) as log,
+        open("/dev/full", "w") as full,
+    ):
+        log._files[folder.metrics] = full
+        log.step(1, {"loss": 0.5}, phase="grpo")
+    assert json.loads(folder.outcome.read_text())["status"] == "failed"
+
+
+def test_a_resumed_run_goes_on_without_its_metrics_and_after_a_line_that_was_cut_off(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.rollouts.write_text('{"step": 2}\n{"step": 3}\n{"st')
+    with logger(folder, steps_done=2) as log:
+        log.step(3, {"loss": 0.5}, phase="grpo")
+    assert [line["step"] for line in read_jsonl(folder.metrics)] == [3]
+    assert read_jsonl(folder.rollouts) == [{"step": 2}]
+
+
+def test_trackers_get_a_step_that_a_recovered_run_repeats_once(tmp_path, monkeypatch):
+    told = []
+    monkeypatch.setattr("controllers.trackers.Trackers.log", lambda _, step, values: told.append(step))
+    with logger(RunFolder(tmp_path)) as log:
+        for step in (1, 2, 3):
+            log.step(step, {"loss": 0.5}, phase="grpo")
+        log.rewind(1)
+        for step in (2, 3, 4):
+            log.step(step, {"loss": 0.25}, phase="grpo")
+    assert told == [1, 2, 3, 4]
+    assert [(line["step"], line["loss"]) for line in read_jsonl(RunFolder(tmp_path).metrics)] == [
+        (1, 0.5),
+        (2, 0.25),
+        (3, 0.25),
+        (4, 0.25),
+    ]
