@@ -1,0 +1,59 @@
+"""The watch of a client over its processes: real processes without a model, which are killed or stopped."""
+
+import os
+import re
+import signal
+
+import pytest
+from waiting import GUARD
+
+from rl_actors.clients.base import ActorDiedError, ActorSilentError, Client
+
+
+class Bare(Client):
+    """A client of two processes without an actor of its own."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(None, name=name, call_timeout=GUARD, setup_timeout=GUARD, logs=None)
+        self._start()
+
+    async def _set_up(self) -> None:
+        await self._spawn(2)
+
+
+@pytest.mark.parametrize(
+    ("sent", "kind", "text"),
+    [
+        (signal.SIGKILL, ActorDiedError, r"pair: the process of rank 1 \(pid {pid}\) ended between two calls"),
+        (signal.SIGSTOP, ActorSilentError, r"pair: rank 1 \(pid {pid}\) did not answer for 2 s, between two calls"),
+    ],
+)
+def test_a_dead_process_is_noticed_while_nobody_calls_it_and_all_are_ended(sent, kind, text):
+    client = Bare("pair")
+    death = client.death(silent_after=2.0)
+    client.ready().result(GUARD)
+    processes = client.watched.processes
+    assert not death.done()
+    os.kill(processes[1].pid, sent)
+    error = death.result(GUARD)
+    assert type(error) is kind and error.actor == "pair"
+    assert re.match(text.format(pid=processes[1].pid), str(error))
+    pids = [process.pid for process in processes]
+    client.kill().result(GUARD)
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_watch_of_a_closed_client_tells_of_no_death():
+    client = Bare("closed")
+    death = client.death(silent_after=60.0)
+    client.ready().result(GUARD)
+    client.close().result(GUARD)
+    assert death.result(GUARD) is None
