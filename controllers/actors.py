@@ -184,9 +184,9 @@ class Actors:
 
     async def _store_error(self) -> str:
         """Why the transport does not answer. Empty if it does."""
-        transport = await self.transport
-        question = asyncio.ensure_future(transport.get_object("latest"))
         try:
+            transport = await self.transport
+            question = asyncio.ensure_future(transport.get_object("latest"))
             await asyncio.wait_for(question, self.config.survival.silent_after)
         except Exception as error:
             return repr(error)

@@ -29,8 +29,9 @@ class SurvivalConfig:
     backoff: float = 1.0
     """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
     first death there is none."""
-    silent_after: float = 60.0
-    """Seconds in which every process of an actor must say that it is there, also while it runs a call. A process that does not is killed."""
+    silent_after: float = 30.0
+    """Seconds in which every process of an actor must say that it is there, also while it runs a call. A process that does not is killed.
+    While a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
     """Largest memory of the rollouts since the last checkpoint, which a recovered run trains on again. If they take more, the oldest are
     dropped, and the problems of the repeated steps are completed again."""

@@ -27,6 +27,8 @@ SHUTDOWN_TIMEOUT = 15.0
 """Seconds to wait for the end of Monarch at the end of the program."""
 KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
+POLL_SECONDS = 0.1
+"""Seconds between two looks whether the processes of a client have started."""
 LONGEST_PAUSE = 5.0
 """Seconds between two questions to processes whether they answer, at most."""
 ATTACH_TIMEOUT = 30.0
@@ -152,33 +154,42 @@ class Client:
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
         while self._processes is None and not (self._closed or self._started.done()):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(POLL_SECONDS)
         processes = self._processes
         if processes is None:
             return None
         end = asyncio.ensure_future(processes.first_end())
+        silent: list[Process] = []
         try:
-            while not self._closed:
+            # A process that imports its modules may answer late. Until it is ready, Monarch and setup_timeout watch it.
+            while not (end.done() or self._closed or self._started.done()):
+                await asyncio.wait((end,), timeout=POLL_SECONDS)
+            while not (end.done() or self._closed or silent):
                 asking = asyncio.ensure_future(_silent(processes, silent_after))
                 await asyncio.wait((end, asking), return_when=asyncio.FIRST_COMPLETED)
-                if not end.done() and not asking.result():
-                    await asyncio.wait((end,), timeout=min(silent_after / 4, LONGEST_PAUSE))
-                    continue
-                asking.cancel()
-                if self._closed:
-                    return None
-                phase = f"during {self._phases[-1]}" if self._phases else "between two calls"
                 if end.done():
-                    return self._died(end.result(), phase)
-                silent = ", ".join(map(str, asking.result()))
-                text = f"{self.name}: {silent} did not answer for {silent_after:g} s, {phase}"
-                return ActorSilentError(text, self.name)
-            return None
+                    asking.cancel()
+                    break
+                silent = asking.result()
+                if not silent:
+                    await asyncio.wait((end,), timeout=min(silent_after / 4, LONGEST_PAUSE))
         finally:
             end.cancel()
+        if self._closed:
+            return None
+        phase = f"during {self._phases[-1]}" if self._phases else "between two calls"
+        if silent:
+            names = ", ".join(map(str, silent))
+            return ActorSilentError(f"{self.name}: {names} did not answer for {silent_after:g} s, {phase}", self.name)
+        return self._died(end.result(), phase)
 
     def _died(self, process: Process, phase: str) -> ActorDiedError:
         return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
+
+    def _lost(self, error: SupervisionError, phase: str) -> ActorDiedError:
+        """Monarch's error as ours. Its last line has the reason."""
+        reason = (str(error).splitlines() or [""])[-1].strip()
+        return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
 
     def kill(self) -> Call[None]:
         """Kill the processes that this client spawned, and close it. For an actor that does not answer."""
@@ -209,7 +220,7 @@ class Client:
                     self.name, num_processes, env=env, logs=self._logs, hosts=self._hosts
                 )
             except SupervisionError as error:
-                raise ActorDiedError(f"{self.name}: a process ended while it started: {error}", self.name) from error
+                raise self._lost(error, "the start of its processes") from error
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
             # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
@@ -277,9 +288,7 @@ class Client:
             cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
             raise cause from None
         except SupervisionError as error:
-            raise ActorDiedError(
-                f"{self.name}: Monarch has lost a process during {phase}: {error}", self.name
-            ) from error
+            raise self._lost(error, phase) from error
         except Exception as error:
             error.add_note(f"raised by {self.name} in {phase}")
             raise
