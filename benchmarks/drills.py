@@ -37,6 +37,7 @@ PROCESS_NAMES = {"store": "memory", "engine": "generator"}
 BARS = {"generator": 20.0, "engine": 20.0}
 """Largest median of the seconds to the next step after one kill; 40 for the other kinds. The worst may be twice that."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
+SHARED_MEMORY_PAUSE = 2.0  # seconds: a program has the name of a semaphore for a moment
 LONGEST_START = 15.0  # seconds between the start of a run and a death before its first step, at most
 LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
 
@@ -202,6 +203,22 @@ def shared_memory() -> set[str]:
     return set(os.listdir("/dev/shm"))
 
 
+def left_in_shared_memory(before: set[str]) -> list[str]:
+    """The names that have come since `before` and that no running process has mapped: those of other programs of this machine are left out."""
+    time.sleep(SHARED_MEMORY_PAUSE)
+    left = shared_memory() - before
+    if left:
+        maps = "".join(_maps(process.pid) for process in psutil.process_iter())
+        left = {name for name in left & shared_memory() if f"/dev/shm/{name}" not in maps}
+    return sorted(left)
+
+
+def _maps(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/maps").read_text()
+    return ""
+
+
 def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
     """Carry the round out. Returns its line."""
     whole = undisturbed(drawn, base, args)
@@ -223,8 +240,7 @@ def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
             run.wait_until_gone()
         except RuntimeError as error:
             found.append(f"orphans: {error}")
-    left = sorted(shared_memory() - before)
-    if left:
+    if left := left_in_shared_memory(before):
         found.append(f"left in /dev/shm: {left}")
     causes = [line["cause"] for line in read_jsonl(folder.restarts)]
     return {
