@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -234,9 +235,8 @@ def test_a_full_disk_is_named_with_the_path_of_the_metrics(tmp_path):
     with (
         pytest.raises(OSError, match=f"No space left on device: '{folder.metrics}'"),
         logger(folder) as log,
-        open("/dev/full", "w") as full,
     ):
-        log._files[folder.metrics] = full
+        log._files[folder.metrics] = Path("/dev/full").open("w")
         log.step(1, {"loss": 0.5}, phase="grpo")
     assert json.loads(folder.outcome.read_text())["status"] == "failed"
 
