@@ -236,7 +236,7 @@ def test_a_full_disk_is_named_with_the_path_of_the_metrics(tmp_path):
         pytest.raises(OSError, match=f"No space left on device: '{folder.metrics}'"),
         logger(folder) as log,
     ):
-        log._files[folder.metrics] = Path("/dev/full").open("w")
+        log._files[folder.metrics] = Path("/dev/full").open("w")  # noqa: SIM115  (the logger closes it)
         log.step(1, {"loss": 0.5}, phase="grpo")
     assert json.loads(folder.outcome.read_text())["status"] == "failed"
 
