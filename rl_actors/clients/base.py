@@ -186,7 +186,7 @@ class Client:
     def _died(self, process: Process, phase: str) -> ActorDiedError:
         return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
 
-    def _lost(self, error: SupervisionError, phase: str) -> ActorDiedError:
+    def _lost(self, error: Exception, phase: str) -> ActorDiedError:
         """Monarch's error as ours. Its last line has the reason."""
         reason = (str(error).splitlines() or [""])[-1].strip()
         return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
@@ -219,10 +219,10 @@ class Client:
                 self._processes = await spawn_processes(
                     self.name, num_processes, env=env, logs=self._logs, hosts=self._hosts
                 )
-            except SupervisionError as error:
-                raise self._lost(error, "the start of its processes") from error
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
+            except Exception as error:  # Monarch's errors for a process that ends before it can answer are of several types
+                raise self._lost(error, "the start of its processes") from error
             # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
             # it is first used, so ours is registered again here.
             atexit.unregister(_close_all)
