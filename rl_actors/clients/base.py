@@ -221,7 +221,9 @@ class Client:
                 )
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
-            except Exception as error:  # Monarch's errors for a process that ends before it can answer are of several types
+            except (
+                Exception
+            ) as error:  # Monarch's errors for a process that ends before it can answer are of several types
                 raise self._lost(error, "the start of its processes") from error
             # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
             # it is first used, so ours is registered again here.
