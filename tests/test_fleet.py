@@ -136,6 +136,7 @@ class FakeGenerator:
         return self.last_pull
 
     async def sleep(self, level: int) -> DeviceMemory:
+        self.generators.note(self, "sleep")
         return await self.alive(asyncio.sleep(0, DeviceMemory(num_bytes=1)))
 
     async def wake(self) -> DeviceMemory:
@@ -226,6 +227,23 @@ async def test_an_error_that_is_no_death_is_raised_at_once_and_restarts_nothing(
             await generate(fleet, params=SamplingParams(n=1, max_tokens=7))
         assert states(fleet) == ["healthy", "healthy"] and fleet.num_restarts == 0
         assert fleet._router.loads == [0, 0] and fleet._routed == {}
+
+
+@in_loop
+async def test_calls_reach_a_generator_in_the_order_in_which_they_were_made():
+    async with Started(1) as (fleet, generators):
+        calls = [
+            fleet.compute_logprobs([[1]]),
+            fleet.sleep(1),
+            generate(fleet, [[2]]),
+            fleet.pull(1, 1.0, True),
+            fleet.compute_logprobs([[3]]),
+            fleet.wake(),
+        ]
+        generators.events.clear()
+        await asyncio.gather(*calls)
+        words = ["logprobs [[1]]", "sleep", "generate [0]", "pull 1", "logprobs [[3]]", "wake"]
+        assert generators.events == [f"0: {word}" for word in words]
 
 
 # --- deaths ---------------------------------------------------------------------------------------------------------

@@ -394,8 +394,8 @@ def is_death(client: OneGenerator, error: BaseException) -> bool:
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
     """The results of all, in their order. Waits for the end of all before it raises the first error."""
-    if len(work) == 1:
-        return [await work[0]]
+    # Every call of a fleet reaches its generators through one `gather`, also a call for a single one. So calls are sent in the order in
+    # which they were made.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:
