@@ -223,7 +223,11 @@ async def spawn_processes(
     else:
         processes = [Process(rank, pid, None) for rank, pid in sorted(answers)]
         if logs is not None:
-            await _require_shared(name, probe, logs.directory)
+            try:
+                await require_shared(name, probe.read, logs.directory)
+            except BaseException:
+                await _future(mesh.stop())
+                raise
     return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
 
 
@@ -244,13 +248,13 @@ def _gloo_interface(own_address: str) -> dict[str, str]:
     )
 
 
-async def _require_shared(name: str, probe: Probe, folder: Path) -> None:
-    """Raises ValueError naming a host that does not see a file which this process writes to the folder."""
+async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
+    """Raises ValueError naming a host that does not see a file which this process writes to the folder. read: of the Probes on the hosts."""
     folder.mkdir(parents=True, exist_ok=True)
     mark, text = folder / f".shared-{uuid.uuid4().hex}", uuid.uuid4().hex
     mark.write_text(text)
     try:
-        answers: list[tuple[int, str, str]] = await asyncio.wait_for(collect(probe.read, str(mark)), START_TIMEOUT)
+        answers: list[tuple[int, str, str]] = await asyncio.wait_for(collect(read, str(mark)), START_TIMEOUT)
     finally:
         mark.unlink(missing_ok=True)
     for rank, host, seen in sorted(answers):

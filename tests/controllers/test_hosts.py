@@ -1,16 +1,18 @@
 """Hosts in a config: which host has which ranks, and what cannot be."""
 
+import asyncio
 import re
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from configs.tiny import tiny
 from controllers import describe_plan
 from controllers.hosts import HostsConfig
-from rl_actors.processes import hosts, worker
+from rl_actors.processes import hosts, spawn, worker
 
 THREE = "tcp://10.0.0.1:4444, tcp://10.0.0.2:4444,tcp://[fd00::3]:4444"
 
@@ -91,3 +93,27 @@ def test_a_worker_that_would_be_open_to_everyone_does_not_start(monkeypatch, arg
     monkeypatch.setattr(sys, "argv", ["worker", *arguments])
     with pytest.raises(SystemExit, match=error):
         worker.main()
+
+
+class Reads:
+    """The endpoint `read` of Probes on two hosts. The second one sees another folder in the place of the first one's."""
+
+    def __init__(self, other: Path) -> None:
+        self.other = other
+
+    def stream(self, path: str):
+        yield self._read(0, "gpu-1", Path(path))
+        yield self._read(1, "gpu-2", self.other / Path(path).name)
+
+    async def _read(self, rank: int, host: str, path: Path) -> tuple[int, str, str]:
+        return rank, host, path.read_text() if path.exists() else ""
+
+
+def test_a_host_that_does_not_see_the_run_folder_is_named_at_the_start(tmp_path):
+    folder, other = tmp_path / "logs", tmp_path / "other"
+    with pytest.raises(
+        ValueError, match=f"trainer: rank 1 on gpu-2 does not see the files of {folder}; put the run on"
+    ):
+        asyncio.run(spawn.require_shared("trainer", Reads(other), folder))
+    asyncio.run(spawn.require_shared("trainer", Reads(folder), folder))
+    assert list(folder.iterdir()) == []
