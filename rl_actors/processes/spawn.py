@@ -180,7 +180,7 @@ async def spawn_processes(
     if num_processes % num_hosts:
         raise ValueError(f"{name}: {num_processes} processes cannot be spread evenly over {num_hosts} hosts")
     own_address = LOOPBACK if hosts is None else hosts.own_address
-    rendezvous = _rendezvous(own_address)
+    rendezvous = open_rendezvous(own_address)
     common = {
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": own_address,
@@ -231,7 +231,7 @@ async def spawn_processes(
     return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
 
 
-def _rendezvous(address: str) -> TCPStore:
+def open_rendezvous(address: str) -> TCPStore:
     """A store that listens at this address only. torch's own choice would be all interfaces."""
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listening.getsockname()[1]
