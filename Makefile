@@ -51,8 +51,8 @@ serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs 
 cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook
 	@scripts/cookbook.sh
 
-test-cookbook: cookbook ## recipes of the cookbook against the Tinker server: half an hour
-	$(PYTHON_IN_VENV) -m pytest tests/cookbook $(ARGS)
+test-cookbook: cookbook ## the SDK and recipes of the cookbook against the Tinker server: half an hour
+	.venv-cookbook/bin/python -m pytest tests/serve tests/cookbook $(ARGS)
 
 bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from this kind of machine
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)

@@ -319,6 +319,8 @@ class UnigramTrainer:
         self.numbers.grad = None
 
     async def save_checkpoint(self, path: str, *, optimizer: bool = True) -> SavedCheckpoint:
+        if self.numbers.grad is not None:
+            raise RuntimeError("save_checkpoint is not possible in an open step")
         Path(path).mkdir(parents=True, exist_ok=True)
         state = {"numbers": self.numbers.detach(), "optimizer": self.optimizer.state_dict(), "version": self.version}
         torch.save(state, Path(path) / "state.pt")

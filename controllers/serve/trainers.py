@@ -178,16 +178,29 @@ class Trainers:
     async def forward_backward(self, run_id: str, batch: Batch) -> ForwardBackwardOutput:
         """Raises RuntimeError if the trainer failed. The gradients of the open step are then lost."""
         async with self.using(run_id) as resident:
+            had_gradients = resident.has_gradients
+            # Also while the call runs: if it is cancelled, the trainer finishes it nevertheless.
+            resident.has_gradients = True
             try:
-                output = await resident.trainer.forward_backward(batch.samples, batch.loss)
+                return await resident.trainer.forward_backward(batch.samples, batch.loss)
             except (ValueError, TypeError):
+                resident.has_gradients = had_gradients
                 raise  # refused: nothing has changed
             except Exception as error:
-                resident.has_gradients = False
-                await resident.trainer.discard_gradients()
+                await self._mend(resident, error)
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
-            resident.has_gradients = True
-            return output
+
+    async def _mend(self, resident: Resident, error: Exception) -> None:
+        """Make a run usable after a call that failed. Raises RuntimeError, and gives the trainer up, if it does not answer any more."""
+        try:
+            await resident.trainer.discard_gradients()
+            resident.has_gradients = False
+        except Exception:
+            run_id = resident.run.id
+            self.residents.pop(run_id, None)
+            with contextlib.suppress(Exception):
+                await resident.trainer.close()
+            raise RuntimeError(f"the trainer of {run_id} has ended: {error}; {self._last_saved(run_id)}") from error
 
     async def optim_step(self, run_id: str, params: OptimParams) -> OptimResult:
         async with self.using(run_id) as resident:

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +17,15 @@ def cookbook(tmp_path_factory) -> Iterator[Cookbook]:
     folder = tmp_path_factory.mktemp("cookbook")
     write_data_sets(folder)
     state = folder / "state"
-    command = [sys.executable, "-m", "controllers.serve", "--config", "tiny_chat", "--address", "127.0.0.1:0"]
+    command = [
+        str(ROOT / ".venv/bin/python"),
+        "-m",
+        "controllers.serve",
+        "--config",
+        "tiny_chat",
+        "--address",
+        "127.0.0.1:0",
+    ]
     with (folder / "server.log").open("w") as log:
         server = subprocess.Popen(
             [*command, "--serve-as", MODEL, "--state", str(state)],

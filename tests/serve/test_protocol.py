@@ -146,6 +146,42 @@ def test_a_trainer_that_fails_loses_the_gradients_and_not_the_run(api):
     api(use)
 
 
+def test_a_trainer_that_has_died_is_given_up_and_the_error_names_the_last_state(api):
+    async def use(api):
+        model = await api.create_model()
+        await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1))
+        trainer = api.trainers[0]
+
+        def fail(*_):
+            raise RuntimeError("the process of rank 0 ended")
+
+        trainer._run = trainer.discard_gradients = fail
+        answer = await api.answer(await api.send_forward_backward(model, 2, TEXT))
+        assert answer["category"] == "server" and f"tinker://{model}/weights/a" in answer["error"]
+        assert "its last saved state" in await api.error(await api.send_forward_backward(model, 3, TEXT))
+        assert trainer.is_closed and api.server.trainers.residents == {}
+
+    api(use)
+
+
+def test_a_server_that_stops_in_the_middle_of_a_call_writes_the_run(api, tmp_path):
+    async def before(api):
+        model = await api.create_model()
+        await api.forward_backward(model, 1, TEXT)
+        await api.optim_step(model, 2)
+        api.trainers[0].gate.clear()
+        await api.send_forward_backward(model, 3, TEXT)
+        await asyncio.sleep(0.01)
+        return model
+
+    async def after(api):
+        _, metrics = await api.forward_backward(model, 4, TEXT, forward_only=True)
+        assert metrics["loss:sum"] < 3 * LOG_16 - 0.1
+
+    model = api(before, tmp_path)
+    api(after, tmp_path)
+
+
 def test_several_targets_of_a_position_and_different_widths(api):
     async def use(api):
         model = await api.create_model()
