@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
+SIGNED = "/download/"
+"""Beginning of addresses that a signature protects in the place of a key."""
 WORK = frozenset({"asample", "forward_backward", "optim_step", "create_model", "load_weights", "save_weights"})
 """Calls that count for the rate. Others are cheap, and the SDK repeats them by itself."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
@@ -134,7 +136,7 @@ class Access:
         return None
 
     def _refusal(self, path: str, owner: str | None) -> JSONResponse | None:
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS or path.startswith(SIGNED):
             return None
         if owner is None:
             return JSONResponse({"detail": "the X-API-Key of this request is not one of the server's keys"}, 401)

@@ -101,6 +101,15 @@ class SaveWeightsForSampler(Body):
     type: str = "save_weights_for_sampler"
 
 
+class SaveWeightsExternal(Body):
+    model_id: str
+    path: str
+    seq_id: int | None = Field(default=None, le=MAX_INT64)
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    age_encryption_recipients: list[str] | None = None
+    type: str = "save_weights_external"
+
+
 class LoadWeights(Body):
     model_id: str | None = None
     seq_id: int | None = Field(default=None, le=MAX_INT64)

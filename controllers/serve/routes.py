@@ -5,17 +5,20 @@ work is the error of its future. If an answer is not ready, the reply is 408, an
 """
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, PlainTextResponse
 
 from controllers.serve import listings, messages, status
 from controllers.serve.access import Counts
 from controllers.serve.bodies import read_body
 from controllers.serve.codec import read_forward_backward
+from controllers.serve.downloads import VALID_SECONDS, Downloads
 from controllers.serve.futures import NotFoundError, Promise, UserError
 from controllers.serve.server import Server
 
@@ -45,7 +48,7 @@ pages = APIRouter()
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
     """The application. The server must have been begun on the loop that runs it. counts: those that /metrics shows."""
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
-    app.state.server, app.state.counts = server, counts or Counts()
+    app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
     app.include_router(pages)
     app.include_router(router)
     app.add_exception_handler(NotFoundError, _answer(404))
@@ -184,6 +187,11 @@ async def save_weights_for_sampler(
     return server.save_weights_for_sampler(owner, body).reply()
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(body: messages.SaveWeightsExternal, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.save_weights_external(owner, body).reply()
+
+
 # sampling
 
 
@@ -254,6 +262,30 @@ async def training_run(run_id: str, server: Serving, owner: Owner) -> dict[str, 
 async def checkpoints_of_run(run_id: str, server: Serving, owner: Owner) -> dict[str, Any]:
     listings.require_run(server.store, owner, run_id)
     return {"checkpoints": [listings.checkpoint(each) for each in server.store.checkpoints(run_id=run_id)]}
+
+
+@router.get("/training_runs/{run_id}/checkpoints/{segment}/{name}/external_weights_urls")
+async def external_weights_urls(
+    run_id: str, segment: str, name: str, request: Request, server: Serving, owner: Owner
+) -> dict[str, Any]:
+    checkpoint = server.own_checkpoint(owner, run_id, segment, name)
+    if checkpoint.kind != "external":
+        raise NotFoundError(f"{checkpoint.path} was not saved by save_weights_external")
+    now = time.time()
+    urls = request.app.state.downloads.urls(checkpoint, str(request.base_url), now)
+    return {"urls": urls, "expires": listings.as_time(now + VALID_SECONDS)}
+
+
+@pages.get("/download/{expires}/{signature}/{run_id}/{segment}/{name}/{file}")
+async def download(
+    expires: int, signature: str, run_id: str, segment: str, name: str, file: str, request: Request, server: Serving
+) -> Response:
+    path = f"tinker://{run_id}/{segment}/{name}"
+    request.app.state.downloads.require(path, file, expires, signature)
+    checkpoint = server.store.checkpoint(path)
+    if checkpoint is None:
+        raise NotFoundError(f"{path} was deleted")
+    return FileResponse(Path(checkpoint.directory) / file)
 
 
 @router.delete("/training_runs/{run_id}/checkpoints/{segment}/{name}", status_code=204)

@@ -298,6 +298,26 @@ class Server:
         self._put(run, "sampler", name, directory, body.ttl_seconds, body.user_metadata, version=version)
         return Answer(json={"type": "save_weights_for_sampler", "path": path})
 
+    def save_weights_external(self, owner: str, body: messages.SaveWeightsExternal) -> Promise:
+        """Write a Hugging Face directory, with adapters merged, whose files can be fetched."""
+
+        async def work() -> Answer:
+            if body.age_encryption_recipients:
+                raise UserError("age_encryption_recipients is not supported: this server encrypts no files")
+            run = self._run(owner, body.model_id)
+            path = checkpoint_path(run.id, "external", body.path)
+            if self.store.checkpoint(path) is not None:
+                raise UserError(f"{path} exists; give another name")
+            directory = self.folder / "runs" / run.id.replace(":", "_") / "external_weights" / body.path
+            await self.trainers.export(run.id, directory, "float32")
+            self._put(run, "external", body.path, directory, body.ttl_seconds, None)
+            return Answer(json={"type": "save_weights_external", "path": path})
+
+        what = "save_weights_external"
+        return self.futures.submit(
+            _key(body.model_id, body.seq_id), what, work, {"model_id": body.model_id}, owner=owner
+        )
+
     async def _export(self, run: Run, *, is_ephemeral: bool) -> int:
         """Write the weights of a run as a new version for samplers, and return its number."""
         version = self.store.add_version(run.id, is_ephemeral=is_ephemeral)

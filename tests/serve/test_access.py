@@ -116,3 +116,27 @@ def test_the_numbers_of_the_server(api):
         assert (await outer.get("/healthz")).json() == {"status": "ok"}
 
     api(use)
+
+
+def test_exported_weights_are_fetched_by_signed_addresses(api):
+    async def use(api):
+        model = await api.create_model()
+        promise = await api.post("save_weights_external", model_id=model, path="out", seq_id=1)
+        assert (await api.answer(promise))["path"] == f"tinker://{model}/external_weights/out"
+        encrypted = await api.post(
+            "save_weights_external", model_id=model, path="x", seq_id=2, age_encryption_recipients=["age1"]
+        )
+        assert "age_encryption_recipients is not supported" in await api.error(encrypted)
+        at = f"/training_runs/{model}/checkpoints/external_weights/out/external_weights_urls"
+        found = (await api.http.get(at)).json()
+        [(name, url)] = found["urls"].items()
+        app = Access(api.app, owners={hash_of("tml-a"): "a"}, anyone="anyone")
+        plain = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+        fetched = await plain.get(url)
+        assert name == "numbers.pt" and fetched.status_code == 200 and len(fetched.content) > 100
+        for wrong in (url.replace("/download/", "/download/9"), url.replace("numbers.pt", "state.pt"), url + "x"):
+            assert (await plain.get(wrong)).status_code == 404
+        await api.http.delete(f"/training_runs/{model}/checkpoints/external_weights/out")
+        assert (await plain.get(url)).status_code == 404
+
+    api(use)

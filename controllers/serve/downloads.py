@@ -1,0 +1,39 @@
+"""Files of exported weights behind signed addresses, which need no key and end after an hour."""
+
+import hashlib
+import hmac
+import secrets
+import time
+from pathlib import Path
+from urllib.parse import quote
+
+from controllers.serve.futures import NotFoundError
+from controllers.serve.store import Checkpoint
+
+VALID_SECONDS = 3600
+
+
+class Downloads:
+    """Signs addresses with a secret of this process, so they end with the server, too."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+
+    def urls(self, checkpoint: Checkpoint, base: str, now: float) -> dict[str, str]:
+        """File of a checkpoint -> its address. base: where the server is, with a slash at the end."""
+        expires = int(now) + VALID_SECONDS
+        found = {}
+        for file in sorted(Path(checkpoint.directory).iterdir()):
+            signature = self._sign(checkpoint.path, file.name, expires)
+            place = quote(checkpoint.path.removeprefix("tinker://"), safe=":/")
+            found[file.name] = f"{base}download/{expires}/{signature}/{place}/{quote(file.name)}"
+        return found
+
+    def require(self, path: str, name: str, expires: int, signature: str) -> None:
+        """Raises NotFoundError unless this address was given out and is still valid."""
+        if expires < time.time() or not hmac.compare_digest(signature, self._sign(path, name, expires)):
+            raise NotFoundError("this address is not valid, or not any more")
+
+    def _sign(self, path: str, name: str, expires: int) -> str:
+        text = f"{expires}\n{path}\n{name}"
+        return hmac.new(self._secret, text.encode(), hashlib.sha256).hexdigest()
