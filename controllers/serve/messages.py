@@ -181,6 +181,15 @@ class Sample(Body):
     type: str = "sample"
 
 
+class CopyWeights(Body):
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int | None = Field(default=None, ge=0, le=MAX_INT64)
+    destination_project_id: str | None = None
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL)
+    weights_access_token: str | None = None
+
+
 class WeightsInfo(Body):
     tinker_path: str
 

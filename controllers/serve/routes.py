@@ -318,6 +318,11 @@ async def weights_info(body: messages.WeightsInfo, server: Serving, owner: Owner
     return listings.weights_info(server.store, server.visible_checkpoint(owner, body.tinker_path))
 
 
+@router.post("/copy_weights")
+async def copy_weights(body: messages.CopyWeights, server: Serving, owner: Owner) -> dict[str, Any]:
+    return server.copy_weights(owner, body)
+
+
 @router.get("/sessions")
 async def sessions(server: Serving, owner: Owner, limit: int = 20, offset: int = 0) -> dict[str, Any]:
     return {"sessions": [each["id"] for each in server.store.sessions(owner, limit, offset)]}

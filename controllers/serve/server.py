@@ -6,12 +6,14 @@ promise.
 
 import asyncio
 import logging
+import os
 import random
 import shutil
 import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ ABANDONED_SECONDS = 120.0
 """Seconds without a heartbeat after which a session counts as gone."""
 CURVE_POINTS = 300
 """Points of the curve of a run on the status page."""
+SILENT_SECONDS = 24 * 3600.0
+"""Seconds without a heartbeat after which unnamed weights of a session are deleted."""
 SWEEP_SECONDS = 60.0
 """Seconds between two deletions of checkpoints whose time is over."""
 
@@ -75,8 +79,14 @@ class Server:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            for checkpoint in self.store.expired(time.time()):
-                self._delete(checkpoint)
+            self.sweep(time.time())
+
+    def sweep(self, now: float) -> None:
+        """Delete checkpoints whose time is over, and unnamed weights for samplers of sessions that were silent for a day."""
+        for checkpoint in self.store.expired(now):
+            self._delete(checkpoint)
+        for number in self.store.forgotten_versions(now - SILENT_SECONDS):
+            self._drop_version(number)
 
     # sessions
 
@@ -339,8 +349,11 @@ class Server:
 
     def _drop_old_versions(self, run: Run) -> None:
         for version in self.store.ephemeral_versions(run.id)[: -self.config.samplers_kept]:
-            self.store.drop_version(version)
-            shutil.rmtree(self._directory(version), ignore_errors=True)
+            self._drop_version(version)
+
+    def _drop_version(self, version: int) -> None:
+        self.store.drop_version(version)
+        shutil.rmtree(self._directory(version), ignore_errors=True)
 
     def _put(
         self,
@@ -374,6 +387,34 @@ class Server:
         if checkpoint is None or not is_visible or checkpoint.has_expired(time.time()):
             raise NotFoundError(f"there is no checkpoint {path}")
         return checkpoint
+
+    def copy_weights(self, owner: str, body: messages.CopyWeights) -> Json:
+        """Give a checkpoint to a run of its own, which cannot be trained. The files are shared with the source, so nothing is copied."""
+        source = self.visible_checkpoint(owner, body.source_path)
+        former = self.store.run(source.run_id)
+        if source.kind == "external" or former is None:
+            raise UserError(f"{source.path} cannot be copied; only states of training and weights of samplers can")
+        session_id = body.session_id
+        if session_id is None:
+            fields = {"tags": ["copy"], "project_id": body.destination_project_id}
+            session_id = uuid.uuid4().hex
+            self.store.add_session(session_id, owner, fields)
+        self.session(owner, session_id)
+        run = replace(former, id=f"{session_id}:train:{body.model_seq_id or 0}", session_id=session_id, owner=owner)
+        run = replace(run, parked=None, inflight_version=None)
+        if self.store.run(run.id) is not None:
+            raise UserError(f"the training run {run.id} exists already")
+        self.store.add_run(run)
+        version = None
+        directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / source.name
+        if source.kind == "sampler":
+            version = self.store.add_version(run.id, is_ephemeral=False)
+            directory = self._directory(version)
+        shutil.copytree(source.directory, directory, copy_function=os.link)
+        if version is not None:
+            self.store.finish_version(version, str(directory))
+        self._put(run, source.kind, source.name, directory, body.ttl_seconds, source.user_metadata, version=version)
+        return {"tinker_path": checkpoint_path(run.id, source.kind, source.name)}
 
     def own_checkpoint(self, owner: str, run_id: str, segment: str, name: str) -> Checkpoint:
         checkpoint = self.store.checkpoint(f"tinker://{run_id}/{segment}/{name}")

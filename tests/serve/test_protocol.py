@@ -1,6 +1,7 @@
 """Facts of the protocol that the SDK depends on, with a model of one number per token in the place of actors."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -115,6 +116,7 @@ def test_faults_of_other_calls_are_failed_futures_or_4xx_that_the_sdk_does_not_r
             ("create_sampling_session", {"session_id": api.session, "sampling_session_seq_id": 1}, 400),
             ("session_heartbeat", {"session_id": "none"}, 404),
             ("copy_weights", {"source_path": "x"}, 404),
+            ("audit", {}, 404),
         ]:
             response = await api.http.post(f"/{route}", json=body)
             assert response.status_code == status, (route, response.text)
@@ -371,6 +373,46 @@ def test_lists_of_runs_and_checkpoints(api):
             "load_weights", session_id=api.session, model_seq_id=5, path=f"tinker://{model}/weights/a", optimizer=True
         )
         assert "there is no checkpoint" in await api.error(load)
+
+    api(use)
+
+
+def test_weights_are_copied_to_a_run_of_their_own(api):
+    async def use(api):
+        model = await api.create_model()
+        await api.forward_backward(model, 1, TEXT)
+        await api.optim_step(model, 2)
+        state = (await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=3)))["path"]
+        saved = await api.post("save_weights_for_sampler", model_id=model, path="w", seq_id=4)
+        weights = (await api.answer(saved))["path"]
+        copies = [(await api.post("copy_weights", source_path=path))["tinker_path"] for path in (state, weights)]
+        for segment, name in (("weights", "a"), ("sampler_weights", "w")):
+            await api.http.delete(f"/training_runs/{model}/checkpoints/{segment}/{name}")
+        load = await api.post("load_weights", session_id=api.session, model_seq_id=7, path=copies[0], optimizer=True)
+        other = (await api.answer(load))["model_id"]
+        rows, _ = await api.forward_backward(other, 1, TEXT, forward_only=True)
+        assert rows[0][0] > -LOG_16
+        await api.sample(await api.sampler(model_path=copies[1]), 1)
+        copied = copies[0].removeprefix("tinker://").partition("/")[0]
+        assert "ended" in await api.error(await api.send_forward_backward(copied, 1, TEXT))
+
+    api(use)
+
+
+def test_old_checkpoints_and_the_weights_of_silent_sessions_are_deleted(api):
+    async def use(api):
+        model = await api.create_model()
+        await api.answer(await api.post("save_weights", model_id=model, path="a", seq_id=1, ttl_seconds=60))
+        save = {"model_id": model, "sampling_session_seq_id": 5}
+        sampler = (await api.answer(await api.post("save_weights_for_sampler", seq_id=2, **save)))[
+            "sampling_session_id"
+        ]
+        api.server.sweep(time.time())
+        await api.sample(sampler, 1)
+        assert len(api.store.checkpoints()) == 1
+        api.server.sweep(time.time() + 2 * 24 * 3600)
+        assert api.store.checkpoints() == []
+        assert "were dropped" in await api.error(await api.send_sample(sampler, 2))
 
     api(use)
 
