@@ -11,7 +11,7 @@ if [[ -x $venv/bin/python && $(cat $venv/stamp 2>/dev/null) == "$stamp" ]]; then
 
 echo "[cookbook] making $venv"
 rm -rf $venv
-.venv/bin/python -c 'import os, sys; print(os.path.realpath(sys.executable))' | xargs -I{} {} -m venv $venv
+"$(readlink -f .venv/bin/python)" -m venv $venv
 # Its own packages come first on the path, and those of .venv after them.
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo $venv/lib/python*/site-packages)/zz_shared.pth"
 $venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $requirements
