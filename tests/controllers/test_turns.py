@@ -1,6 +1,8 @@
 """Trainer and generator take turns in the memory of a GPU: who holds what when, the results of a run, and what is refused."""
 
 import asyncio
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -9,20 +11,27 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from fakes import NearTrainer, ParityReward, RandomGenerator
+from rich.console import Console
 from test_grpo_loop import NUM_HELD_OUT, make_config, run_grpo
 from waiting import GUARD
 
 import rl_actors
 from configs.tiny import tiny, tiny_dpo
-from controllers.metrics import Timer
+from configs.tiny_ppo import tiny_ppo
+from controllers import ppo
+from controllers.critic import CriticConfig
+from controllers.metrics import MetricsLogger, Timer
+from controllers.run import open_run
 from controllers.run_folder import RunFolder, read_jsonl
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.turns import InTurn, SideBySide, TurnsConfig
+from controllers.validation import build_sets
 from rl_actors.clients.call import in_background
 from rl_actors.config import LoRAConfig
-from rl_actors.parts import HostMove
-from rl_actors.types import DeviceMemory, GeneratorInfo
+from rl_actors.parts import PARTS, HostMove
+from rl_actors.types import DeviceMemory, ForwardBackwardOutput, GeneratorInfo
 
 ROOT = Path(__file__).parents[2]
 GIGABYTE = 10**9
@@ -36,6 +45,7 @@ class Gpu:
         self.calls: list[str] = []
         self.is_generators = True
         self.has_weights = False
+        self.has_critic = False
 
     def require(self, is_generators: bool, call: str) -> None:
         assert self.is_generators == is_generators, f"{call} in the other's turn, after {self.calls[-5:]}"
@@ -62,6 +72,7 @@ class OffloadingTrainer(NearTrainer):
     async def forward_backward(self, samples, loss):
         self.gpu.require(False, "forward_backward")
         assert self.is_on_host or not self.steps  # the optimizer's state leaves its room to the activations
+        assert not self.gpu.has_critic
         return await super().forward_backward(samples, loss)
 
     async def optim_step(self, params):
@@ -110,6 +121,7 @@ class SleepingGenerator(RandomGenerator):
 
     async def wake(self) -> DeviceMemory:
         self.gpu.require(False, "wake")
+        assert not self.gpu.has_critic
         self.gpu.is_generators = True
         self.gpu.calls.append("wake")
         return DeviceMemory(num_bytes=3 * GIGABYTE, seconds=0.2)
@@ -127,6 +139,71 @@ class SleepingGenerator(RandomGenerator):
 
     async def info(self) -> GeneratorInfo:
         return GeneratorInfo(policy_version=self.version, max_model_len=64, vocab_size=16, logs="")
+
+
+class OffloadingCritic(NearTrainer):
+    """A value model that has memory from a call until it offloads, and works only while the generator sleeps."""
+
+    gpu: Gpu
+
+    def take(self, call: str) -> None:
+        self.gpu.require(False, call)
+        self.gpu.has_critic = True
+        self.gpu.calls.append(f"critic {call}")
+
+    async def offload(self, parts) -> HostMove:
+        assert set(parts) == set(PARTS)
+        self.gpu.calls.append("critic offload")
+        self.gpu.has_critic = False
+        return HostMove()
+
+    async def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
+        self.take("load")
+        return 0
+
+    async def forward(self, samples) -> ForwardBackwardOutput:
+        self.take("values")
+        rows = [torch.zeros(len(sample)) for sample in samples]
+        return ForwardBackwardOutput(metrics={}, partials={}, logprobs=[], values=rows, policy_version=0)
+
+    async def forward_backward(self, samples, loss):
+        self.take("fit")
+        return await super().forward_backward(samples, loss)
+
+
+def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
+    """The records of a PPO run of two steps, the first of which trains only the critic."""
+    config = replace(
+        tiny_ppo(),
+        **{"steps": 1, "sft_steps": 0, "updates_per_step": 1, "epochs_per_step": 1, "checkpoint_every": 0},
+        **{"transport": "memory", "rollouts": replace(tiny_ppo().rollouts, groups_per_step=6)},
+        critic=CriticConfig(warmup_steps=1),
+        **fields,
+    )
+    in_turns = config.turns.enabled
+    monkeypatch.setattr(rl_actors, "TrainerClient", OffloadingTrainer if in_turns else SavingTrainer, raising=False)
+    monkeypatch.setattr(rl_actors, "GeneratorClient", SleepingGenerator if in_turns else RandomGenerator, raising=False)
+    monkeypatch.setattr(rl_actors, "ValueTrainerClient", OffloadingCritic, raising=False)
+    build_character_tokenizer(path / "tokenizer", config.alphabet)
+    environment, tokenizer = ParityReward(0.0, NUM_HELD_OUT), load_tokenizer(path / "tokenizer")
+    folder = RunFolder(path / "run")
+
+    async def run() -> None:
+        sets = build_sets(environment, {}, seed=0)
+        opening = open_run(config, folder, environment, sets, tokenizer, contextlib.nullcontext, verbose=False)
+        async with opening as run:
+            with MetricsLogger(folder, trackers=(), console=Console(file=io.StringIO())) as run.log:
+                await ppo.train(run)
+
+    asyncio.run(run())
+    return read_jsonl(folder.metrics)
+
+
+class SavingTrainer(OffloadingTrainer):
+    """The same trainer with a GPU of its own."""
+
+    async def forward_backward(self, samples, loss):
+        return await NearTrainer.forward_backward(self, samples, loss)
 
 
 def run_with(path: Path, trainer: type, generator: type, **fields):
@@ -245,6 +322,26 @@ def test_a_critic_on_the_same_gpu_works_before_the_trainer_and_gives_its_memory_
         "critic ends",
         "trainer ends",
     ]
+
+
+def test_policy_critic_and_generator_of_ppo_have_the_memory_one_after_the_other(gpu, tmp_path, monkeypatch):
+    monkeypatch.setattr(OffloadingCritic, "gpu", gpu, raising=False)
+    turns = TurnsConfig(enabled=True, offload=("optimizer", "weights"))
+    found = ppo_records(tmp_path / "turns", monkeypatch, turns=turns)
+    release = ["critic offload", "offload optimizer weights", "wake"]
+    assert gpu.calls == [
+        "offload optimizer weights",  # before the generator starts
+        *["sleep 2", "offload optimizer weights", "wake", "pull 0"],
+        *["sleep 2", "save", "critic load", *release, "pull 0"],  # the critic starts
+        *["sleep 2", *release, "pull 0"],
+        *["sleep 2", "critic values", "critic fit", "offload optimizer", *release, "pull 0"],  # the critic's warm-up
+        *["sleep 2", "critic values", "critic fit", "critic offload", "optim_step", "offload optimizer"],
+        *[*release, "pull 1"],
+    ]
+    gpu.is_generators = False  # each has a GPU of its own
+    usual = ppo_records(tmp_path / "usual", monkeypatch)
+    assert [record["phase"] for record in found] == ["start", "ppo", "ppo"]
+    assert without_times(found) == without_times(usual)
 
 
 def test_turns_make_the_generators_sleep_possible():
