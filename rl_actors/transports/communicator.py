@@ -7,6 +7,7 @@ thread until the deadline, or until the other process has closed the control con
 Bytes come in pieces of PIECE_BYTES. The reader says when it is ready for a piece, so a GPU never waits for a reader that has died. At most
 WINDOW pieces are on their way. NCCL needs them in the GPU's memory, so bytes in the host's memory go through WINDOW buffers there.
 
+A push waits for all work of its GPU, and so for a piece that NCCL is sending: a reader that hangs in a piece may hold it up until the deadline.
 NCCL was not run yet; tests/gpu/test_weights.py is for that.
 """
 
