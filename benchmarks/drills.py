@@ -44,7 +44,7 @@ LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """What happens in a round. Everything is drawn from the round's number."""
+    """The events of a round. Everything is drawn from the round's number."""
 
     number: int
     kind: str
@@ -92,7 +92,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         "--validate-every": 4,
         "--updates-per-step": 1,
         "--epochs-per-step": 1,
-        # Groups so large that their rewards never are all equal, and so few that rollouts.jsonl has all of them.
+        # Groups so large that their rewards are never all equal, and so few groups that rollouts.jsonl has all of them.
         "--rollouts.groups-per-step": 4,
         "--rollouts.group-size": 32,
         "--rollouts.max-refills": 0,
@@ -171,7 +171,7 @@ def cursor(folder: RunFolder) -> int:
 
 
 def seconds_to_next_step(folder: RunFolder, moment: float) -> float | None:
-    """Seconds from a death to the record of the first step of the first recovery after it. None if it was no restart of the run."""
+    """Seconds from a death to the record of the first step of the first recovery after it. None if the death caused no restart of the run."""
     for line in read_jsonl(folder.restarts):
         noticed = datetime.fromisoformat(line["time"]).timestamp()
         if noticed >= moment - 0.1 and line["seconds"] is not None:
@@ -180,7 +180,7 @@ def seconds_to_next_step(folder: RunFolder, moment: float) -> float | None:
 
 
 def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
-    """What differs from the undisturbed run."""
+    """The differences from the undisturbed run."""
     found = []
     steps = [line["step"] for line in read_jsonl(folder.metrics)]
     expected = [line["step"] for line in read_jsonl(whole.metrics)]

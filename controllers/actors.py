@@ -52,8 +52,8 @@ class Death(Exception):
 class Actors:
     """The transport, the trainers and the generator of a run. They are watched, replaced when they have died, and closed together.
 
-    A role is "trainer", "generator", "reference", "critic" or "store", the place of the transport. A role that nobody has any more can be
-    spawned again; otherwise spawning returns the client that is there.
+    A role is "trainer", "generator", "reference", "critic" or "store", the place of the transport. Spawning a role returns the client that it
+    has, or makes a new one if it has none any more.
     """
 
     def __init__(self, config: "RunConfig", folder: RunFolder, *, verbose: bool) -> None:
@@ -138,7 +138,7 @@ class Actors:
             self.report("store", ActorDiedError(await transport.death(), "store"))
 
     def report(self, role: str, death: Exception) -> None:
-        """Say that an actor has died. A generator's client replaces it, so an error of it says that it may not be replaced any more."""
+        """Note that an actor has died. Does nothing for a generator, which its client replaces."""
         if role == "generator":
             return
         self.deaths.setdefault(role, death)
@@ -168,7 +168,7 @@ class Actors:
         return next(iter(self.deaths.values()))
 
     async def death_behind(self, error: Exception) -> Exception | None:
-        """The death that made an error of a call. None: the error is the run's own.
+        """The death that caused the error of a call. None: the error is the run's own.
 
         A death may first show as an error of an actor that depends on the dead one: a rank of the same trainer, or a generator that pulls.
         """
@@ -183,7 +183,7 @@ class Actors:
         return None
 
     async def _store_error(self) -> str:
-        """Why the transport does not answer. Empty if it does."""
+        """The reason why the transport does not answer. Empty if it answers."""
         try:
             transport = await self.transport
             question = asyncio.ensure_future(transport.get_object("latest"))

@@ -57,9 +57,9 @@ class Checkpoints:
             await asyncio.shield(self._writing)  # so that a caller that stops waiting does not cancel the writing
 
     async def abandon(self) -> None:
-        """Wait for the end of what has begun, whatever comes of it. For a run one of whose trainers has died.
+        """Wait until the checkpoint that has begun has ended, with or without an error. For a run one of whose trainers has died.
 
-        A checkpoint of which no trainer has died may become complete.
+        The checkpoint may still become complete, if none of its trainers has died.
         """
         for task in (self._copying, self._writing):
             if task is not None:

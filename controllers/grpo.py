@@ -215,7 +215,7 @@ def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict
 
 
 def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> RecordedQueue:
-    """The queue of rollouts, which go on where the resumed run was. A run that has recovered gets the batches again that it had."""
+    """The queue of rollouts, which go on where the resumed run was. A recovered run gets the batches of repeated steps again."""
     config = run.config
     rollouts = make_rollouts(
         run,

@@ -24,7 +24,7 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 async def train_to_end(run: Run[Any], train: Train) -> None:
     """Train to the last step, and write the last checkpoint. Goes on after deaths of actors, as often as the config allows.
 
-    Raises the first death of the last hour if there were too many, and the error of the run if it is no death's.
+    Raises the first death of the last hour if there were too many, and every error that no death has caused.
     """
     if run.actors is None:
         await _train(run, train)

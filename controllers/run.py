@@ -103,7 +103,7 @@ class RunConfig:
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     """Whether trainer and generator take turns in the memory of the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
-    """What the run does when a process of an actor dies."""
+    """Reaction of the run to the death of an actor's process."""
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10

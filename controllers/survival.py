@@ -107,7 +107,7 @@ class Recording:
         self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
 
     def after(self, step: int) -> dict[int, RecordedStep]:
-        """The batches of the steps step + 1, step + 2, … up to the last one. Empty if step + 1 is not there: the others are dropped then."""
+        """The batches of the steps step + 1, step + 2, … up to the last one. If step + 1 is not there, all are dropped, and the answer is empty."""
         found: dict[int, RecordedStep] = {}
         while step + 1 in self.steps:
             step += 1
@@ -117,7 +117,7 @@ class Recording:
 
 
 class RecordedQueue:
-    """A RolloutQueue, before which the recorded batches come. It records every batch that the queue gives."""
+    """A RolloutQueue that first gives the recorded batches. It records every batch that the queue gives."""
 
     def __init__(self, queue: RolloutQueue, recording: Recording, checkpoints: Checkpoints, *, steps_done: int) -> None:
         """queue: at the place of the newest checkpoint, after steps_done steps."""

@@ -39,7 +39,7 @@ def main() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What the command line asks for."""
+    """The parsed command line."""
 
     config: ServeConfig
     folder: Path  # of the state

@@ -1,4 +1,4 @@
-"""What a server is doing, for Prometheus and for its page."""
+"""The state of a server, for Prometheus and for its page."""
 
 from collections.abc import Iterator
 from typing import Any

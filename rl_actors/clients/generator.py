@@ -40,7 +40,7 @@ Check = Callable[[GeneratorLimits], None]
 class GeneratorClient(Client):
     """The client of one or several generators. Any number of calls run at the same time. Each waits until the generators are ready.
 
-    A generator that the client spawned is started again when it dies. Calls do not notice more than the time that this takes.
+    A generator that the client spawned is started again when it dies. Calls only take longer meanwhile.
     Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client that did not spawn
     it knows them after the setup; before that, these checks run when the call is sent.
     """

@@ -169,7 +169,9 @@ class OneGenerator(Client):
 
 
 class Silence:
-    """Seconds since the last sign of life of a generator: it waits for requests, or it has done something since the last answer. Pure."""
+    """Seconds since a generator's last sign of life: an answer that says that it waits for requests, or that it has done something since the
+    answer before. Pure.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -51,7 +51,7 @@ class Replica:
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # of `client`; from `live` on
         self._died: tuple[float, float, Exception] | None = (
-            None  # first death since it was healthy: on two clocks, and why
+            None  # first death since it was healthy: its time on two clocks, and its cause
         )
         self._is_final = False  # whether the last death is one after which no restart is tried
         self._is_stale = asyncio.Event()
@@ -148,13 +148,13 @@ class Replica:
         self.watcher.changed(self, f"{self.name} is back after {seconds:.1f} s")
 
     def make_stale(self, cause: Exception) -> None:
-        """Take a healthy replica for one that has other weights than the rest, until a pull has succeeded."""
+        """Mark a healthy replica as one whose weights differ from the others', until a pull has succeeded."""
         logger.warning("%s has not the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
         self._is_stale.set()
 
     def lose(self, client: OneGenerator, cause: Exception) -> None:
-        """Take a generator for dead. From now on calls are sent to others. Does nothing if another has its place already."""
+        """Mark a generator as dead, so that calls are sent to others. Does nothing if another generator has its place already."""
         if client is not self.client or self._death.done():
             return
         self._death.set_result(cause)
