@@ -1,4 +1,4 @@
-"""The choice of the machines of a run as fields of its config, and which rank lives on which of them."""
+"""The choice of the machines of a run as fields of its config, and the machine of each rank."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,7 @@ class HostsConfig:
         return range(self.trainer or max(1, count - 1))
 
     def of_generators(self) -> range:
-        """Indices of the hosts of the generators; replica i has host i of them, and so on from the first again."""
+        """Indices of the hosts of the generators. The replicas get these hosts in turn."""
         count = len(self.names())
         return range(min(len(self.of_trainer()), count - 1), count)
 

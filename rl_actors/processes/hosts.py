@@ -45,7 +45,7 @@ class Hosts:
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """The addresses of workers. Raises ValueError for one that is none, that comes twice, or that differs from the others in TLS."""
+    """The addresses of workers. Raises ValueError for a text that is no address, for a repeated one, and for a mixture of TCP and TLS."""
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
         if parsed.count(address) > 1:
