@@ -25,7 +25,7 @@ def write(folder: Path, others: Mapping[str, str]) -> None:
 
 
 def fault(folder: Path) -> str:
-    """What is wrong with the files of a checkpoint. Empty: nothing, or it was written by a version that wrote no checksums."""
+    """The first fault of a checkpoint's files. Empty if there is none, or if a version that wrote no checksums has written the checkpoint."""
     file = folder / FILE
     try:
         if not file.exists():

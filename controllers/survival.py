@@ -30,7 +30,7 @@ class SurvivalConfig:
     """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
     first death there is none."""
     silent_after: float = 30.0
-    """Seconds in which every process of an actor must say that it is there, also while it runs a call. A process that does not is killed.
+    """Seconds in which every process of an actor must answer, also while it runs a call. A process that does not answer is killed.
     While a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
     """Largest memory of the rollouts since the last checkpoint, which a recovered run trains on again. If they take more, the oldest are

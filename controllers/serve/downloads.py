@@ -1,4 +1,4 @@
-"""Files of exported weights behind signed addresses, which need no key and end after an hour."""
+"""Files of exported weights at signed addresses, which need no key and are valid for an hour."""
 
 import hashlib
 import hmac
@@ -14,7 +14,7 @@ VALID_SECONDS = 3600
 
 
 class Downloads:
-    """Signs addresses with a secret of this process, so they end with the server, too."""
+    """Signs addresses with a secret of this process, so no address is valid after the server's end."""
 
     def __init__(self) -> None:
         self._secret = secrets.token_bytes(32)

@@ -65,7 +65,7 @@ class Connections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What the threads of a server share. They do not hold the server itself, which ends when nobody else does."""
+    """State that the threads of a server share. They do not hold the server itself, which ends when nobody else holds it."""
 
     find: Callable[[bytes], Slot | None]
     secret: bytes
