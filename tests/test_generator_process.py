@@ -108,7 +108,7 @@ def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypa
 def test_a_trainer_sees_the_gpus_that_its_config_names_first(monkeypatch):
     asked = {}
 
-    async def spawn_processes(name, num_processes, *, env, logs):
+    async def spawn_processes(name, num_processes, *, env, **_):
         asked[name] = (num_processes, env)
         raise RuntimeError("nothing is started here")
 
