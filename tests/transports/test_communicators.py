@@ -102,7 +102,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
     [error] = failed
     assert "read of slot 0 of trainer rank 0" in error
     [logged] = caplog.messages
-    assert logged.startswith("pull of s/1: gave up the communicator with ('127.0.0.1', ") and "TimeoutError" in logged
+    assert "pull of s/1: gave up the communicator with ('127.0.0.1', " in logged and "TimeoutError" in logged
     for version in (2, 3):  # the second one takes the slot that the reader had
         served.write(version)
     goes_on.set()

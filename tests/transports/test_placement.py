@@ -45,7 +45,7 @@ def test_the_trainers_log_says_where_the_slots_are_and_why(room_gb, text, monkey
         place = transport._choose_place(int(16.4 * GB), torch.device("cuda"))
     assert (place.on_gpu, place.num_slots, place.pinned) == LEVELS[room_gb]
     [record] = caplog.records
-    assert re.fullmatch(f"slots of the weights: {text}", record.getMessage())
+    assert re.search(f"slots of the weights: {text}$", record.getMessage())  # Monarch may have put the actor in front
 
 
 @pytest.mark.parametrize("path", ["shared_memory", "tcp"])
