@@ -102,9 +102,9 @@ class HostPieces:
 class GPUPieces:
     """NCCL reads and writes the memory of a GPU. The copies have a stream of their own, so that they do not wait for the training."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, device=device) for _ in range(WINDOW)]
+        self.buffers = [torch.empty(piece_bytes, dtype=torch.uint8, device=device) for _ in range(WINDOW)]
 
     def active(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.stream)
@@ -158,12 +158,14 @@ GROUPS: dict[str, Callable[[object, int, str, timedelta], Group]] = {"gloo": _gl
 class Pair:
     """A control connection with its communicator. It is used for one version after the other until something fails."""
 
-    def __init__(self, connection: socket.socket, *, member: int, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
+    ) -> None:
         """device: that of this member's pieces. Raises ValueError if the backend is nccl and the device no GPU."""
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
-        self.connection, self.member, self.make = connection, member, GROUPS[backend]
-        self.pieces: Pieces = GPUPieces(device) if backend == "nccl" else HostPieces()
+        self.connection, self.member, self.make, self.piece_bytes = connection, member, GROUPS[backend], piece_bytes
+        self.pieces: Pieces = GPUPieces(device, piece_bytes) if backend == "nccl" else HostPieces()
         self.group: Group | None = None
         self.calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         threading.Thread(target=_run, args=(self.calls,), name="weights_pair", daemon=True).start()
@@ -195,7 +197,7 @@ class Pair:
         assert self.group is not None
         under_way: deque[Work] = deque()
         with self.pieces.active():
-            for number, piece in enumerate(_split(data)):
+            for number, piece in enumerate(self._split(data)):
                 control.receive(self.connection, len(READY))
                 under_way.append(self.group.send([self.pieces.outgoing(piece, number)], READER, 0))
                 if len(under_way) == WINDOW:
@@ -208,7 +210,7 @@ class Pair:
         assert self.group is not None
         under_way: deque[tuple[Work, Tensor, Tensor]] = deque()
         with self.pieces.active():
-            for number, piece in enumerate(_split(into)):
+            for number, piece in enumerate(self._split(into)):
                 self.connection.sendall(READY)
                 coming = self.pieces.incoming(piece, number)
                 under_way.append((self.group.recv([coming], TRAINER, 0), coming, piece))
@@ -217,6 +219,9 @@ class Pair:
             for work, coming, piece in under_way:
                 self._end_of(work, coming, piece, deadline)
             self.pieces.finish()
+
+    def _split(self, data: Tensor) -> tuple[Tensor, ...]:
+        return data.split(self.piece_bytes) if len(data) else ()
 
     def _end_of(self, work: Work, coming: Tensor, piece: Tensor, deadline: float) -> None:
         _wait(work, deadline)
@@ -270,10 +275,6 @@ def _run(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
 
 def _wait(work: Work, deadline: float) -> None:
     work.wait(timedelta(seconds=left(deadline)))
-
-
-def _split(data: Tensor) -> tuple[Tensor, ...]:
-    return data.split(PIECE_BYTES) if len(data) else ()
 
 
 def is_closed(connection: socket.socket) -> bool:

@@ -36,7 +36,9 @@ class Request:
     start: int = 0
     num_bytes: int
     path: str  # of the bytes: "tcp" or "point_to_point"
-    backend: str = ""  # of a communicator: "nccl" or "gloo"; the reader chooses it
+    # Of a communicator, as the reader chooses them: "nccl" or "gloo", and the bytes of a piece. gloo ends the process where two sizes differ.
+    backend: str = ""
+    piece_bytes: int = 0
 
 
 def ask(connection: socket.socket, request: Request, secret: bytes) -> None:

@@ -19,7 +19,7 @@ from concurrent import futures
 import torch
 from torch import Tensor
 
-from rl_actors.transports import control
+from rl_actors.transports import communicator, control
 from rl_actors.transports.communicator import READER, TRAINER, Pair, is_closed
 from rl_actors.transports.control import Request, left
 from rl_actors.transports.received import BUFFERS, ReceivedSlot
@@ -39,8 +39,18 @@ class Sender:
     def send(self, slot: Slot, request: Request) -> None:
         deadline = time.monotonic() + self.timeout
         try:
+            if request.num_bytes != len(slot.data) or request.piece_bytes <= 0:
+                raise ValueError(
+                    f"a request of {request.num_bytes} bytes in pieces of {request.piece_bytes}; the slot has {len(slot.data)}"
+                )
             if self.pair is None:
-                self.pair = Pair(self.connection, member=TRAINER, backend=request.backend, device=slot.device)
+                self.pair = Pair(
+                    self.connection,
+                    member=TRAINER,
+                    backend=request.backend,
+                    piece_bytes=request.piece_bytes,
+                    device=slot.device,
+                )
                 self.pair.run(deadline, self.pair.listen)
             self.pair.run(deadline, self.pair.send, slot.data)
         except Exception as error:
@@ -62,21 +72,21 @@ class Pairs:
         self.free: dict[int, tuple[object, Pair]] = {}
         atexit.register(self.end)
 
-    def take(self, address: SlotAddress, backend: str) -> Pair | None:
-        """The pair of a rank, if it is for this address and backend, and if the rank has not closed it."""
+    def take(self, address: SlotAddress, request: Request) -> Pair | None:
+        """The pair of a rank, if it is for this address, backend and size of a piece, and if the rank has not closed it."""
         with self.guard:
             if address.rank not in self.free:
                 return None
             key, pair = self.free.pop(address.rank)
-        if key == (address.address, backend) and not is_closed(pair.connection):
+        if key == _kind(address, request) and not is_closed(pair.connection):
             return pair
         pair.end()
         return None
 
-    def give(self, address: SlotAddress, backend: str, pair: Pair) -> None:
+    def give(self, address: SlotAddress, request: Request, pair: Pair) -> None:
         with self.guard:
             _, former = self.free.get(address.rank, (None, None))
-            self.free[address.rank] = (address.address, backend), pair
+            self.free[address.rank] = _kind(address, request), pair
         if former is not None:
             former.end()
 
@@ -85,6 +95,10 @@ class Pairs:
             kept, self.free = list(self.free.values()), {}
         for _, pair in kept:
             pair.end()
+
+
+def _kind(address: SlotAddress, request: Request) -> tuple[object, ...]:
+    return address.address, request.backend, request.piece_bytes
 
 
 PAIRS = Pairs()
@@ -113,7 +127,12 @@ def received(
         for address, buffer in zip(addresses, buffers, strict=True):
             size = address.num_bytes
             request = Request(
-                token=address.token.hex(), key=key, num_bytes=size, path="point_to_point", backend=backend
+                token=address.token.hex(),
+                key=key,
+                num_bytes=size,
+                path="point_to_point",
+                backend=backend,
+                piece_bytes=communicator.PIECE_BYTES,
             )
             jobs.append(pool.submit(_fetch, address, request, buffer, secret, deadline, device))
     # After an error the buffers are not used again, because an aborted call may still write to them.
@@ -130,23 +149,23 @@ def _fetch(
 ) -> Layout:
     """Receive a slot. Returns its layout."""
     with control.failures(address, request.key, request.path):
-        pair = PAIRS.take(address, request.backend) or _connected(address, request.backend, deadline, device)
+        pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:
             layout = _received(pair, request, into, secret, deadline)
         except VersionGoneError:  # an answer like another: the pair is as good as before
-            PAIRS.give(address, request.backend, pair)
+            PAIRS.give(address, request, pair)
             raise
         except BaseException:
             pair.end()
             raise
-        PAIRS.give(address, request.backend, pair)
+        PAIRS.give(address, request, pair)
     return layout
 
 
-def _connected(address: SlotAddress, backend: str, deadline: float, device: torch.device) -> Pair:
+def _connected(address: SlotAddress, request: Request, deadline: float, device: torch.device) -> Pair:
     assert address.address is not None
     connection = socket.create_connection(address.address, timeout=left(deadline))
-    return Pair(connection, member=READER, backend=backend, device=device)
+    return Pair(connection, member=READER, backend=request.backend, piece_bytes=request.piece_bytes, device=device)
 
 
 def _received(pair: Pair, request: Request, into: Tensor, secret: bytes, deadline: float) -> Layout:

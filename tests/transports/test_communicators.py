@@ -134,7 +134,7 @@ def silent_pair():
     """(a pair with a SilentGroup, the other end of its control connection)"""
     PAIRS.end()
     here, there = socket.socketpair()
-    pair = Pair(here, member=READER, backend="gloo", device=torch.device("cpu"))
+    pair = Pair(here, member=READER, backend="gloo", piece_bytes=2, device=torch.device("cpu"))
     pair.group = SilentGroup()
     yield pair, there
     pair.end()
@@ -196,4 +196,4 @@ def test_nccl_is_for_two_gpus(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert (backend_for(on_a_gpu), backend_for(here), backend_for(on_a_gpu + here)) == ("nccl", "gloo", "gloo")
     with pytest.raises(ValueError, match="NCCL connects GPUs, but the weights are on cpu"):
-        Pair(socket.socket(), member=0, backend="nccl", device=torch.device("cpu"))
+        Pair(socket.socket(), member=0, backend="nccl", piece_bytes=2, device=torch.device("cpu"))
