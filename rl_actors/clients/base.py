@@ -221,9 +221,7 @@ class Client:
                 )
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
-            except (
-                Exception
-            ) as error:  # Monarch's errors for a process that ends before it can answer are of several types
+            except (RuntimeError, ValueError) as error:  # errors of Monarch for a process that ends before it can answer
                 raise self._lost(error, "the start of its processes") from error
             # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
             # it is first used, so ours is registered again here.
