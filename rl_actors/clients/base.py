@@ -221,7 +221,7 @@ class Client:
                 )
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
-            except (RuntimeError, ValueError) as error:  # errors of Monarch for a process that ends before it can answer
+            except (RuntimeError, ValueError) as error:  # Monarch raises both for a process that is killed early
                 raise self._lost(error, "the start of its processes") from error
             # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
             # it is first used, so ours is registered again here.
