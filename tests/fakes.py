@@ -21,6 +21,7 @@ from rl_actors import (
     TrainerInfo,
     metrics,
 )
+from rl_actors.clients.limits import TrainerLimits
 from rl_actors.clients.trainer import SavedCheckpoint
 from rl_actors.metrics import to_numbers
 
@@ -264,12 +265,11 @@ class UnigramTrainer:
         self.is_closed = True
 
     def _run(self, samples: Sequence[Sample], loss) -> tuple[torch.Tensor, ForwardBackwardOutput]:
+        TrainerLimits.of_config(self.config).check_samples(samples, loss)  # as a TrainerClient does
         rows, wide_rows, partials = [], [], []
         total = torch.zeros(())
         for sample in samples:
             columns = {name: column[None] for name, column in sample.columns.items()}
-            if len(sample) > self.config.max_sequence_length:
-                raise ValueError(f"a sample has {len(sample)} positions")
             logprobs = self.numbers.log_softmax(0)
             if "target_ids" in columns:
                 columns["target_logprobs"] = logprobs[columns["target_ids"]]
