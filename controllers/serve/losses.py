@@ -61,6 +61,22 @@ class Clipped:
         high = torch.full_like(ratio_BL, self.high) if clip_high is None else clip_high
         return torch.minimum(torch.maximum(ratio_BL, low), high)
 
+    def smaller_objective(
+        self,
+        ratio_BL: Tensor,
+        logprobs_BL: Tensor,
+        old_BL: Tensor,
+        advantages: Tensor,
+        clip_low: Tensor | None,
+        clip_high: Tensor | None,
+    ) -> tuple[Tensor, Partials]:
+        """-sum min(ratio A, clip(ratio) A), and the metrics of the loss."""
+        clipped_BL = self.clip(ratio_BL, clip_low, clip_high) * advantages
+        unclipped_BL = ratio_BL * advantages
+        loss = -torch.minimum(unclipped_BL, clipped_BL).sum()
+        loss, metrics = _result(loss, logprobs_BL, old_BL, advantages)
+        return loss, metrics | clip_metrics(clipped_BL < unclipped_BL, ratio_BL, advantages != 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PPO(Clipped):
@@ -79,12 +95,7 @@ class PPO(Clipped):
         clip_high: Tensor | None = None,
     ) -> tuple[Tensor, Partials]:
         ratio_BL = (logprobs_BL - old_logprobs).exp()
-        clipped_BL = self.clip(ratio_BL, clip_low, clip_high)
-        loss, metrics = _result(
-            -torch.minimum(ratio_BL * advantages, clipped_BL * advantages).sum(), logprobs_BL, old_logprobs, advantages
-        )
-        was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
-        return loss, metrics | clip_metrics(was_clipped_BL, ratio_BL, advantages != 0)
+        return self.smaller_objective(ratio_BL, logprobs_BL, old_logprobs, advantages, clip_low, clip_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,12 +161,7 @@ class GSPO(Clipped):
         difference_BL = (logprobs_BL.detach() - old_logprobs) * sequence_ratio_mask
         mean_B1 = difference_BL.sum(1, keepdim=True) / sequence_ratio_mask.sum(1, keepdim=True).clamp(min=1e-30)
         ratio_BL = (mean_B1 + logprobs_BL - logprobs_BL.detach()).exp()
-        clipped_BL = self.clip(ratio_BL, clip_low, clip_high)
-        loss, metrics = _result(
-            -torch.minimum(ratio_BL * advantages, clipped_BL * advantages).sum(), logprobs_BL, old_logprobs, advantages
-        )
-        was_clipped_BL = clipped_BL * advantages < ratio_BL * advantages
-        return loss, metrics | clip_metrics(was_clipped_BL, ratio_BL, advantages != 0)
+        return self.smaller_objective(ratio_BL, logprobs_BL, old_logprobs, advantages, clip_low, clip_high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,6 @@ A directory is written by a trainer's export_hf, or it is the base model. This t
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rl_actors.transports.base import LOAD_TIMEOUT, Manifest, OpenVersion, Source, Transport
+from rl_actors.transports.base import Manifest, Source, Transport
+from rl_actors.transports.files import VersionInDirectory
 
 STREAM = "samplers"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -75,29 +75,10 @@ def _header(file: Path) -> dict[str, dict]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HfDirectory(Source, OpenVersion):
+class HfDirectory(VersionInDirectory):
     """The tensors of one Hugging Face directory."""
 
-    directory: Path
-    manifest: Manifest
-    timeout: float = LOAD_TIMEOUT
-    path: str = "files"
     reason: str = "a sampler's weights are a directory"
-
-    @property
-    def key(self) -> str:
-        return self.manifest.key
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.manifest.shapes
-
-    @property
-    def num_bytes(self) -> int:
-        return self.manifest.num_bytes
-
-    def open(self) -> AbstractContextManager[OpenVersion]:
-        return nullcontext(self)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for file in sorted(self.directory.glob("*.safetensors")):

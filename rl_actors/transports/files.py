@@ -78,14 +78,14 @@ class FilesTransport(Transport):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FilesOfVersion(Source, OpenVersion):
-    """The files of all ranks of one version. Every process that sees the directory can read them."""
+class VersionInDirectory(Source, OpenVersion):
+    """A version in files of one directory. Every process that sees the directory can read them. A subclass says how."""
 
     directory: Path
     manifest: Manifest
     timeout: float = LOAD_TIMEOUT
     path: str = "files"
-    reason: str = "the config says so"
+    reason: str
 
     @property
     def key(self) -> str:
@@ -101,6 +101,13 @@ class FilesOfVersion(Source, OpenVersion):
 
     def open(self) -> AbstractContextManager[OpenVersion]:
         return nullcontext(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilesOfVersion(VersionInDirectory):
+    """The files of all ranks of one version."""
+
+    reason: str = "the config says so"
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         with ExitStack() as stack:
