@@ -13,11 +13,11 @@ import torch
 
 import rl_actors
 from controllers.run_folder import RunFolder
-from controllers.survival import Restarts
 from controllers.turns import overlap
 from rl_actors import GeneratorClient, ReferenceClient, TrainerClient, ValueTrainerClient
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.call import in_background
+from rl_actors.clients.restarts import Restarts
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
 from rl_actors.transports.default import default_transport
@@ -32,6 +32,9 @@ DEATH_TIMEOUT = 1.0
 """Seconds after an error of a call within which the watch of the processes must say that one has died. Otherwise the error is the run's own."""
 END_TIMEOUT = 60.0
 """Seconds in which the work of the run must end after a death."""
+BEYOND_LIMIT = (
+    "the first of {num_deaths} deaths within an hour; survival.max_restarts_per_hour={limit}; the last one: {last}"
+)
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must be gone, and others closed."""
 
@@ -63,7 +66,7 @@ class Actors:
         for name, model in self.models.items():
             self.models[name] = replace(model, seed=config.seed + model.seed)
         self.generator_config = replace(
-            config.generator, seed=config.seed + config.generator.seed, restarts=config.survival.of_generator()
+            config.generator, seed=config.seed + config.generator.seed, restarts=config.survival.policy()
         )
         tokenizer_folder = folder.path.absolute() / "tokenizer"
         if config.alphabet and tokenizer_folder.is_dir():
@@ -72,7 +75,7 @@ class Actors:
         self.tell: Callable[[str], None] = logger.info
         """Function that gets a line of text at the death and the return of a generator."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
-        self.restarts = Restarts(config.survival)
+        self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
         self.deaths: dict[str, Exception] = {}  # of roles that have died and were not replaced yet
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}

@@ -1,7 +1,6 @@
 """The limits within which a run survives the death of an actor, and the batches that a recovered run trains on again. Knows no actors."""
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,9 +13,6 @@ from controllers.run_folder import Record
 from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
 
-HOUR = 3600.0  # seconds
-LONGEST_PAUSE = 60.0
-"""Seconds between a death and a restart, at most."""
 BYTES_PER_TOKEN = 200
 """Memory of one recorded token: its number, logprob, version and texts in the group, and its position in five columns of the sample."""
 
@@ -36,8 +32,8 @@ class SurvivalConfig:
     """Largest memory of the rollouts since the last checkpoint, which a recovered run trains on again. If they take more, the oldest are
     dropped, and the problems of the repeated steps are completed again."""
 
-    def of_generator(self) -> RestartPolicy:
-        """The same limits for every generator, which its client starts again."""
+    def policy(self) -> RestartPolicy:
+        """The limits for the run, and for every generator, which its client starts again."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
@@ -49,32 +45,6 @@ class SurvivalConfig:
                 raise ValueError(f"survival.{name}={getattr(self, name)}; it must be finite and at least 0")
         if not 1 <= self.silent_after < float("inf"):
             raise ValueError(f"survival.silent_after={self.silent_after}; it must be finite and at least 1 second")
-
-
-class Restarts:
-    """Counts restarts, and says when one more is too many."""
-
-    def __init__(self, config: SurvivalConfig, clock: Callable[[], float] = time.monotonic) -> None:
-        self.config, self.clock = config, clock
-        self.total = 0
-        self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: when, and why
-
-    def pause_after(self, death: Exception) -> float:
-        """Seconds to wait before the restart. Raises the first error of the last hour if there would be too many restarts."""
-        now = self.clock()
-        while self._deaths and self._deaths[0][0] <= now - HOUR:
-            self._deaths.popleft()
-        self._deaths.append((now, death))
-        num_deaths, limit = len(self._deaths), self.config.max_restarts_per_hour
-        if num_deaths > limit:
-            first = self._deaths[0][1]
-            if limit:
-                first.add_note(
-                    f"the first of {num_deaths} deaths within an hour; survival.max_restarts_per_hour={limit}; the last one: {death}"
-                )
-            raise first
-        self.total += 1
-        return 0.0 if num_deaths == 1 else min(self.config.backoff * 2 ** (num_deaths - 2), LONGEST_PAUSE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

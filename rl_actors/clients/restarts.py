@@ -16,8 +16,15 @@ FIRST_RESTARTS = 2
 class Restarts:
     """Counts the restarts of an actor, and says when one more is too many."""
 
-    def __init__(self, policy: RestartPolicy, clock: Callable[[], float] = time.monotonic) -> None:
-        self.policy, self.clock = policy, clock
+    def __init__(
+        self,
+        policy: RestartPolicy,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        note: str = "the first of {num_deaths} deaths; at most {limit} restarts are made; the last one: {last}",
+    ) -> None:
+        """note: what is added to the first error when it is raised after several deaths."""
+        self.policy, self.clock, self.note = policy, clock, note
         self.total = 0
         self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: when, and why
 
@@ -33,9 +40,7 @@ class Restarts:
         if num_deaths > limit:
             first = self._deaths[0][1]
             if num_deaths > 1:
-                first.add_note(
-                    f"the first of {num_deaths} deaths; at most {limit} restarts are made; the last one: {death}"
-                )
+                first.add_note(self.note.format(num_deaths=num_deaths, limit=limit, last=death))
             raise first
         self.total += 1
         return 0.0 if num_deaths == 1 else min(self.policy.backoff * 2 ** (num_deaths - 2), LONGEST_PAUSE)

@@ -31,10 +31,11 @@ from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger
 from controllers.run import Run
 from controllers.run_folder import RunFolder, read_jsonl
-from controllers.survival import HOUR, Restarts, SurvivalConfig
+from controllers.survival import SurvivalConfig
 from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.validation import build_sets
 from rl_actors.clients.base import ActorDiedError
+from rl_actors.clients.restarts import HOUR, Restarts
 from tests.fakes import ParityReward
 
 
@@ -287,7 +288,7 @@ def test_a_signal_during_a_recovery_ends_the_run(run, tmp_path):
 
 def test_restarts_are_limited_within_an_hour_and_wait_longer_each_time():
     now = [0.0]
-    restarts = Restarts(SurvivalConfig(max_restarts_per_hour=3, backoff=2.0), clock=lambda: now[0])
+    restarts = Restarts(SurvivalConfig(max_restarts_per_hour=3, backoff=2.0).policy(), clock=lambda: now[0])
     deaths = [RuntimeError(str(number)) for number in range(9)]
     assert [restarts.pause_after(death) for death in deaths[:3]] == [0.0, 2.0, 4.0]
     now[0] = HOUR + 1
@@ -300,12 +301,12 @@ def test_restarts_are_limited_within_an_hour_and_wait_longer_each_time():
 
 def test_no_restart_at_all_if_the_config_says_so():
     with pytest.raises(RuntimeError, match="^died$") as error:
-        Restarts(SurvivalConfig(max_restarts_per_hour=0)).pause_after(RuntimeError("died"))
+        Restarts(SurvivalConfig(max_restarts_per_hour=0).policy()).pause_after(RuntimeError("died"))
     assert not hasattr(error.value, "__notes__")
 
 
 def test_pauses_do_not_grow_beyond_a_minute():
-    restarts = Restarts(SurvivalConfig(max_restarts_per_hour=100, backoff=10.0), clock=lambda: 0.0)
+    restarts = Restarts(SurvivalConfig(max_restarts_per_hour=100, backoff=10.0).policy(), clock=lambda: 0.0)
     assert [restarts.pause_after(RuntimeError()) for _ in range(6)] == [0.0, 10.0, 20.0, 40.0, 60.0, 60.0]
 
 
