@@ -2,7 +2,7 @@
 
 The corpus is that of benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
 TrainerConfig(float8=True), and one has a scale for each row. A CPU emulates float8, and trains a tiny model. The curves are computed at the
-same time, on all GPUs. A picture of them is written beside the results.
+same time, on all GPUs. A picture is written beside the results.
 """
 
 import argparse

@@ -201,7 +201,7 @@ async def parts_alone(run: Run[PPOConfig], spawned: Spawned, *, first: int, time
 
 
 async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict[str, Any]:
-    """The figures of the steps of a run, and of its parts alone."""
+    """Figures of the run's steps, and of each part when it runs alone."""
     build_character_tokenizer(folder.path / "tokenizer", config.alphabet)
     tokenizer = load_tokenizer(folder.path / "tokenizer", config.chat)
     environment = build_environment(config.environment)

@@ -1,6 +1,6 @@
 """Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets the fields as the paper does, before all other flags.
 
-A preset sets the objective, the advantages and the choice of completions. It leaves learning rate, batch sizes and model as they are.
+A preset sets the objective, the advantages, refills and the penalty on long completions. It leaves learning rate, batch sizes and model as they are.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,8 +1,7 @@
 """Checkpoints of a run: the trainers' weights and the controller's own state.
 
-checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. checksums.json has the
-checksums of both. A run with a critic
-also has checkpoints/step-N/critic. state.json is written last, so a checkpoint with a state.json is complete.
+checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. A run with
+a critic also has checkpoints/step-N/critic. checksums.json has the checksums of all of them. state.json is written last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
@@ -57,14 +56,14 @@ class Checkpoints:
             await asyncio.shield(self._writing)  # so that a caller that stops waiting does not cancel the writing
 
     async def abandon(self) -> None:
-        """Wait until the checkpoint that has begun has ended, with or without an error. For a run one of whose trainers has died.
+        """Wait until the checkpoint being written ends, with or without an error. Called after an actor of the run has died.
 
         The checkpoint may still become complete, if none of its trainers has died.
         """
         for task in (self._copying, self._writing):
             if task is not None:
                 await asyncio.wait((task,))
-                _ = task.cancelled() or task.exception()  # otherwise asyncio prints that nobody asked for it
+                _ = task.cancelled() or task.exception()  # else asyncio logs an exception that was never retrieved
         self._copying = self._writing = None
 
     async def _copy(self, trainers: Mapping[str, "TrainerClient"], path: Path) -> "list[SavedCheckpoint]":
@@ -73,7 +72,7 @@ class Checkpoints:
         saved = [result for result in results if not isinstance(result, BaseException)]
         for error in results:
             if isinstance(error, BaseException):
-                # The next save_checkpoint of a trainer would raise the error of this one, if nobody had waited for it.
+                # If nobody waited for a failed writing, that trainer's next save_checkpoint would raise its error.
                 await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
                 raise error
         return saved

@@ -1,4 +1,4 @@
-"""Checksums of the files of a checkpoint: written when it is complete, compared before it is read. Knows no trainers."""
+"""Checksums of a checkpoint's files: written before its state.json, compared before it is read. Knows no trainers."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def write(folder: Path, others: Mapping[str, str]) -> None:
 
 
 def fault(folder: Path) -> str:
-    """The first fault of a checkpoint's files. Empty if there is none, or if a version that wrote no checksums has written the checkpoint."""
+    """The first fault of a checkpoint's files. Empty if there is none, or if the checkpoint has no checksums.json."""
     file = folder / FILE
     try:
         if not file.exists():

@@ -36,7 +36,8 @@ class Request:
     start: int = 0
     num_bytes: int
     path: str  # of the bytes: "tcp" or "point_to_point"
-    # Of a communicator, as the reader chooses them: "nccl" or "gloo", and the bytes of a piece. gloo ends the process where two sizes differ.
+    # The reader chooses the communicator's backend, "nccl" or "gloo", and the bytes of a piece. gloo ends the process if the two sides have
+    # different sizes.
     backend: str = ""
     piece_bytes: int = 0
 

@@ -213,7 +213,7 @@ def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_
             f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
         ]
     )
-    config.critic.gpu = 1  # alone there, so it keeps its memory
+    config.critic.gpu = 1  # no other model is on this GPU, so the critic keeps its memory
     places = {demand.place: list(demand.taken) for demand in describe_plan.demands(config)}
     assert places["GPU 1 generating"] == places["GPU 1 in optim_step"] == ["critic-0"]
     assert "GPU 0 training the critic" not in places

@@ -112,7 +112,7 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     for each, (_, norm) in zip(steps, alone[1:], strict=True):
         assert [found for _, found in each] == pytest.approx([norm] * 3, rel=1e-6)
 
-    # What one program trains, another one goes on with.
+    # Another program goes on with the weights that the first one trained.
     version, before = others[1].ask("forward")
     [[trained, _]] = others[1].ask("steps 1 0.01")
     assert (version, trained) == (9, 10)

@@ -1,4 +1,4 @@
-"""What a user reads about the way of the weights: the path in the log and in `info`, once, and no line for every pull."""
+"""Lines that a user reads about the way of the weights: the path in the log and in `info`, once, and no line for every pull."""
 
 from dataclasses import replace
 

@@ -30,7 +30,7 @@ def run(addresses: str, folder: Path, certificates: str = "") -> dict:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> dict:
-    """What the program gives without hosts."""
+    """Output of the program without hosts."""
     return run("", tmp_path_factory.mktemp("alone"))
 
 
