@@ -1,7 +1,8 @@
 """Checkpoints of a run: the trainers' weights and the controller's own state.
 
 checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. A run with
-a critic also has checkpoints/step-N/critic. checksums.json has the checksums of all of them. state.json is written last, so a checkpoint with a state.json is complete.
+a critic also has checkpoints/step-N/critic. checksums.json has the checksums of all of them.
+state.json is written last, so a checkpoint with a state.json is complete.
 """
 
 import asyncio
