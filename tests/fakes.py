@@ -1,6 +1,7 @@
 """Fakes for tests: environments, generators and trainers without a model."""
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -307,6 +308,9 @@ class UnigramTrainer:
         group |= {"lr": params.learning_rate, "betas": (params.beta1, params.beta2), "eps": params.eps}
         group["weight_decay"] = params.weight_decay
         norm = float(self.numbers.grad.norm())
+        if not math.isfinite(norm):
+            self.numbers.grad = None
+            return OptimResult(policy_version=self.version, grad_norm=norm, skipped=True)
         if params.grad_clip_norm is not None:
             torch.nn.utils.clip_grad_norm_([self.numbers], params.grad_clip_norm)
         self.optimizer.step()
