@@ -1,4 +1,7 @@
-"""An RL post-training service of Monarch actors. Importing it loads neither vLLM nor CUDA. Actors and transports are imported at first use."""
+"""An RL post-training service of Monarch actors. Importing it loads neither vLLM nor CUDA.
+
+Actors, their clients and transports are imported at first use.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

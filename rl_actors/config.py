@@ -34,7 +34,8 @@ class OptimizerConfig:
     """Regular expression -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}. The expression is searched in torchtitan's
     parameter names. A parameter belongs to the first expression that matches its name. If none matches, its multipliers are 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of AdamW and Adam. For an optimizer by import path this field has no effect; `arguments` may choose."""
+    """torch's implementation of AdamW and Adam. An optimizer by import path ignores this field. Its `arguments` can have
+    such an option."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if the optimizer cannot be built."""
@@ -74,7 +75,7 @@ def _validate_group(pattern: str, multipliers: tuple[float, float]) -> None:
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters on frozen weights (arXiv 2106.09685). The fields are named as in Tinker."""
+    """Low-rank adapters on frozen weights (arXiv 2106.09685). Every field that Tinker also has is named as in Tinker."""
 
     rank: int = 0
     """Rank of the adapters. 0: there are no adapters and every weight is trained."""
@@ -136,56 +137,58 @@ class TrainerConfig:
     """Config of a trainer: model, layout, precision, packing, optimizer."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Dimensions of the model. If they are left at their defaults and hf_path is given, they are read from there."""
+    """Dimensions of the model. If they are left at their defaults and hf_path is given, they are read from its config.json."""
     hf_path: str = ""
     """Hugging Face directory to load weights from; on the command line also the id of a model on the Hub. Empty: random weights from
     `seed`."""
     tokenizer_path: str = ""
     """Directory of tokenizer files, which are copied into checkpoints and exports. Empty: hf_path."""
     head: HeadName = "logprobs"
-    """Numbers that the model gives for each position. logprobs: those of a language model. values: one number, which a value model gives
-    for the tokens up to the position. The head of a value model starts at zero and is never tied to the embedding."""
+    """Output of the model at each position. logprobs: log probabilities of tokens; the model is a language model. values: one number, the
+    value of the tokens up to the position; the model is a value model, whose head starts at zero and is never tied to the embedding."""
     parallelism: ParallelismConfig = field(default_factory=_parallelism)
     attention: Literal["flex", "flash4"] = "flex"
     """Attention kernel on a GPU: torch's flex attention, or FlashAttention 4 in bfloat16 (the package flash-attn-4, for Hopper and
     Blackwell). On a CPU this field has no effect, because there is only one kernel."""
     activation_checkpointing: Literal["none", "products", "selective", "full"] = "none"
-    """Activations that the backward pass recomputes instead of storing. products: everything except attention and matrix products.
-    selective: also every second matrix product. full: whole blocks."""
+    """Activations that the forward pass does not store and the backward pass recomputes. products: everything except attention and matrix
+    products. selective: also every second matrix product. full: whole blocks."""
     compile: CompileConfig = field(default_factory=CompileConfig)
     """torch.compile of the blocks, if it is enabled and "model" is among its components."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass. Parameters, gradients and optimizer state stay float32."""
     float8: bool = False
-    """Linear layers of the blocks in float8 by torchao. A machine without float8 hardware emulates it, for tests."""
+    """True: torchao computes the linear layers of the blocks in float8. A machine without float8 hardware emulates it, for tests."""
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scales of float8. tensorwise: one per tensor, with the fastest kernels. rowwise: one per row. rowwise_with_gw_hp: one per row, with
     the gradients of the weights in compute_dtype."""
     max_sequence_length: int = 4096
-    """Longest sample in positions. Longer samples are refused."""
+    """Largest number of positions of a sample. Longer samples are refused."""
     tokens_per_row: int = 4096
-    """Largest number of positions in a row. It is rounded down to a multiple of 64, or under context parallelism of 128 times
-    its degree."""
+    """Largest number of positions in a row. It is rounded down to a multiple of 64. Under context or expert parallelism the multiple can be
+    larger; see layouts.row_multiple."""
     rows_per_microbatch: int = 1
-    """Largest number of rows in one forward and backward pass of a data-parallel rank."""
+    """Largest number of rows of a microbatch, which is one forward and backward pass of a data-parallel rank. With packing="token_budget"
+    it limits the positions of a microbatch instead of its rows."""
     packing: PackingPolicy = "packed"
     """packed: samples share rows. token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch
     positions. fixed: one sample per row; a microbatch has at most rows_per_microbatch rows."""
     logprob_chunk_tokens: int = 1024
-    """Largest number of positions whose logits, a row of the vocabulary's size each, exist at the same time."""
+    """Largest number of positions whose logits exist at the same time. Every position has one logit for each token of the vocabulary."""
     max_call_bytes: int = 1 << 30
-    """Largest number of bytes of the samples of one call."""
+    """Largest size of the samples of one call together, in bytes."""
     optimizer: Annotated[OptimizerConfig | None, tyro.conf.AvoidSubcommands] = field(default_factory=OptimizerConfig)
     """None: the trainer only infers and has neither gradients nor optimizer state."""
     fsdp_cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in pinned host memory, and step the optimizer there. The GPU holds a block at a time. Slow;
-    for a model whose training state no GPU holds. Only with data_parallel_shard, and only for dense models."""
+    """Keep weights, gradients and optimizer state in pinned host memory, and step the optimizer there. The GPU holds the weights of a few
+    blocks at a time. This is slow, and meant for a model whose training state does not fit into the GPUs. It is possible only for dense
+    models, and only with data_parallel_shard as the kind of parallelism."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
-    """Step of the routers' expert bias at every optim_step (arXiv 2408.15664). 0: no bias; transformers and vLLM route without one."""
+    """Change of the routers' expert biases at every optim_step (arXiv 2408.15664). 0: there are no biases, as in transformers and vLLM."""
     gpu: int | None = None
-    """Index of the first rank's GPU among those that the program sees; the other ranks have the following ones. None: the first one. On a
-    CPU, and in processes that are there already, this field has no effect."""
+    """Index of the first rank's GPU among those that the program sees; the other ranks have the following ones. None: the first one. This
+    field has no effect on a CPU, or if the trainer runs in processes that exist already."""
     seed: int = 0
     """Seed of the random weights."""
     deterministic: bool = False
@@ -197,8 +200,8 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
-            # If the directory holds no model, `validate` raises the error, which a command line shows on one line. An error that was raised here
-            # would be a traceback.
+            # If the directory holds no model, `validate` raises the error, which a command line shows on one line. It would show an error
+            # from here as a traceback.
             with contextlib.suppress(ValueError):
                 self.model = ModelConfig.from_hf(self.hf_path)
 
@@ -237,7 +240,8 @@ class TrainerConfig:
         self.lora.validate(model, self.hf_path)
         if self.head == "values" and self.lora.rank:
             raise ValueError(
-                f"head='values' with lora.rank={self.lora.rank}: adapters freeze all other weights, and the head of a value model must train"
+                f"head='values' with lora.rank={self.lora.rank}: adapters freeze all other weights, and the head of a value model "
+                "must train"
             )
         if self.float8 and self.lora.rank:
             raise ValueError(f"float8=True with lora.rank={self.lora.rank}; only one of them is supported")
@@ -270,7 +274,7 @@ class TrainerConfig:
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
-        """Raises ValueError naming the call, the value and the reason if Hugging Face's Qwen3, and so vLLM, cannot express the model."""
+        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, and so vLLM, cannot express the model."""
         if self.head == "values":
             raise ValueError(
                 f"{call} is not possible with head='values': a generator samples from a language model, not from values"
@@ -284,20 +288,20 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When an actor is taken for dead, and how often it is started again."""
+    """The silence after which an actor counts as dead, and the number and the pace of its restarts."""
 
     max_per_hour: int = 10
-    """Largest number of restarts in an hour. After the next death every call raises the error of the first death of that hour. 0: the
-    actor is never started again."""
+    """Largest number of restarts of an actor in an hour. After the next death it is not started again. When no actor is left, every call
+    raises the error of the first death of that hour. 0: the actor is never started again."""
     backoff: float = 1.0
-    """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
-    first death there is none."""
+    """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
+    After the first death there is no pause."""
     silent_after: float = 120.0
-    """Seconds without a sign of life after which an actor is killed: its process does not answer, or it works on one thing for so long, such
-    as a step of vLLM or the load of a version."""
+    """Seconds without a sign of life after which an actor is killed. There is no sign of life while its process does not answer, or while
+    its engine works on one thing, such as a step of vLLM or the load of a version."""
 
     def validate(self, name: str) -> None:
-        """Raises ValueError naming the field, its value and the limit. name: of the field with this policy."""
+        """Raises ValueError naming the field, its value and the limit. name: the name of the field that holds this policy."""
         for field_name in ("max_per_hour", "backoff"):
             value = getattr(self, field_name)
             if not 0 <= value < float("inf"):
@@ -315,14 +319,15 @@ class WeightsConfig:
 
     path: WeightsPath = "auto"
     """Path of the bytes. auto: the fastest path that trainer and generator share. cuda_ipc: from GPU to GPU of one host.
-    shared_memory: one host. point_to_point: any two hosts, by NCCL between GPUs, else by gloo. tcp: any two hosts. The last two also work on
-    one host, to try them; NCCL then needs two GPUs."""
+    shared_memory: within one host. point_to_point: between any two hosts, by NCCL between GPUs, else by gloo. tcp: between any two hosts.
+    The last two also work within one host, to try them; NCCL then needs two GPUs."""
     address: str = ""
     """Address at which every rank of the trainer serves weights to generators on other hosts; "hostname": the name of the rank's host. The
-    bytes are not encrypted, so the network must be private. Empty: only this host reads weights; tcp and point_to_point then use the loopback
-    address."""
+    bytes are not encrypted, so the network must be private. Empty: only generators on the trainer's host can read weights; tcp and
+    point_to_point then use the loopback address."""
     timeout: float = 60.0
-    """Seconds of each phase of a push or a pull: the lock of a slot, writing it, reading it, loading it into the engine."""
+    """Seconds that each phase of a push or a pull may take: the wait for the lock of a slot, writing the slot, reading it, loading its
+    weights into the engine."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""
@@ -347,10 +352,10 @@ class GeneratorConfig:
     max_num_seqs: int = 256
     """Largest number of sequences that run at the same time. Others wait in a queue."""
     kv_cache_bytes: int | None = None
-    """Bytes of the key-value cache. None: 256 MiB on a CPU; on a GPU the memory of gpu_memory_utilization that weights and activations leave.
-    vLLM measures this memory while it starts. Meanwhile nothing else may take or free memory of the GPU."""
+    """Bytes of the key-value cache. None: 256 MiB on a CPU; on a GPU the part of gpu_memory_utilization that weights and activations do not
+    need. vLLM measures this part while it starts. Meanwhile nothing else may take or free memory of the GPU."""
     gpu: int | None = None
-    """Index of the GPU among those that the program sees. None: the first one, which the first rank of a trainer uses, too."""
+    """Index of the GPU among those that the program sees. None: the first one, which is also the GPU of a trainer with gpu=None."""
     gpu_memory_utilization: float = 0.8
     """Fraction of the GPU's memory that the engine may take."""
     enforce_eager: bool = False
@@ -360,17 +365,17 @@ class GeneratorConfig:
     not depend on the other requests in the batch. It is slower."""
     own_process: bool | None = None
     """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: on a GPU, and with tensor_parallel above
-    1. On a CPU that is not faster, and the start takes 10 s longer."""
+    1. On a CPU a process of its own is not faster, and the start takes 10 s longer."""
     replicas: int = 1
     """Number of engines with the same weights. Each has a process of its own, and on a machine with GPUs its own GPUs, from `gpu` on."""
     tensor_parallel: int = 1
-    """Number of vLLM's ranks that share every layer. On GPUs each has one, from `gpu` on."""
+    """Number of vLLM's ranks that share every layer. On a machine with GPUs each rank has one, from `gpu` on."""
     sleep_mode: bool = False
     """Makes `sleep` possible: vLLM takes the memory of its weights and its cache from an allocator that can release it. On a CPU nothing is
     released."""
     recompute_running: bool = True
     """After a pull, compute the cached keys and values of running requests again, so that all later tokens are exactly the new policy's.
-    False: running requests keep those of the old weights, which takes no time. New requests never see them."""
+    False: running requests keep the keys and values of the old weights, which takes no time. New requests never read old ones."""
     num_threads: int | None = None
     """CPU threads of the process. None: OMP_NUM_THREADS; if that is not set, four on a machine with a GPU, otherwise one per core."""
     seed: int = 0
@@ -380,7 +385,7 @@ class GeneratorConfig:
     call_timeout: float = 600.0
     """Seconds in which every other call must answer. The completions of a call come prompt by prompt, and each prompt has this time."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
-    """Restarts of every generator that the client has spawned. In a run they are those of `survival`."""
+    """Rules for the restarts of every generator that the client has spawned. In a run `survival` sets them."""
 
     def gpus(self) -> range:
         """Indices of the GPUs of all replicas, on a machine that has GPUs."""
@@ -389,7 +394,7 @@ class GeneratorConfig:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters, with room for its longest samples. All its fields are copies."""
+        """Config of a generator for the trainer's model and adapters, with room for its longest samples. Model and adapters are copies."""
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""
@@ -416,7 +421,8 @@ class GeneratorConfig:
         self.restarts.validate("generator.restarts")
         if self.own_process is False and self.tensor_parallel > 1:
             raise ValueError(
-                f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of their own"
+                f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of "
+                "their own"
             )
         if self.gpu is not None and self.gpu < 0:
             raise ValueError(f"generator.gpu={self.gpu}; it must be at least 0")

@@ -90,9 +90,9 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def heartbeat(self) -> Heartbeat:
-        """A sign of life. Raises EngineDiedError if the engine has failed for good."""
+        """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            return Heartbeat(is_idle=True, num_done=0)  # the time of the setup is limited by its caller
+            return Heartbeat(is_idle=True, num_done=0)  # the caller of setup limits its time
         return self._engine.heartbeat()
 
     @property
@@ -117,7 +117,7 @@ class Generator(Actor):
     ) -> int:
         """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
 
-        indices: for each prompt its index p in the seeds of SamplingParams; None: its place in the list.
+        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is its place in the list.
         Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
@@ -138,8 +138,8 @@ class Generator(Actor):
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
 
-        Waits until there are `at_least` of them, or all that are left. Raises the error of the call if it fails, and ValueError after its
-        end.
+        Waits until at least `at_least` prompts, or all that are left, have finished. Raises the error of the call if it fails, and
+        ValueError if it is over.
         """
         if call not in self.calls:
             raise ValueError(
@@ -163,8 +163,9 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Log probability of every token after the first, given the tokens before it, at temperature 1: float32 [T - 1] each.
+        """Log probability of every token after the first, given the tokens before it, at temperature 1.
 
+        The answer has a float32 tensor [T - 1] for each sequence of T tokens.
         Raises ValueError with lora.sync="adapter" and an adapter on the output projection.
         """
         from vllm import SamplingParams as VLLMParams
@@ -186,9 +187,9 @@ class Generator(Actor):
     async def pull_model_state_dict(self, version: int, timeout: float = 60.0, in_flight: bool = True) -> Transfer:
         """Replace the weights, or the adapter, by a published version. Does nothing if the engine has this version already.
 
-        If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, it refuses to generate until
-        a pull has succeeded.
-        in_flight: running requests go on with the new weights. Otherwise they end first, and new requests wait for the new weights.
+        If the version cannot be read, the generator keeps its weights. If the replacement fails in the middle, the generator refuses to
+        generate until a pull has succeeded.
+        in_flight=True: running requests go on with the new weights. False: they end first, and new requests wait for the new weights.
         Raises TimeoutError if the version is not published in time, and ValueError if a parameter is missing, unknown or of a wrong shape.
         """
         validate_pull(version, timeout)
@@ -199,7 +200,7 @@ class Generator(Actor):
             return replace(self.last_pull, num_bytes=0, seconds=0.0, phases={})
         check_manifest(manifest, self.expected)
         source = await self.transport.source(manifest)
-        # If the load fails it stays empty, so that the next pull loads again.
+        # If the load breaks the engine, the key stays empty, so that the next pull loads again.
         former, self.loaded_version_key = self.loaded_version_key, ""
         try:
             loaded = await asyncio.wrap_future(self.engine.update(source, version, in_flight=in_flight))
@@ -214,14 +215,16 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def sleep(self, level: int = 1) -> DeviceMemory:
-        """Release the devices' memory when the running requests have ended, and refuse calls until `wake`. Does nothing if it sleeps.
+        """Release the devices' memory when the running requests have ended, and refuse calls until `wake`.
+
+        Does nothing if the generator sleeps already.
 
         level: 1 keeps the weights on the host; 2 drops them, so that after `wake` the generator refuses to generate until a pull.
         """
         sleeping.require_possible(self.config, level, has_transport=self.transport is not None)
         released = await asyncio.wrap_future(self.engine.sleep(level))
         if self.engine.asleep == 2:
-            self.loaded_version_key = ""  # the next pull loads also the version that was here
+            self.loaded_version_key = ""  # so that a pull of the dropped version loads it again
         return released
 
     @concurrent_endpoint

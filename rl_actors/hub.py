@@ -22,7 +22,8 @@ def find_model(name_or_path: str) -> str:
 
     The model is taken from the Hub's cache. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
     find_model("Qwen/Qwen3-0.6B") -> "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…"
-    Raises ValueError with the id, the reason and the command that downloads the model, if it is not in the cache and cannot be downloaded.
+    Raises ValueError with the id, the reason and the command that downloads the model, if the model is not in the cache and cannot be
+    downloaded.
     """
     if not is_model_id(name_or_path):
         return name_or_path
@@ -82,8 +83,9 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """The files that loading a model needs and that the directory lacks: config.json, and the weights. An index lists its files of weights.
+    """The files that loading a model needs and that the directory lacks.
 
+    A model needs config.json and at least one *.safetensors. If there is an index of the weights, every file that it lists is needed.
     Raises ValueError if the index is not a JSON object with a weight_map.
     """
     folder = Path(directory)
@@ -101,7 +103,7 @@ def missing_files(directory: str) -> list[str]:
 
 
 def require_weights(field: str, path: str) -> None:
-    """Raises ValueError naming the field if files are missing, and naming the file if one is cut off. Reads only the headers of the files."""
+    """Raises ValueError naming the field if files are missing, or naming a file that is cut off. Reads only the headers of the files."""
     from safetensors import SafetensorError, safe_open
 
     lacking = missing_files(path)

@@ -19,7 +19,7 @@ NUM_SUGGESTIONS = 3
 """Largest number of possible layouts in an error text."""
 
 PIPELINE_SCHEDULES = {"1F1B": 1, "Interleaved1F1B": 2}
-"""Schedules that give the results of one process, with the number of stages per rank that each has by default."""
+"""Schedule -> its default number of stages per rank. These schedules give the same results as one process."""
 
 LOAD_BALANCERS = (None, "headtail", "ptrr")
 
@@ -58,7 +58,10 @@ def described(layout: dict[str, int]) -> str:
 
 
 def validate(config: TrainerConfig) -> None:
-    """Raises ValueError if no trainer can have this layout. The text has its numbers, and the nearest possible layouts of the same number of processes."""
+    """Raises ValueError if no trainer can have this layout.
+
+    The text has the numbers of the layout, and the nearest possible layouts of the same number of processes.
+    """
     num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
     if expert < 1:
         raise ValueError(f"parallelism.expert_parallel_degree={expert}; it must be at least 1")
@@ -179,9 +182,9 @@ def _named(degrees: dict[str, int], names: list[str]) -> str:
 
 
 def _require_experts(config: TrainerConfig) -> None:
-    """Refuse expert parallelism that cannot give each rank whole experts.
+    """Refuse expert parallelism that is not possible with this model and layout, and tensor parallelism that cannot split an expert.
 
-    The ranks of data, context and tensor parallelism hold the experts; expert parallelism has no ranks of its own.
+    The ranks of data_parallel_shard, context_parallel and tensor_parallel hold the experts; expert parallelism has no ranks of its own.
     """
     model, parallel = config.model, config.parallelism
     degree, tensor = parallel.expert_parallel_degree, parallel.tensor_parallel_degree
@@ -284,7 +287,10 @@ def _require_stages(config: TrainerConfig) -> None:
 
 
 def num_units(config: TrainerConfig) -> int:
-    """Number of layers that torchtitan distributes over the stages of a pipeline. The embedding and the head count as some layers each."""
+    """Number of layers that torchtitan distributes over the stages of a pipeline.
+
+    The embedding counts as pipeline_parallel_first_stage_less_layers layers, and the head as pipeline_parallel_last_stage_less_layers.
+    """
     parallel = config.parallelism
     ends = parallel.pipeline_parallel_first_stage_less_layers + parallel.pipeline_parallel_last_stage_less_layers
     return config.model.num_hidden_layers + ends
@@ -321,7 +327,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
-    """The possible layouts, for the same number of processes, that are nearest to the layout of the config; see _distance."""
+    """At most NUM_SUGGESTIONS possible layouts of the same number of processes, nearest to the config's first; see _distance."""
     wanted = all_degrees(config)
     possible = []
     for factors in _factorizations(config.num_processes(), len(config.layout())):
@@ -336,13 +342,13 @@ def nearest(config: TrainerConfig) -> list[dict[str, int]]:
 
 
 def _distance(layout: dict[str, int], wanted: dict[str, int]) -> tuple[float, int]:
-    """Sort key of layouts: the sum of |log2(degree / wanted degree)|. Among equals, more data_parallel_shard comes first."""
+    """Sort key of layouts: the sum of |log2(degree / wanted degree)|. Among equal sums the larger data_parallel_shard comes first."""
     steps = sum(abs(math.log2(layout[name] / wanted[name])) for name in wanted)
     return round(steps, 6), -layout["data_parallel_shard"]
 
 
 def _factorizations(product: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All tuples of `count` factors of the product: _factorizations(2, 2) -> (1, 2), (2, 1)"""
+    """All tuples of `count` positive integers with this product: _factorizations(2, 2) -> (1, 2), (2, 1)"""
     if count == 1:
         yield (product,)
         return

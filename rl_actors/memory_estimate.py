@@ -1,7 +1,4 @@
-"""Estimate of the memory of one rank, computed from the config. docs/layouts.md has the formulas in words. Starts nothing, needs no torch.
-
-D hidden size, H query heads, K key-value heads, W head width, I MLP width, V vocabulary, E experts, N positions of a microbatch.
-"""
+"""Estimate of the memory of one rank, computed from the config. docs/layouts.md has the formulas. Starts nothing, needs no torch."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ Part = tuple[int | None, list[Weight]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Bytes of the rank that needs the most."""
+    """Bytes of memory of the rank that needs the most."""
 
     parameters: int
     gradients: int
@@ -45,12 +42,12 @@ class Memory:
     is_on_host: bool = False  # whether parameters, gradients and optimizer are in the host's memory (fsdp_cpu_offload)
 
     def on_device(self) -> Memory:
-        """The memory of the device."""
+        """The part of this memory that is on the device."""
         return replace(self, parameters=0, gradients=0, optimizer=0) if self.is_on_host else self
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Bytes of memory that the rank needs on its device."""
         held = self.on_device()
         return held.parameters + held.gradients + held.optimizer + held.buffers + held.activations
 
@@ -238,11 +235,14 @@ def _microbatches_held(config: TrainerConfig) -> float:
 
 
 def _saved_by_block(model: ModelConfig, layer: int, d: float, tensor: int, context: int) -> float:
-    """Number of elements that a block saves per position. For attention, context parallelism gathers the keys and values of whole rows."""
+    """Number of elements that a block saves per position of this rank.
+
+    For attention, context parallelism gathers the keys and values of whole rows.
+    """
     w = model.head_dim / tensor
     q, kv = model.num_attention_heads * w, model.num_key_value_heads * w
-    # A block saves the four tensors of width D that norms and projections read. It also saves q and k before their norms, if they have
-    # norms, the q, k and v that attention reads, and the output of attention twice.
+    # A block saves the four tensors of the hidden size that norms and projections read. It also saves the q, k and v that attention reads,
+    # and the output of attention twice. If q and k have norms, the block also saves q and k before their norms.
     before_norms = q + kv if model.has_qk_norm else 0
     attention = 4 * d + before_norms + (q + 2 * kv * context) + 2 * q
     if not model.has_experts(layer):
@@ -259,7 +259,7 @@ def _saved_selectively(model: ModelConfig, layer: int, d: float, tensor: int, co
 
 
 def _width(model: ModelConfig, layer: int) -> int:
-    """Inner width of the MLP. In a block with experts, the widths of the experts of one token, added up."""
+    """Inner width of the MLP. In a block with experts it is the sum of the widths of one token's experts."""
     if model.has_experts(layer):
         return model.num_experts_per_tok * model.moe_intermediate_size
     return model.intermediate_size

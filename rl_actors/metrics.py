@@ -16,11 +16,13 @@ Partial: TypeAlias = Scalar | tuple[Scalar, Scalar]
 Partials: TypeAlias = dict[str, Partial]
 REDUCTIONS = ("sum", "mean", "max", "min")
 OVER_NOTHING = {"max": -math.inf, "min": math.inf}
-"""The maximum and the minimum of no values. Merging one of them with a value gives that value."""
+"""Reduction -> its result for no values. Merging this result with a value gives that value."""
 
 
 class HostCopy:
-    """The copy of a tensor to the host. In this class the tensor is there already. The subclass in engine/gpu.py copies it from a GPU."""
+    """The copy of a tensor to the host. This class is for tensors that are on the host already. Its subclass in engine/gpu.py copies from a
+    GPU.
+    """
 
     def __init__(self, tensor: Tensor) -> None:
         """Begin the copy."""
@@ -32,7 +34,7 @@ class HostCopy:
 
 
 class PartialsCopy:
-    """The copy of partials to the host. All their device scalars are in one transfer."""
+    """The copy of partials to the host. One transfer moves all scalars that are on a device."""
 
     def __init__(self, partials: Mapping[str, Partial], to_host: type[HostCopy] = HostCopy) -> None:
         """Begin the copy."""

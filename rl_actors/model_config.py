@@ -34,7 +34,7 @@ MOE_FIELDS = frozenset(
         "mlp_only_layers",
     }
 )
-"""Fields that only config.json of a mixture of experts has."""
+"""Fields that only the config.json of a mixture of experts has."""
 
 SUPPORTED_VALUES = {
     "attention_bias": False,
@@ -172,7 +172,7 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type].has_qk_norm
 
     def save(self, directory: str | Path) -> None:
-        """Write config.json. Besides weights, a generator needs nothing else."""
+        """Write config.json. Apart from weights, a generator needs no other file."""
         Path(directory).mkdir(parents=True, exist_ok=True)
         (Path(directory) / "config.json").write_text(json.dumps(self.to_hf(), indent=2) + "\n")
 

@@ -9,11 +9,11 @@ from rl_actors.config import TrainerConfig
 from rl_actors.model_config import ModelConfig
 
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""Part of a GPU's name -> its FLOPs per second in dense bfloat16. In float8 it is twice as fast."""
+"""Part of a GPU's name -> the GPU's peak in dense bfloat16, in FLOPs per second. Its peak in float8 is twice as high."""
 
 
 def product_parameters(model: ModelConfig) -> int:
-    """Number of parameters in the matrix products of one token. In a block with experts these are the router and the token's experts."""
+    """Number of parameters in the matrix products of one token. Of a block's experts it has only those that the token is routed to."""
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
     groups = model.num_key_value_heads * model.head_dim
@@ -31,9 +31,9 @@ def product_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
     """FLOPs of the forward and backward pass of one token in a document of this length. Recomputation does not count.
 
-    A parameter of a matrix product takes 6. An attended position takes 12 in every block and every dimension of every head. A position
-    attends to itself and to the earlier positions of its document, which on average is half the document. With trains_weights=False, as
-    under adapters, the gradients of the weights are not computed, and a parameter takes 4.
+    A parameter of a matrix product takes 6 FLOPs. An attended position takes 12 in every block and every dimension of every head. A
+    position attends to itself and to the earlier positions of its document, which on average is half the document. With
+    trains_weights=False, as under adapters, the gradients of the weights are not computed, and a parameter takes 4 FLOPs.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4

@@ -1,4 +1,4 @@
-"""The parts of a trainer's memory that `offload` moves to the host, and the answer of a move. Moves nothing."""
+"""The parts of a trainer's memory that `offload` moves to the host, and HostMove, the record of a move. Moves nothing."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class HostMove:
 
     num_bytes: int = 0  # over all ranks
     seconds: float = 0.0  # of the slowest rank
-    buffer_seconds: float = 0.0  # the share of `seconds` in which host memory was made; only a first offload makes any
+    buffer_seconds: float = 0.0  # the part of `seconds` in which host memory was allocated, as in a first offload
 
     @property
     def gb_per_second(self) -> float:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 PULL_TIMEOUT = 60.0
-"""Seconds to wait until a version is published. GeneratorClient.pull_model_state_dict waits as long unless its caller says otherwise."""
+"""Seconds to wait until a version is published. GeneratorClient.pull_model_state_dict waits for as long by default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,10 @@ class Reply(Generic[T]):
 
 
 class PolicyTrainer(Actor):
-    """The calls of a trainer are endpoints that take an Order. A call without one runs as soon as it arrives, so its caller must be the only one."""
+    """One rank of a trainer. Its calls are endpoints that take an Order.
+
+    A call without an Order runs as soon as it arrives, so its caller must be the only one.
+    """
 
     # These three exist after setup.
     engine: "TrainEngine"
@@ -103,7 +106,7 @@ class PolicyTrainer(Actor):
         if self.transport is not None:
             self.transport.training_bytes = memory_estimate.memory(self.config).total
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # Garbage collections, which run when samples arrive, would otherwise look through all objects of the setup each time.
+        # Garbage collections run when samples arrive. Without this call each of them would look through all objects of the setup.
         collector.keep(collect=True)
 
     @endpoint
@@ -124,7 +127,7 @@ class PolicyTrainer(Actor):
         entropy: bool = False,
         order: Order | None = None,
     ) -> RankOutput:
-        """Logprobs of the targets and, with a loss, its metrics. Changes nothing."""
+        """Logprobs of the targets, or the values of a value model, and with a loss its metrics. Changes nothing."""
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
@@ -136,7 +139,10 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def optim_step(self, params: OptimParams, order: Order | None = None) -> OptimResult:
-        """Divide and clip the gradients, step the optimizer, clear the gradients. Advances policy_version by one unless the gradient is not finite."""
+        """Divide and clip the gradients, step the optimizer, clear the gradients.
+
+        Advances policy_version by one unless the gradient is not finite.
+        """
         return await self.in_order(order, lambda: self.engine.optim_step(params))
 
     @endpoint
@@ -188,7 +194,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def offload(self, parts: Collection[Part] = PARTS, order: Order | None = None) -> HostMove:
-        """Move parts of this rank's memory to the host. Calls that need them bring them back."""
+        """Move parts of this rank's memory to the host. A later call brings back the parts that it needs."""
         return await self.in_order(order, lambda: self.engine.offload(parts))
 
     @endpoint
@@ -200,7 +206,7 @@ class PolicyTrainer(Actor):
     async def push_model_state_dict(self, order: Order | None = None) -> int:
         """Publish the weights under policy_version. Each rank publishes its own shards.
 
-        Their dtype is the widest in which a generator of the transport computes. Does nothing if they are published already.
+        They get the widest dtype in which a generator of the transport computes. Does nothing if this version is published already.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -228,7 +234,10 @@ class PolicyTrainer(Actor):
             return self.engine.load_published(opened, version)
 
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
-        """The manifest that rank 0 finds, for all ranks. Each could find another, if a trainer begins a new stream meanwhile."""
+        """The manifest that rank 0 finds, on all ranks.
+
+        If every rank looked for itself, the ranks could find different manifests, because a trainer may begin a new stream meanwhile.
+        """
         found: Manifest | Exception | None = None
         if self.rank == 0:
             try:

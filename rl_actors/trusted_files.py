@@ -1,4 +1,4 @@
-"""Files that may be unpickled. Unpickling runs code, so whoever can write such a file can run code as its reader."""
+"""Files that may be unpickled. Unpickling runs code, so whoever can write such a file can run code as the user who reads it."""
 
 import grp
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """The reason why a file, or a file of a directory, must not be unpickled. Empty if only this user and root can write all of them.
+    """The reason why a file, or a file of a directory, must not be unpickled. Empty if only this user and root can write them.
 
     The directory itself is checked, too, because whoever can write it could replace its files. Directories above it are not checked.
     """
@@ -41,7 +41,10 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _is_private(group: int, user: int) -> bool:
-    """True for the group that has the name of its only user, as many systems make one. Files are then writable by the group by default."""
+    """True for a user's own group, which has the user's name and no other member.
+
+    Many systems make such a group for each user, and let the group write the user's files by default.
+    """
     try:
         entry, owner = grp.getgrgid(group), pwd.getpwuid(user)
     except KeyError:

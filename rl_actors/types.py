@@ -17,8 +17,8 @@ from rl_actors.metrics import Partials
 from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
-"""Target id of a padded position. Its logprob is 0, and every loss, mean and maximum leaves it out, because the trainer sets all its
-columns to 0, also loss_weights."""
+"""Target id of a padded position. The position's logprob is 0, and every loss, mean and maximum leaves the position out, because the
+trainer sets all columns to 0 there, also loss_weights."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -198,15 +198,15 @@ class ForwardBackwardOutput:
 class RankOutput:
     """The part of a ForwardBackwardOutput that one rank reports. It is defined here so that a client can read it without the engine.
 
-    Each sample is reported once, by tensor-parallel rank 0 of the last pipeline stage. Under context parallelism rank 0 reports the
-    samples and every rank its own metrics.
+    Each sample is reported once, by tensor-parallel rank 0 of the last pipeline stage. Under context parallelism only context-parallel
+    rank 0 reports samples, and every context-parallel rank reports its own metrics.
     """
 
     rank: int
     indices: list[int]  # indices of the reported samples in the list of the call
     lengths: list[int]  # T of each reported sample
-    # "logprobs" or, of a value model, "values", [sum of lengths] float32. "entropy" [sum of lengths] and "target_logprobs"
-    # [sum of lengths, K] if they were computed. Empty if the rank reports no sample.
+    # "logprobs", or "values" for a value model: [sum of lengths] float32. If they were computed, also "entropy" [sum of lengths] and
+    # "target_logprobs" [sum of lengths, K]. Empty if the rank reports no sample.
     values: dict[str, Tensor]
     metrics: Partials  # the client merges them over ranks; see rl_actors.metrics
     policy_version: int
@@ -252,7 +252,8 @@ class Transfer:
     reason: str = ""  # why a pull took this path
     num_bytes: int  # of the version, over all ranks
     seconds: float  # without the wait for the version
-    # Seconds of the parts. push: collect, write. pull: read, load. A pull reads shared memory while it loads, so `load` includes the reading there.
+    # Seconds of the phases. push: collect, write. pull: read, load. A pull reads shared memory while it loads. With that path `load`
+    # includes the reading.
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -270,7 +271,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerInfo:
-    """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and memory."""
+    """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and the values of memory, moves and pushes."""
 
     policy_version: int
     steps_skipped: int  # number of optim_steps since the trainer was built whose gradient was not finite
@@ -294,9 +295,9 @@ class TrainerInfo:
     peak_memory_bytes: int  # largest memory_bytes since the process started
     logs: str  # file with the output and the logs of the rank's process
     last_push: Transfer | None = None  # None: this rank has pushed nothing
-    on_host: Mapping[str, int] = field(default_factory=dict)  # part that is offloaded -> its bytes; see `offload`
-    offloaded: HostMove = HostMove()  # all moves of this rank to the host, and back, since the trainer was built
-    onloaded: HostMove = HostMove()
+    on_host: Mapping[str, int] = field(default_factory=dict)  # each part that is offloaded -> its bytes; see `offload`
+    offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
+    onloaded: HostMove = HostMove()  # sum of its moves back
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,23 +309,27 @@ class Heartbeat:
 
 
 ReplicaState = Literal["starting", "healthy", "stale", "dead", "restarting", "retired"]
-"""State of one of a client's generators. starting: its first process starts. healthy: calls go to it. stale: it runs, but its weights are not
-those of the last pull. dead: it has ended or was killed. restarting: another process starts in its place. retired: it is not started again."""
+"""State of one of a client's generators. starting: its first process starts. healthy: calls go to it. stale: it runs, but its weights are
+not those of the last pull. dead: it has ended or was killed. restarting: another process starts in its place. retired: it is not started
+again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorReturn:
-    """A generator that died, and in whose place another is healthy now."""
+    """A generator that died and was started again, and is healthy now."""
 
     name: str
-    cause: str  # the first error since it was healthy
+    cause: str  # the first error after the time in which it was healthy
     noticed: float  # time of this error, in seconds since 1970
-    seconds: float  # from this error to the return
+    seconds: float  # from this error until it was healthy again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorInfo:
-    """State and limits of a generator. With several replicas `info` gives that of the one with the oldest weights; its `replicas` has all."""
+    """State and limits of a generator. With several replicas, `info` returns the info of the replica with the oldest weights.
+
+    The field `replicas` of this info then has the infos of all replicas.
+    """
 
     policy_version: int  # -1 before the first pull
     max_model_len: int
@@ -333,8 +338,8 @@ class GeneratorInfo:
     last_pull: Transfer | None = None  # None: no pull has brought weights
     asleep: int = 0  # level of the sleep; 0: awake
     replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
-    state: ReplicaState = "healthy"  # an info in another state is the last one that is known
-    restarts: int = 0  # times that it was started again, or that all replicas were
+    state: ReplicaState = "healthy"  # in any other state the other fields have the last known values
+    restarts: int = 0  # number of restarts; `info` of several replicas gives the sum
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

@@ -79,9 +79,9 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError unless target_ids and target_weights have the same K, which is that of the first sample.
+    """Raises ValueError unless target_ids and target_weights of the sample have the K of the first sample.
 
-    needs_weights: the loss reads target_weights, so both columns must be there.
+    needs_weights: True if the loss reads target_weights, so that a sample with target_ids must have both columns.
     """
     sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
     if len(set(sizes.values())) > 1:
@@ -182,8 +182,8 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
     """The first bad value in the tensors, or None.
 
-    All tensors are checked together, which is faster. Only if some value is bad, they are checked one by one. The checks use numpy, because
-    torch would wake a thread for every core of the host for so many positions, which can take longer than a step.
+    All tensors are checked together, which is faster. They are checked one by one only if some value is bad. The checks use numpy. For so
+    many positions torch would wake a thread for every core of the host, which can take longer than a step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -195,7 +195,7 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError if the trainer has no optimizer. For calls that train, and calls that read or write the optimizer's state."""
+    """Raises ValueError if the trainer has no optimizer. `call` is one that trains, or reads or writes the optimizer's state."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
@@ -203,7 +203,7 @@ def require_optimizer(call: str, optimizer: object | None) -> None:
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
     """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        return  # nothing can be refused, and the first optimizer of a process makes torch import its compiler for a second
+        return  # nothing can be refused, and for the first optimizer of a process torch imports its compiler, which takes 1 s
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
         made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)
@@ -218,7 +218,7 @@ def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
 def require_gpus(config: "TrainerConfig", name: str = "") -> None:
     """Raises ValueError if the ranks take GPUs that this program does not see. Does nothing on a machine without GPUs.
 
-    name: the model's name in a run, such as "critic", whose field `gpu` the error text then names.
+    name: the model's name in a run, such as "critic". The error text then names the field critic.gpu.
     """
     gpus, count = config.gpus(), torch.cuda.device_count()
     if torch.cuda.is_available() and gpus.stop > count:
@@ -317,7 +317,10 @@ _TIMEOUT = _Limit(_is_number, lambda x: x >= 0, "a number of seconds, at least 0
 
 
 def supported_hyperparameters(param_group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has. An eps that is a pair, as in Adafactor, does not count."""
+    """The keys of HYPERPARAMETERS that an optimizer with this parameter group has.
+
+    An eps that is a pair, as in Adafactor, does not count.
+    """
     has_betas = len(param_group.get("betas", ())) == 2
     supported = []
     for name, key in HYPERPARAMETERS.items():
@@ -379,7 +382,10 @@ def _are_integers(ids: Iterable[object]) -> bool:
 
 
 def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None = None) -> None:
-    """Raises ValueError (TypeError for a wrong type) naming the parameter, its value and the limit. vocab_size: None if it is not known yet."""
+    """Raises ValueError (TypeError for a wrong type) naming the parameter, its value and the limit.
+
+    vocab_size: None if it is not known yet.
+    """
     if not isinstance(params, SamplingParams):
         raise TypeError(f"params is a {type(params).__name__}; it must be SamplingParams")
     for name, limit in SAMPLING_LIMITS.items():

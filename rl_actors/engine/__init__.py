@@ -1,4 +1,4 @@
 """The trainer on one rank, without Monarch and without vLLM."""
 
-# cpu.py sets torchtitan's device. It is imported before any other torchtitan module, because those copy the device when imported.
+# cpu.py sets torchtitan's device. It is imported before the modules of torchtitan that copy the device when they are imported.
 import rl_actors.engine.cpu  # noqa: F401

@@ -20,7 +20,8 @@ Span = tuple[int, int, int, int]
 """(sample, row, start, end) in whole rows."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""Argument of the attention layers: a dense mask on a CPU; on a GPU flex attention's block mask or FlashAttention's document boundaries."""
+"""Argument of the attention layers. On a CPU it is a dense mask, on a GPU flex attention's block mask or FlashAttention's document
+boundaries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class RowPerSample:
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
         # The host makes the indices, because it knows the lengths. If a mask on the device were the index, the host would have to wait
-        # until the device has counted it.
+        # until the device has counted the mask's True entries.
         self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
@@ -134,8 +135,8 @@ def make_batch(
 ) -> PackedBatch:
     """Lay the samples of a microbatch into rows. The positions of every sample start at 0.
 
-    At padding every position is 0, so each is a document of its own. One long document of padding could be longer than the table of the
-    rotary embedding.
+    At padding every position is 0, so each padded position is a document of its own. One long document of padding could be longer than the
+    table of the rotary embedding.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))

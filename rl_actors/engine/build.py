@@ -1,6 +1,6 @@
 """Build the parts of an engine from its config: torchtitan's Qwen3 model, parallelized by torchtitan, and its optimizer. Trains nothing.
 
-A Llama is built from the same parts, without norms of the heads.
+A Llama or a Mistral is built from the same parts, without norms of the heads.
 """
 
 from collections.abc import Callable
@@ -53,11 +53,11 @@ class BuiltModel:
     stages: list[PipelineStage]  # this rank's stages; empty without a pipeline
     num_parameters: int  # of the whole model
     has_value_head: bool
-    optimizers: OptimizersContainer  # in a trainer that only infers: NoOptimizers, which has only zero_grad
+    optimizers: OptimizersContainer  # in a trainer that only infers: NoOptimizers, which holds none
     hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
     device: torch.device
-    weights_device: torch.device  # of the parameters and all that belongs to them: the host with fsdp_cpu_offload
+    weights_device: torch.device  # of parameters, gradients and optimizer state: the host with fsdp_cpu_offload
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
     # Turns a batch of whole rows into the part that this rank holds, with attention masks.
@@ -95,7 +95,7 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """The blocks' configs. A Llama's block is a Qwen3's without norms of the heads."""
+    """The blocks' configs. The block of a Llama or a Mistral is a Qwen3's without norms of the heads."""
     layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
     for layer in layers:
         layer.attention_norm = _norm(model, model.hidden_size)
@@ -152,7 +152,7 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # torchtitan's converter always emulates one scale for a whole tensor. torchao's recipe has the right scales.
+    # When torchtitan's converter emulates float8, it always uses one scale for a whole tensor. torchao's recipe has the right scales.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)
@@ -248,7 +248,7 @@ def _model_config(
     config: TrainerConfig, machine: Machine, training: TrainingConfig, debug: DebugConfig
 ) -> Qwen3Model.Config:
     """torchtitan's config of the whole model, with the attention kernel, float8, adapters and shardings of this run."""
-    # An adapter belongs to one projection. So a model with adapters has separate query, key and value projections.
+    # An adapter belongs to one projection, so a model with adapters has separate query, key and value projections.
     fuse_qkv = not config.lora.rank
     model_config = qwen3_config(
         config.model, load_balance_coeff=config.load_balance_coeff, fuse_qkv=fuse_qkv, head=config.head
@@ -305,7 +305,10 @@ def _parallelize(
 
 
 def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine, *, on_host: bool) -> None:
-    """Give the modules memory on the device, and initialise their buffers. on_host: give parameters memory on the host, where FSDP pins it."""
+    """Give the modules memory on the device, and initialise their buffers.
+
+    on_host: True gives the parameters memory on the host, which FSDP pins.
+    """
     for module in modules:
         machine.after_parallelize(module)
         wait_for_input(module)

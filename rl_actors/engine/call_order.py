@@ -60,5 +60,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: True if the failed call may have changed some of the weights. Dropping the gradients then does not repair the trainer."""
+        """weights: True if the failed call may have changed some weights. Then dropping the gradients does not repair the trainer."""
         self.state = INCONSISTENT if weights else BROKEN

@@ -46,9 +46,10 @@ def is_checkpoint(path: str | Path) -> bool:
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
 
-    Without optimizer state a value model also takes the checkpoint of a language model, and keeps its own head.
+    With optimizer=False a value model also takes the checkpoint of a language model, and keeps its own head.
 
-    Raises ValueError on every rank if the check fails on any rank, and if other users can write the files, because DCP unpickles them.
+    Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the files, because DCP
+    unpickles them.
     """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")

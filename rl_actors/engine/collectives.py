@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
     """The values that the ranks of the group passed, in the order of the ranks.
 
-    torch.distributed sends objects over the CPU backend, so this also works if tensors go over NCCL.
+    torch.distributed sends objects over the CPU backend, so this also works in a group whose tensors go over NCCL.
     """
     values: list[Value] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

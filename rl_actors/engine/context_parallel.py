@@ -28,8 +28,9 @@ class WholeRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowShards:
-    """Gives every rank of the mesh a part of each row, with attention masks. With a load balancer all parts need about equal work in
-    attention, and a part need not be contiguous.
+    """Gives every rank of the mesh a part of each row, with attention masks.
+
+    With a load balancer all parts need about equal work in attention, and a part need not be contiguous.
     """
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks

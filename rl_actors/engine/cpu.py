@@ -162,7 +162,7 @@ def host_buffer(num_bytes: int) -> Tensor:
 
 
 def wait() -> None:
-    """Does nothing: a CPU works while the caller waits."""
+    """Does nothing: on a CPU the work of a call is done when the call returns."""
 
 
 def release_memory() -> None:

@@ -35,11 +35,11 @@ def export_checkpoint(
     dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write what export_hf of a trainer with these weights would write. `path` never holds half an export.
+    """Write the directory that export_hf of a trainer with these weights would write. `path` never holds half an export.
 
-    texts: further files, by name. They replace files of the checkpoint.
-    With adapters the checkpoint holds only these; they are merged into the weights of config.hf_path.
-    Raises ValueError if `checkpoint` is not one of this model's, or if `path` is taken.
+    A checkpoint of adapters holds nothing else. The adapters are merged into the weights of config.hf_path.
+    texts: name -> content of further files, which replace files of the same name from the checkpoint.
+    Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` is taken, or if the dtype is unknown.
     """
     config.require_hf("export")
     shapes = _require_checkpoint(checkpoint, config)
@@ -58,7 +58,10 @@ def export_checkpoint(
 def export_adapters(
     checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write what export_lora of a trainer with these adapters would write: a directory that peft and vLLM load over config.hf_path."""
+    """Write the directory that export_lora of a trainer with these adapters would write. peft and vLLM load it over config.hf_path.
+
+    The tokenizer files of the checkpoint are copied, too. texts: see export_checkpoint.
+    """
     if not config.lora.rank:
         raise ValueError("lora.rank=0: the run trained no adapters; export the whole weights")
     shapes = _require_checkpoint(checkpoint, config)
@@ -124,7 +127,7 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
-    """torchtitan's name -> Hugging Face's name, of the tensors that torchtitan does not join."""
+    """torchtitan's name -> Hugging Face's name, of all tensors except experts, which torchtitan joins."""
     adapter = hf.hf_adapter(model)
     found = {}
     for name in names:
@@ -145,7 +148,7 @@ def _load(checkpoint: str, state: Mapping[str, object]) -> None:
     """Fill the tensors of `state` from the checkpoint. Raises ValueError if other users can write its files."""
     require_trusted(checkpoint)
     with plain_errors(f"reading {checkpoint}"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process has no ranks
         dcp.load(dict(state), checkpoint_id=checkpoint, no_dist=True)
 
 
@@ -156,7 +159,7 @@ def _whole(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model: ModelC
 
 
 def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors by the number of their block. A tensor outside the blocks has a group of its own."""
+    """The tensors, grouped by the number of their block. A tensor outside the blocks has a group of its own."""
     blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = LAYER.search(name)

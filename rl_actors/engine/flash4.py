@@ -23,7 +23,7 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 
 BOUNDARIES_MULTIPLE = 64
 """The number of documents is rounded up to a multiple of this number, and the length of the longest document to a power of two. torch
-compiles the blocks anew for every other value, so there should be few values."""
+compiles the blocks anew for every new value, so there should be few values."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""

@@ -83,7 +83,7 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def fuse(function: Callable) -> Callable:
     """Compile the function into few kernels.
 
-    Rowwise float8 makes all compiled kernels of the process round like eager ones (emulate_precision_casts). Here that is not needed.
+    Rowwise float8 makes all compiled kernels of the process round like eager ones (emulate_precision_casts). That is not needed here.
     """
     return torch.compile(function, options={"emulate_precision_casts": False})
 
@@ -111,9 +111,9 @@ def memory_bytes() -> int:
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Pinned memory of this size. torch's own pinned memory has a power of two as its size, which may be nearly twice as much."""
+    """Pinned memory of this size. torch rounds the size of its own pinned memory up to a power of two, up to twice as much."""
     memory = mmap.mmap(-1, num_bytes)
-    with contextlib.suppress(OSError):  # of a kernel without huge pages
+    with contextlib.suppress(OSError):  # an operating system without huge pages raises it
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     buffer.zero_()  # several threads touch the pages; pinning would touch them one after another

@@ -87,7 +87,7 @@ class Gradients:
 def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
     """The squared norm of the gradients of one layout over all ranks of its mesh, [] float64.
 
-    The value decides whether a rank steps its optimizer, and all ranks must decide alike. So all ranks get the same value, even if one
+    A rank steps its optimizer only if this value is finite, and all ranks must decide alike. So all ranks get the same value, even if one
     replica of a gradient is finite and another is not.
     """
     # float32 norms are squared in float64. In float32 a square could overflow, and the sum would depend more on the order of the ranks.
@@ -103,5 +103,5 @@ def _squared(layout: Layout, norms: Sequence[Tensor]) -> Tensor:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard of a DTensor, without autograd. A plain tensor is returned itself. `to_local` would make a new tensor every time."""
+    """This rank's shard of a DTensor, without autograd, or the plain tensor itself. `to_local` would make a new tensor every time."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,6 +1,6 @@
-"""The two heads of a model, and the numbers that each computes from the outputs of the last projection, one chunk of positions at a time.
+"""The two kinds of heads. A language model's head computes logprobs. A value model's head computes one value for each position.
 
-A language model's head computes logprobs. A value model's head computes one value for each position.
+A head gets the outputs of the model's last projection, one chunk of positions at a time.
 
 B rows, L length of the chunk, V vocabulary, K targets of one position.
 """

@@ -62,7 +62,10 @@ def require_same_tensors(config: ModelConfig, path: str) -> None:
 
 
 def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]], where: str, what: str) -> None:
-    """Raises ValueError listing tensors of `where` that are missing, unexpected or of another shape in `what`. there: name -> shape."""
+    """Raises ValueError listing the tensors in which `there` differs from a model of this config. there: name -> shape.
+
+    where, what: the names that the error text gives to the tensors and to the model.
+    """
     here = tensor_shapes(config)
     # Some published directories of tied models also hold the head, and old ones hold the rotary embedding's table.
     known = dict(here)
@@ -105,7 +108,7 @@ def load(built: BuiltModel, path: str) -> None:
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
     """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its part.
 
-    Raises ValueError if a tensor of this rank is missing. The others are then copied.
+    Raises ValueError if a tensor of this rank is missing. The others have been copied by then.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -146,8 +149,9 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The weights under their Hugging Face names, sharded over the ranks. A tied head appears once. Adapters are merged.
 
-    Every rank has every name. In a pipeline every rank of a stage has the names of its stage.
-    dtype: that of tensors that are redistributed here. The others are the parameters themselves, which a transport casts as it copies them.
+    Every rank has every name. In a pipeline a rank has only the names of its stages.
+    dtype: the dtype of the tensors that are redistributed here. The others keep their own dtype, and a transport casts them as it copies
+    them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -178,10 +182,10 @@ def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) ->
 
 
 def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "", dtype: str = "float32") -> None:
-    """Write a directory that transformers and vLLM load. It is written beside `path` and then renamed, so `path` never holds half an export.
+    """Write a directory that transformers and vLLM load.
 
-    Tensors are gathered one at a time, so rank 0 holds at most MAX_FILE_BYTES and one tensor. source: a directory whose tokenizer files
-    are copied.
+    The directory is written beside `path` and then renamed, so `path` never holds half an export. Tensors are gathered one at a time, so
+    rank 0 holds at most MAX_FILE_BYTES and one tensor. source: a directory whose tokenizer files are copied.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
@@ -196,7 +200,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:
-                # If rank 0 raised the error here, the other ranks would wait for it in the next gather. `commit` raises it on all ranks.
+                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. `commit` raises it, and
+                # _on_first_rank then raises on all ranks.
                 failure = error
 
     def commit() -> None:
@@ -237,7 +242,7 @@ def require_exportable(path: str, dtype: str) -> None:
 
 
 def require_free(path: str, dtype: str) -> None:
-    """require_exportable in a process without ranks."""
+    """The check of require_exportable, for a process without ranks."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not _is_free(path):
@@ -256,7 +261,7 @@ class SafetensorsWriter:
         self.directory = directory
         self.pending: dict[str, Tensor] = {}
         self.pending_bytes = self.total_bytes = 0
-        self.written: list[list[str]] = []  # for each file that is written, the names of its tensors
+        self.written: list[list[str]] = []  # for each file on disk, the names of its tensors
 
     def add(self, tensors: dict[str, Tensor]) -> None:
         """Keep the tensors for the next file. If a tensor would make the file too large, write the file without it and begin the next."""
@@ -311,7 +316,10 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0, for all ranks. Its error is raised on every rank, so that no rank continues without the others."""
+    """Call `work` on rank 0, for all ranks.
+
+    If it fails, rank 0 raises its error and every other rank a RuntimeError, so that no rank continues without the others.
+    """
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:

@@ -32,8 +32,8 @@ class Initialiser:
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
     """Take the initialisers off a model that is not parallelized yet. Afterwards its init_weights initialises only buffers.
 
-    The list has the order in which torchtitan would call them, if only modules without children have parameters. That holds for every
-    model without adapters.
+    If only modules without children have parameters, the list has the order in which torchtitan would call the initialisers. This
+    condition holds for every model without adapters.
     """
     taken: list[Initialiser] = []
     for prefix, module in whole.named_modules():

@@ -82,7 +82,7 @@ class ChunkedHead:
 
         keep_head: True keeps the weights of the last norm and the output projection, which FSDP gathers together, until the projection
         has processed all chunks.
-        min_chunks: every row is split into at least so many chunks.
+        min_chunks: the smallest number of chunks.
         """
         model._skip_lm_head = True
         self.lm_head = model.lm_head

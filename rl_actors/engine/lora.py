@@ -41,7 +41,8 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
     """Raises RuntimeError unless the trained parameters of a model with adapters are the adapters that this module finds.
 
-    It finds adapters by torchtitan's names. If torchtitan renamed them, it would find none, and publish and save only frozen weights.
+    This module finds adapters by torchtitan's names. If torchtitan renamed them, it would find none. A push would then publish, and a
+    checkpoint would save, only frozen weights.
     """
     if not config.rank:
         return

@@ -1,4 +1,4 @@
-"""The functions that cpu.py and gpu.py both have, and the choice between the two modules. The rest of the engine uses only these functions."""
+"""The functions that cpu.py and gpu.py both have, and the choice between the two modules."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -34,7 +34,10 @@ class Machine(Protocol):
         """The attention layers' argument for a batch of whole rows."""
 
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
-        """The attention layers' argument for the part of the rows that a context-parallel rank holds. masks: flex attention's for this part."""
+        """The attention layers' argument for the part of the rows that a context-parallel rank holds.
+
+        masks: flex attention's masks for this part.
+        """
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of a host tensor on the device."""

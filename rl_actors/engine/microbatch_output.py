@@ -1,7 +1,8 @@
-"""The results of one microbatch, and their copy to the host. The copy begins when the forward pass is done, so that reading the results
-does not wait for the backward pass.
+"""The results of one microbatch, and their copy to the host.
 
-B rows, L row length, N positions of the rows that hold samples.
+The copy begins when the forward pass is done, so that reading the results does not wait for the backward pass.
+
+B rows, L row length, N positions of all samples together.
 """
 
 from collections.abc import Mapping

@@ -57,9 +57,9 @@ def _wait_for_all_gather(module: nn.Module, args: tuple) -> tuple:
 class RouterCounters:
     """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end of a step.
 
-    The counts drive the load-balancing bias. torchtitan also counts padding, but its amount depends on the packing. It is subtracted, so
-    that the bias is the same for any split of the samples. The routers count only in training mode, so a forward, which runs in eval
-    mode, adds nothing. A dense model has no counters.
+    The counts drive the load-balancing bias. torchtitan also counts padding, whose amount depends on the packing. This class subtracts
+    the padding, so that the bias is the same for any split of the samples. The routers count only in training mode, so a forward call,
+    which runs in eval mode, adds nothing. A dense model has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,7 +91,7 @@ class RouterCounters:
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
-        # All positions are added, with 0 for those that are not padding. Selecting the padding would make the host wait for the device.
+        # All positions are scattered, with 0 for those that are not padding. Selecting the padding would make the host wait for the device.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

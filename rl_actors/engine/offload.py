@@ -1,7 +1,7 @@
-"""Weights, gradients and optimizer state of one rank in host memory instead of on its device, and back with the same bits.
+"""Moves weights, gradients and optimizer state of one rank from its device to host memory, and back with the same bits.
 
-A storage is copied to the host, emptied in place, and filled again in place. So every view of it stays valid: those of DTensors, those that
-FSDP keeps of its shards, and the keys of the optimizer's state. Nothing about the model's modules changes.
+A storage is copied to the host, emptied in place, and filled again in place. So every view of it stays valid, such as the views of DTensors
+and those that FSDP keeps of its shards. The keys of the optimizer's state stay valid, too. Nothing about the model's modules changes.
 """
 
 import time
@@ -22,14 +22,14 @@ ALIGNMENT = 512  # every storage begins at a multiple of this number of bytes in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A storage of the device and its bytes in host memory."""
+    """A storage of the device, and the host memory for its bytes."""
 
     storage: torch.UntypedStorage
     host: Tensor  # uint8
 
 
 class Offload:
-    """Moves parts of a trainer to the host and back. A call names the parts that it needs, and brings back those that are on the host."""
+    """Moves parts of a trainer to the host and back. The engine calls `onload` with the parts that a call needs."""
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
@@ -38,7 +38,7 @@ class Offload:
         self.offloaded, self.onloaded = HostMove(), HostMove()  # totals since the trainer was built
 
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Copy the parts to the host, and give their memory on the device back. Does nothing for a part that is away."""
+        """Copy the parts to the host, and give their memory on the device back. Does nothing for a part that is on the host already."""
         begin = time.perf_counter()
         num_bytes, buffer_seconds = 0, 0.0
         this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
@@ -58,9 +58,10 @@ class Offload:
         return move
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Bring the parts back to the device. Does nothing for a part that is there.
+        """Bring the parts back to the device. Does nothing for a part that is on the device already.
 
-        If the device has too little memory, the storages that came back stay on the device. Another call brings the others.
+        If the device has too little memory, torch's error is raised, and the storages that came back so far stay on the device. Another
+        call brings back the others.
         """
         if not any(part in self.away for part in parts):
             return HostMove()
@@ -81,7 +82,7 @@ class Offload:
         return move
 
     def forget_gradients(self) -> None:
-        """The gradients are no longer wanted, so they never come back."""
+        """Forget the copy of the gradients on the host, because the gradients are no longer needed."""
         self.away.pop("gradients", None)
 
     def num_bytes(self) -> dict[str, int]:
@@ -109,7 +110,7 @@ class Offload:
                 module.reshard()
 
     def _make_buffer(self, part: Part, storages: Sequence[torch.UntypedStorage]) -> float:
-        """Make host memory for the storages, unless there is enough. Returns seconds."""
+        """Make host memory for the storages, unless there is enough. Returns the seconds that it took."""
         begin = time.perf_counter()
         size = sum(_aligned(storage.nbytes()) for storage in storages)
         if part not in self.buffers or self.buffers[part].numel() < size:
@@ -119,7 +120,7 @@ class Offload:
 
 
 def _distinct(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """The storages of the tensors on the device, each once: FSDP puts several gradients into one."""
+    """The storages of the tensors on the device, each once. FSDP puts several gradients into one storage."""
     found = {}
     for tensor in tensors:
         shard = local(tensor.detach())
@@ -142,7 +143,7 @@ def _aligned(size: int) -> int:
 
 
 def _to_host(places: Sequence[Place]) -> int:
-    """Copy the storages and then empty them. Returns bytes."""
+    """Copy the storages to the host, and then empty them. Returns the number of bytes."""
     for place in places:
         place.host.copy_(_bytes_of(place.storage), non_blocking=True)
     this_machine().wait()
@@ -152,7 +153,7 @@ def _to_host(places: Sequence[Place]) -> int:
 
 
 def _to_device(place: Place) -> int:
-    """Begin to copy a storage back. Returns bytes."""
+    """Begin to copy a storage back. Returns the number of bytes."""
     place.storage.resize_(place.host.numel())
     _bytes_of(place.storage).copy_(place.host, non_blocking=True)
     return place.host.numel()

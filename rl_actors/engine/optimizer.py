@@ -25,8 +25,9 @@ def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class _StepsShards:
-    """Makes Adam step a rank's own shards as plain tensors, which saves DTensor's dispatch. Adam works element by element, so the result is
-    the same.
+    """Makes Adam step a rank's own shards as plain tensors, which saves the time of DTensor's dispatch.
+
+    Adam works element by element, so the result is the same.
     """
 
     def _init_group(self, group: dict[str, object], *lists: list[Tensor]) -> bool:
@@ -55,7 +56,10 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container. Adam and AdamW get the arguments of torchtitan. An optimizer by import path gets only those of the config."""
+    """torchtitan's container. Adam and AdamW also get torchtitan's arguments for the implementation.
+
+    An optimizer by import path gets only the arguments of the config.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):

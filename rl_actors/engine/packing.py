@@ -46,19 +46,20 @@ def plan(
     microbatch_multiple: int = 1,
     policy: PackingPolicy = "packed",
 ) -> Plan:
-    """Rows and microbatches of every rank. All ranks get the same number of microbatches, and their shapes are the same.
+    """The microbatches of every rank. All ranks get the same number of microbatches, and the n-th has the same shape on all ranks.
 
     packed: samples share rows; a microbatch has at most rows_per_microbatch rows.
     token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
     fixed: one sample per row; a microbatch has at most rows_per_microbatch rows.
 
-    The rows of a microbatch are similar in length and attention cost. They get the length of the longest one, rounded up to a `bucket`.
-    tokens_per_row is rounded down to a multiple of row_multiple.
+    The rows of a microbatch are similar in length and attention cost. They get the length of the longest of them, rounded up to a
+    `bucket`. tokens_per_row is rounded down to a multiple of row_multiple.
 
     uniform: all microbatches of the call have the same number of rows and the same row length, as a pipeline needs. The number of
-    microbatches is a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, rows of padding are added.
+    microbatches is a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, padding rows are added.
 
-    plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2) -> rank 0 has the row (2,), rank 1 the row (0, 1)
+    plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
+        -> rank 0 has the row (2,), rank 1 the row (0, 1)
 
     Raises ValueError if a sample is longer than a row.
     """
@@ -91,14 +92,16 @@ def _require_room(lengths: Sequence[int], capacity: int, tokens_per_row: int, ro
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
-    """Rows of at most `capacity` positions. Samples are placed from the longest to the shortest, each into the first row with room for it.
+    """Rows of at most `capacity` positions.
 
-    Among samples of equal length the earlier one is placed first. A segment tree of the rows' free space finds the row in O(log R) steps.
+    Samples are placed from the longest to the shortest, each into the first row with room for it. Among samples of equal length the
+    earlier one is placed first. A segment tree of the rows' free space finds the row in O(log R) steps.
     """
     size = 1
     while size < len(lengths):
         size *= 2
-    # free[size + r] is the free space of row r, and free[n] is the larger of free[2 n] and free[2 n + 1]. So free[1] is the most of any row.
+    # free[size + r] is the free space of row r, and free[n] is the larger of free[2 n] and free[2 n + 1]. So free[1] is the largest free
+    # space of all rows.
     free = [capacity] * (2 * size)
     rows: list[list[int]] = [[] for _ in lengths]
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -119,9 +122,9 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 
 
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
-    """At most num_rows rows that are filled about equally. Samples are placed from the longest to the shortest, each into the emptiest row.
+    """At most num_rows rows that are filled about equally.
 
-    Returns None if a sample does not fit.
+    Samples are placed from the longest to the shortest, each into the emptiest row. Returns None if a sample does not fit.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]
@@ -135,7 +138,9 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions, at most `capacity`. It is one of a few multiples of `multiple`, so that few shapes are compiled.
+    """The row length for `length` positions, at most `capacity`.
+
+    It is one of a few multiples of `multiple`, so that few shapes are compiled.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -147,15 +152,17 @@ def bucket(length: int, multiple: int, capacity: int) -> int:
 
 
 def attention_cost(lengths: Sequence[int], row: Row) -> int:
-    """The sum of T² over the samples of a row. Two rows of the same length differ only in this cost, because all other work is the same at
-    every position, also at padding.
+    """The sum of T² over the samples of a row.
+
+    Two rows of the same length differ only in this cost, because all other work is the same at every position, also at padding.
     """
     return sum(lengths[index] ** 2 for index in row)
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """Sort key of plans: (positions of one rank, attention cost). The cost is a sum over the microbatches. Each counts with the cost of its
-    slowest rank, because the others wait for it.
+    """Sort key of plans: (positions of one rank, attention cost).
+
+    The attention cost is a sum over the microbatches. A microbatch adds the cost of its slowest rank, because the other ranks wait for it.
     """
     slowest = 0
     for batches in zip(*ranks, strict=True):
@@ -188,7 +195,7 @@ class _Dealer:
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
         if num_rows == len(rows):
             return packed
-        # Some rows are only padding. Samples that are spread over these rows, too, may need shorter rows or less attention.
+        # Some rows are only padding. If the samples are spread over these rows, too, rows may be shorter or need less attention.
         spread_rows = worst_fit_decreasing(self.lengths, self.capacity, num_rows)
         if spread_rows is None:
             return packed
@@ -228,7 +235,8 @@ class _Dealer:
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
         """(number of rows, row length) of each microbatch of one rank, if all must have the same shape.
 
-        The number of microbatches is as small as possible, and then the number of rows in each. The last microbatches may be only padding.
+        The number of microbatches is as small as possible. With this number, the number of rows in each is as small as possible. The last
+        microbatches may be only padding.
         """
         longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))
@@ -248,8 +256,9 @@ class _Dealer:
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
-    """The rows of every rank. The costliest row is dealt first. Each row goes to a rank with fewer than num_rows rows, and among these to
-    the one with the least cost so far.
+    """The rows of every rank. The costliest row is dealt first.
+
+    Each row goes to the rank with the least cost so far, among the ranks with fewer than num_rows rows.
     """
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]

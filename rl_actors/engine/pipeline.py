@@ -25,8 +25,8 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Number of schedules in the cache. A schedule is for one number of microbatches of one shape, and either for calls with gradients or for
-calls without."""
+"""Number of schedules in the cache. Each schedule is for one number of microbatches of one shape, and for calls either with or without
+gradients."""
 
 
 @dataclass(kw_only=True)
@@ -99,8 +99,8 @@ class PipelineRunner:
             return self.built.shard_rows(whole[number])
 
         # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
-        # first of this rank's stages runs the microbatch. The cache keeps it until the rank's next stage runs the same microbatch,
-        # which is num_ranks microbatches later.
+        # first of this rank's stages runs the microbatch. The rank's next stage runs the same microbatch num_ranks microbatches
+        # later, so the cache keeps num_ranks + 1 shards.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
@@ -167,7 +167,7 @@ class PipelineRunner:
     def _make_schedule(
         self, shape: torch.Size, count: int, training: bool
     ) -> tuple[PipelineScheduleSingle | PipelineScheduleMulti, list[Stage]]:
-        """A schedule for `count` microbatches of this shape. torch needs both when it makes a schedule."""
+        """A schedule for `count` microbatches of this shape. torch needs count and shape when it makes a schedule."""
         stages = [Stage(stage, shape, self._hidden(shape)) for stage in self.built.stages]
         schedule = self.schedule_class(
             stages[0] if _is_single(self.schedule_class) else stages,

@@ -63,8 +63,9 @@ class _Received(Protocol):
 class Stage(PipelineStage):
     """A stage for microbatches of one shape, which frees the tensors of a microbatch after its backward pass.
 
-    It gives torch the shapes. torch would otherwise run one extra microbatch, loss included, to infer them. torch also keeps the
-    received tensors of all microbatches until the call ends, and in a call without gradients the sent ones, too.
+    The stage gives torch the shapes of the tensors between the stages. torch would otherwise run one extra microbatch, loss included, to
+    infer them. torch's own stage also keeps the received tensors of all microbatches until the call ends. In a call without gradients it
+    keeps the sent tensors, too.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:

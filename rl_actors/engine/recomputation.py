@@ -1,6 +1,6 @@
 """Activation checkpointing: the backward pass of a block recomputes some activations instead of storing them.
 
-torchtitan's policies say which. This module adds one that recomputes no matrix product.
+A policy says which activations. torchtitan has policies, and this module adds one that recomputes no matrix product.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""The rotary embedding of a model, in Hugging Face's layout of a head: the two halves of a head form pairs. Reads no weights.
+"""The rotary embedding of a model. Reads no weights.
+
+It rotates pairs of a head's dimensions. As in Hugging Face's models, dimension i of the first half and dimension i of the second half
+form a pair.
 
 P positions, W width of a head.
 """
@@ -13,7 +16,7 @@ from rl_actors.model_config import ModelConfig
 
 
 class Llama3RoPE(CosSinRoPE):
-    """CosSinRoPE with the scaled frequencies of Llama 3, which torchtitan has only for pairs of neighbours (ComplexRoPE)."""
+    """CosSinRoPE with the scaled frequencies of Llama 3. torchtitan has them only for pairs of neighbouring dimensions (ComplexRoPE)."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(CosSinRoPE.Config):

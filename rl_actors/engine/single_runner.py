@@ -71,8 +71,9 @@ class SingleRunner:
     def _release_tied_gradient(self) -> None:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
-        FSDP reduces an embedding's gradient twice: that of the output projection, and later that of the lookup, in one tensor with the gradient
-        of the last norm. It adds the embedding's part to the first gradient, but the norm's gradient is a view that keeps the whole tensor.
+        FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output projection. The second has,
+        in one tensor, the gradients of the lookup and of the last norm. FSDP adds the lookup's part to the first gradient. The norm's
+        gradient is a view of the tensor and would keep all of it, so the norm's gradient is copied.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -89,7 +90,7 @@ class SingleRunner:
     def _gathered(self, *, keep: bool) -> Iterator[None]:
         """keep=True: the parameters that FSDP gathers for the first microbatch stay gathered until the last microbatch is done.
 
-        At the end all parameters are sharded again. An optimizer's step on the shards would not change parameters that are still gathered.
+        At the end all parameters are sharded again, because an optimizer's step on the shards would not change gathered parameters.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

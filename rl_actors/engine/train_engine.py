@@ -83,7 +83,7 @@ class TrainEngine:
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> RankOutput:
-        """Logprobs of the targets, float32, without gradients. Accumulated gradients, weights and version do not change.
+        """Logprobs of the targets, or the values of a value model, float32. Accumulated gradients, weights and version do not change.
 
         A loss adds the metrics that forward_backward would report. The column target_ids adds the logprobs of its K ids. `entropy`
         adds the entropy of the whole distribution.
@@ -101,8 +101,8 @@ class TrainEngine:
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
         """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step. Weights and version do not change.
 
-        Raises ValueError for bad input, and then nothing has changed. Any other failure leaves the step broken. On a GPU the call
-        returns before the last backward pass is done, so the next call raises an error of its kernels.
+        Raises ValueError for bad input, and then nothing has changed. Any other failure leaves the step broken. On a GPU this call
+        returns before the last backward pass is done, so an error of the kernels of that pass is raised by the next call.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
@@ -199,7 +199,7 @@ class TrainEngine:
         return self.policy_version
 
     def load_published(self, version: OpenVersion, number: int) -> int:
-        """Copy the weights of a published version into this model, make its number this policy_version, and return it.
+        """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
 
         For a trainer without an optimizer, whose weights nothing else changes. Raises ValueError if the version holds other tensors than
         this model, and then nothing has changed.
@@ -218,7 +218,7 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes in `dtype`, sharded over the ranks. Those that need no copy are still in their own dtype.
+        """The tensors that a push publishes in `dtype`, sharded over the ranks. Tensors that need no copy keep their own dtype.
 
         They are the weights under their Hugging Face names, with adapters merged. A tied head appears once. With lora.sync="adapter"
         they are only the adapters, under peft's names.
@@ -262,9 +262,10 @@ class TrainEngine:
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Move the parts to host memory and free their memory on the device. Does nothing for a part that is on the host already.
 
-        Every later call first brings back the parts that it needs: forward, pushes and exports the weights; forward_backward the weights
-        and gradients; optim_step everything; save_checkpoint the weights and the optimizer's state. Beside a GPU the
-        host memory is pinned. On a CPU the copy is in the same memory as the original, so nothing is gained.
+        Every later call first brings back the parts that it needs. forward, pushes, pulls and exports need the weights; forward_backward
+        needs the weights and the gradients; save_checkpoint needs the weights and, if it saves it, the optimizer's state; optim_step and
+        load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a CPU the copy is in the same memory as the
+        original, so nothing is gained.
         Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)
@@ -272,7 +273,7 @@ class TrainEngine:
         return self.memory.offload(parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts back to the device, with the same bits. Does nothing for a part that is there."""
+        """Move the parts back to the device, with the same bits. Does nothing for a part that is on the device already."""
         require_parts("onload", parts)
         self.step.require("onload")
         return self.memory.onload(parts)
@@ -360,7 +361,7 @@ class TrainEngine:
 
     @contextmanager
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
-        """Mark the step broken if the body raises, because it may have added only some of the gradients.
+        """Mark the step broken if the body raises, because the body may have added only some of the gradients.
 
         weights: True if the body may have changed some of the weights.
         """

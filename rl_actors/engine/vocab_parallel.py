@@ -137,7 +137,7 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
 def _gradient(
     raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor, is_local_N: Tensor, normalizer_N: Tensor, grad_N: Tensor
 ) -> Tensor:
-    """g / T ([v = id] - p_v) in the dtype of the logits, where g is grad_N. If the id belongs to another rank, [v = id] is 0 for every v."""
+    """g / T ([v = id] - p_v) in the dtype of the logits, where g is grad_N. If another rank has the id, [v = id] is 0 for every v."""
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
     grad_NV = scaled_NV.sub_(normalizer_N[:, None]).exp_()
     own_ids_N = torch.where(is_local_N, ids_N, -1)

@@ -1,4 +1,4 @@
-"""Losses by name. A loss is a frozen dataclass whose call takes logprobs and columns and returns sums. It never sees logits."""
+"""The losses and their names. A loss is a frozen dataclass whose call takes logprobs and columns and returns sums. It never sees logits."""
 
 import inspect
 from collections.abc import Callable

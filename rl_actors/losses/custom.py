@@ -17,7 +17,9 @@ from rl_actors.metrics import Partial, Partials, Scalar, merge
 from rl_actors.types import IGNORE_TARGET, Sample
 
 CustomLoss = Callable[[list[Sample], list[Tensor]], tuple[Tensor, Partials]]
-"""loss(samples, logprobs or values, each [T]) -> (scalar, metrics). A metric named `x:mean` is a number or a pair (numerator, denominator)."""
+"""loss(samples, logprobs or values, each [T]) -> (scalar, metrics).
+
+A metric named `x:mean` is a number or a pair (numerator, denominator)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ class KL:
     """Adds coefficient * sum_i w_i kl_i to the loss. kl_i estimates KL(trainer, reference) from d_i = logprob_i - ref_logprob_i.
 
     k1: d_i;  k2: d_i^2 / 2;  k3: exp(-d_i) - 1 + d_i  (Schulman, "Approximating KL divergence", 2020).
-    On samples that the trainer's own policy drew, the expected gradient of k2 is the gradient of the KL, and the expected gradient of k1 is 0
-    (Tang and Munos, arXiv 2506.09477). With coefficient=0 the KL is only reported, as kl_reference:mean.
+    On samples that the trainer's own policy drew, the expected gradient of k2 is the gradient of the KL, and the expected gradient of k1
+    is 0 (Tang and Munos, arXiv 2506.09477). With coefficient=0 the KL is only reported, as kl_reference:mean.
     """
 
     coefficient: float

@@ -34,7 +34,7 @@ class PolicyLoss:
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    # True: J contains the ratio to old_logprobs, so it corrects for the generator by itself.
+    # True: J contains the ratio to old_logprobs. If these are the generator's, J corrects for the generator by itself.
     corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
@@ -82,7 +82,7 @@ class PolicyLoss:
         current_BL = logprobs_BL.detach()
 
         def where_trained(column: Tensor) -> Tensor:
-            # At the other positions the ratio is then 1. A ratio that overflowed there would make the sum 0 * inf = NaN.
+            # At positions that are not trained the ratio becomes 1. A ratio that overflowed there would make the sum 0 * inf = NaN.
             return torch.where(is_trained_BL, column, current_BL)
 
         advantages = torch.where(is_trained_BL, advantages, 0.0)
@@ -120,8 +120,8 @@ def policy_metrics(
     and an estimate of the entropy.
 
     kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL divergence", 2020).
-    effective_sample_fraction is 1 / E[r^2], the effective sample size as a fraction (Kong 1992 with E[r] = 1). It is 1 if the two
-    probabilities agree. It merges over calls, because it is a quotient of two sums. Noise can raise it above 1.
+    effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992 with E[r] = 1). It is
+    1 if p_trainer and p_generator agree. It merges over calls, because it is a quotient of two sums. Noise can raise it above 1.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -232,7 +232,7 @@ class GSPO(PPO):
 class CISPO(PolicyLoss):
     """J_i = clip(r_i, ratio_low, ratio_high) A_i logprob_i (MiniMax-M1, arXiv 2506.13585, eq. 4; Tinker's `cispo`).
 
-    The clipped ratio is a constant factor without a gradient, so that a position outside the bounds still has one, by its logprob.
+    The clipped ratio is a constant factor without a gradient, so that a position outside the bounds still has the gradient of its logprob.
     """
 
     ratio_low: float = 0.0
@@ -274,7 +274,7 @@ class DRO(PolicyLoss):
 
 
 def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor) -> Partials:
-    """Shares of the trained positions whose ratio was clipped: all, those with a ratio below 1, and the others, which are above it."""
+    """Shares of the trained positions whose ratio was clipped: at any ratio, at a ratio below 1, and at a ratio above 1."""
     is_low_BL = ratio_BL < 1
     return {
         "clip_fraction:mean": _mean(was_clipped_BL.float(), is_trained_BL),
