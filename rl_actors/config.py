@@ -34,8 +34,8 @@ class OptimizerConfig:
     """Regular expression -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}. The expression is searched in torchtitan's
     parameter names. A parameter belongs to the first expression that matches its name. If none matches, its multipliers are 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of AdamW and Adam. An optimizer by import path ignores this field. Its `arguments` can have
-    such an option."""
+    """torch's implementation of AdamW and Adam. This field has no effect on an optimizer by import path, whose
+    `arguments` may choose an implementation."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if the optimizer cannot be built."""

@@ -47,7 +47,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply(Generic[T]):
-    """The answer or the error of a call. It is kept, so that a repetition of the call gets the same."""
+    """The answer or the error of a call. It is kept for a repetition of the call."""
 
     value: T | None = None
     error: Exception | None = None

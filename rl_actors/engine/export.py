@@ -1,6 +1,6 @@
-"""From a checkpoint of a trainer to a Hugging Face directory, in one process without a trainer. hf.py exports a trainer's own weights.
+"""Exports a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports the weights in a trainer.
 
-Tensors are read a block at a time, so the process holds one block and a file of the export.
+Tensors are read one block at a time, so the process holds one block and one file of the export. It holds all adapters, if there are any.
 """
 
 import re

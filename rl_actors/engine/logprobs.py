@@ -1,4 +1,4 @@
-"""Hidden states -> logprobs of the targets, or values, and gradients back to the hidden states, in chunks. heads.py has the two heads.
+"""Computes logprobs of the targets, or values, from hidden states, and the gradient of the hidden states. heads.py has the two heads.
 
 Only the logits of one chunk exist at a time, never the whole [tokens, vocabulary]. torchtitan's ChunkedLossWrapper splits the rows into
 chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it applies the output projection, calls a loss with

@@ -19,7 +19,7 @@ class MicrobatchOutput:
     def __init__(
         self, batch: PackedBatch, values: Mapping[str, Tensor], metrics: Partials, to_host: type[HostCopy]
     ) -> None:
-        """Begin the copies. values: one entry for every position of the whole rows, [B, L, ...]."""
+        """Begin the copies. values: tensors over all positions of the whole rows, [B, L, ...] each."""
         self.indices = [index for index, *_ in batch.spans]
         self.lengths = [end - start for _, _, start, end in batch.spans]
         self._index_N = batch.index_N

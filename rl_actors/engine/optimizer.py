@@ -115,7 +115,7 @@ class Hyperparameters:
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # lr=0 is a placeholder, because every hyperparameter comes with optim_step. With lr=0 a step without them changes nothing.
+        # lr=0 is a placeholder, because the learning rate comes with optim_step. A step with lr=0 changes no parameter.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,

@@ -235,8 +235,8 @@ class _Dealer:
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
         """(number of rows, row length) of each microbatch of one rank, if all must have the same shape.
 
-        The number of microbatches is as small as possible. With this number, the number of rows in each is as small as possible. The last
-        microbatches may be only padding.
+        The number of microbatches is the smallest that is allowed. With this number, the number of rows in each is as small as possible.
+        The last microbatches may be only padding.
         """
         longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))

@@ -1,6 +1,6 @@
-"""Activation checkpointing: the backward pass of a block recomputes some activations instead of storing them.
+"""Activation checkpointing: some activations of a block are not stored, and the backward pass recomputes them.
 
-A policy says which activations. torchtitan has policies, and this module adds one that recomputes no matrix product.
+A policy says which ones. This module adds to torchtitan's policies one that recomputes no matrix product.
 """
 
 from dataclasses import dataclass

@@ -263,9 +263,9 @@ class TrainEngine:
         """Move the parts to host memory and free their memory on the device. Does nothing for a part that is on the host already.
 
         Every later call first brings back the parts that it needs. forward, pushes, pulls and exports need the weights; forward_backward
-        needs the weights and the gradients; save_checkpoint needs the weights and, if it saves it, the optimizer's state; optim_step and
-        load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a CPU the copy is in the same memory as the
-        original, so nothing is gained.
+        needs the weights and the gradients; save_checkpoint needs the weights and, unless optimizer=False, the optimizer's state;
+        optim_step and load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a CPU the copy is in the same
+        memory as the original, so nothing is gained.
         Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)

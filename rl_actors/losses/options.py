@@ -48,8 +48,8 @@ class KL:
 class TruncatedImportanceSampling:
     """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. KL and entropy keep their weights.
 
-    (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.) At level "sequence" every position has
-    the geometric mean of q over the trained positions of its sample.
+    (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.) At level "sequence" q_i is the geometric
+    mean of q over the trained positions of the sample.
     """
 
     cap: float = 2.0
@@ -62,7 +62,7 @@ class TruncatedImportanceSampling:
         _require_choice("TruncatedImportanceSampling.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor of each w_i, [B, L]. difference_BL: log q."""
+        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log q."""
         return at_level(self.level, difference_BL, is_trained_BL).exp().clamp(max=self.cap)
 
 
@@ -71,7 +71,7 @@ class IcePop:
     """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. KL and entropy keep their weights.
 
     With reweights=True it also multiplies the objective by q_i inside the bounds, as in the paper (Ling team, "Every step evolves",
-    arXiv 2510.18855). At level "sequence" every position has the geometric mean of q over the trained positions of its sample.
+    arXiv 2510.18855). At level "sequence" q_i is the geometric mean of q over the trained positions of the sample.
     """
 
     low: float = 0.5
@@ -85,7 +85,7 @@ class IcePop:
         _require_choice("IcePop.level", self.level, ("token", "sequence"))
 
     def __call__(self, difference_BL: Tensor, is_trained_BL: Tensor) -> Tensor:
-        """The factor of each w_i, [B, L]. difference_BL: log q."""
+        """The factor c_i of the objective at every position i, [B, L]. difference_BL: log q."""
         ratio_BL = at_level(self.level, difference_BL, is_trained_BL).exp()
         kept_BL = (self.low <= ratio_BL) & (ratio_BL <= self.high)
         return torch.where(kept_BL, ratio_BL if self.reweights else 1.0, 0.0)
