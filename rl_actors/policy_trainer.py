@@ -100,7 +100,7 @@ class PolicyTrainer(Actor):
 
         self.engine = TrainEngine(self.config)
         # torch keeps the settings of its compiler in context variables, and Monarch runs each message in a context of its own. So every
-        # call runs in this copy.
+        # call runs in this copy of the context in which the engine was built.
         self.compiler_context = contextvars.copy_context()
         self.rank = dist.get_rank()
         if self.transport is not None:

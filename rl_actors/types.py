@@ -319,7 +319,7 @@ class GeneratorReturn:
     """A generator that died and was started again, and is healthy now."""
 
     name: str
-    cause: str  # the first error after the time in which it was healthy
+    cause: str  # the error that ended its healthy time
     noticed: float  # time of this error, in seconds since 1970
     seconds: float  # from this error until it was healthy again
 

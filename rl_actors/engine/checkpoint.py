@@ -39,7 +39,7 @@ class State(TypedDict):
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """True for a directory with a complete checkpoint. DCP writes the metadata last, so its file says that the rest is there."""
+    """True for a directory with a complete checkpoint. DCP writes the metadata last, so a file of metadata says that the rest is there."""
     return (Path(path) / METADATA).is_file()
 
 

@@ -99,7 +99,7 @@ def whole_state(config: ModelConfig) -> dict[str, Tensor]:
 def load(built: BuiltModel, path: str) -> None:
     """Load a directory of safetensors into the sharded model, in place. Each rank reads its part.
 
-    An expert bias keeps its value, because Hugging Face's model has none. So does the head of a value model.
+    Expert biases and the head of a value model keep their values, because a Hugging Face directory has neither.
     """
     with _to_fill(built) as tensors, plain_errors(f"loading {path}"):
         dcp.load(tensors, storage_reader=built.hf_adapter.get_hf_storage_reader(path))
@@ -149,7 +149,7 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The weights under their Hugging Face names, sharded over the ranks. A tied head appears once. Adapters are merged.
 
-    Every rank has every name. In a pipeline a rank has only the names of its stages.
+    Without a pipeline every rank has every name. In a pipeline a rank has the names of its stages.
     dtype: the dtype of the tensors that are redistributed here. The others keep their own dtype, and a transport casts them as it copies
     them.
     """

@@ -67,7 +67,7 @@ class Offload:
             return HostMove()
         begin = time.perf_counter()
         num_bytes = 0
-        this_machine().release_memory()  # torch keeps freed blocks of memory, which may have the wrong sizes for the storages
+        this_machine().release_memory()  # torch keeps freed blocks of memory, whose sizes may not fit the storages
         try:
             for part in [part for part in PARTS if part in parts and part in self.away]:
                 places = self.away[part]
