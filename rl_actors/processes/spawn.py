@@ -181,37 +181,13 @@ async def spawn_processes(
         raise ValueError(f"{name}: {num_processes} processes cannot be spread evenly over {num_hosts} hosts")
     own_address = LOOPBACK if hosts is None else hosts.own_address
     rendezvous = open_rendezvous(own_address)
-    common = {
-        "WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": own_address,
-        "MASTER_PORT": str(rendezvous.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
-        # The ranks get the caller's import path, because messages have losses and actors of the caller's modules. A rank that cannot
-        # unpickle a message ends.
-        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
-        "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
-        "MALLOC_ARENA_MAX": "1",  # threads.keep_memory works in the main arena only
-        **_gloo_interface(own_address),
-        **threads.gpu_environment(),
-        **(env or {}),
-    }
-
-    def command(point: Point):
-        of_rank = {
-            "RANK": str(point.rank),
-            "LOCAL_RANK": str(point["gpus"]),
-            "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks our processes, also for people who look at the process list
-        }
-        if logs is not None:
-            of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
-        monarchs = default_bootstrap_cmd()
-        monarchs.args = ["-c", BOOTSTRAP, *monarchs.args]
-        return monarchs.with_env({**common, **of_rank})
-
-    bootstrap = functools.partial(_prepare_rank, name, logs)
+    common = {**_common_environment(num_processes, own_address, rendezvous.port), **(env or {})}
     machines = this_host() if hosts is None else hosts.mesh
     mesh = machines.spawn_procs(
-        per_host={"gpus": num_processes // num_hosts}, name=name, bootstrap=bootstrap, bootstrap_command=command
+        per_host={"gpus": num_processes // num_hosts},
+        name=name,
+        bootstrap=functools.partial(_prepare_rank, name, logs),
+        bootstrap_command=functools.partial(_command, name, logs, common),
     )
     probe = mesh.spawn(f"{name}_probe", Probe)
     try:
@@ -223,12 +199,48 @@ async def spawn_processes(
     else:
         processes = [Process(rank, pid, None) for rank, pid in sorted(answers)]
         if logs is not None:
-            try:
-                await require_shared(name, probe.read, logs.directory)
-            except BaseException:
-                await _future(mesh.stop())
-                raise
+            await _require_shared_or_stop(name, mesh, probe, logs.directory)
     return ProcessMesh(mesh=mesh, probe=probe, processes=processes, rendezvous=rendezvous)
+
+
+def _common_environment(num_processes: int, own_address: str, port: int) -> dict[str, str]:
+    """The environment that all ranks share. own_address, port: those of the rendezvous store."""
+    return {
+        "WORLD_SIZE": str(num_processes),
+        "MASTER_ADDR": own_address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
+        # The ranks get the caller's import path, because messages have losses and actors of the caller's modules. A rank that cannot
+        # unpickle a message ends.
+        "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
+        "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
+        "MALLOC_ARENA_MAX": "1",  # threads.keep_memory works in the main arena only
+        **_gloo_interface(own_address),
+        **threads.gpu_environment(),
+    }
+
+
+def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point: Point):
+    """The command that starts the process at this point of the mesh. It adds the environment of the rank to the common one."""
+    of_rank = {
+        "RANK": str(point.rank),
+        "LOCAL_RANK": str(point["gpus"]),
+        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks our processes, also for people who look at the process list
+    }
+    if logs is not None:
+        of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
+    monarchs = default_bootstrap_cmd()
+    monarchs.args = ["-c", BOOTSTRAP, *monarchs.args]
+    return monarchs.with_env({**common, **of_rank})
+
+
+async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folder: Path) -> None:
+    """`require_shared`, which ends the processes if it fails."""
+    try:
+        await require_shared(name, probe.read, folder)
+    except BaseException:
+        await _future(mesh.stop())
+        raise
 
 
 def open_rendezvous(address: str) -> TCPStore:
