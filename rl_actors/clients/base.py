@@ -1,4 +1,4 @@
-"""Base class of TrainerClient and GeneratorClient. Starts and ends processes, calls the ranks, and adds the rank to their errors."""
+"""`Client`, the base class of all clients. It starts and ends processes, calls the ranks, and adds the rank to their errors."""
 
 import asyncio
 import atexit
@@ -28,13 +28,13 @@ SHUTDOWN_TIMEOUT = 15.0
 KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
 POLL_SECONDS = 0.1
-"""Seconds between two looks whether the processes of a client have started."""
+"""Seconds between two checks whether the processes of a client have started."""
 LONGEST_PAUSE = 5.0
-"""Seconds between two questions to processes whether they answer, at most."""
+"""Longest pause, in seconds, between two questions whether the processes of an actor are alive."""
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
 STEP_WAIT = 60.0
-"""Seconds that a call to a service waits for the end of another client's step."""
+"""Seconds that a call to a service waits at most for the end of another client's step, unless the caller chooses another time."""
 
 
 class ActorDiedError(RuntimeError):
@@ -71,8 +71,9 @@ class Client:
         logs: LogRoute | None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """mesh: None if the client spawns processes of its own, on these hosts; hosts=None: on this one. A subclass sets its fields and then
-        calls `_start`.
+        """mesh: None if the client spawns processes of its own. hosts: the hosts where it spawns them; None: this host.
+
+        A subclass sets its fields and then calls `_start`.
         """
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh, self._hosts = mesh, hosts
@@ -80,14 +81,14 @@ class Client:
         # A caller that gave a log route, or that spawned the mesh, knows where its output is. So the client does not print it.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
-        # One on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
+        # One Probe on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
         self._probes: Sequence[Probe] = ()
         self._spawning = asyncio.Lock()
         self._closed = False
         self._broken: str | None = None
         self._version: int | None = None  # the last policy_version that the actor reported
-        self._lease: Lease | None = None  # of a client that is attached to a service
-        self._phases: list[str] = []  # of the calls that the ranks are running
+        self._lease: Lease | None = None  # None if the client is not attached to a service
+        self._phases: list[str] = []  # names of the calls that the ranks are running
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -100,7 +101,7 @@ class Client:
         raise NotImplementedError
 
     def keep(self, lease: "Lease") -> None:
-        """Hold the connection to the service that has the actor. It ends with `close`, or when the client is garbage-collected."""
+        """Hold the connection to the service that has the actor. It ends with `close`, or when this client is garbage-collected."""
         self._lease = lease
         weakref.finalize(self, lease.close)
 
@@ -187,7 +188,7 @@ class Client:
         return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
 
     def _lost(self, error: Exception, phase: str) -> ActorDiedError:
-        """Monarch's error as ours. Its last line has the reason."""
+        """The ActorDiedError for an error of Monarch, whose last line has the reason."""
         reason = (str(error).splitlines() or [""])[-1].strip()
         return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
 
@@ -200,14 +201,17 @@ class Client:
         processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
-        # `close` asks processes that still run to end, and waits for their answer. So it begins when none runs.
+        # `close` asks every process that still runs to stop, and waits for its answer. So it is called when all have ended.
         deadline = time.monotonic() + KILL_TIMEOUT
         while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         await self.close()
 
     def close(self) -> Call[None]:
-        """End the processes that this client spawned. A mesh that the caller spawned, and a service, keep running. A second call does nothing."""
+        """End the processes that this client spawned. A mesh that the caller spawned, and a service, keep running.
+
+        A second call does nothing.
+        """
         self._closed = True
         _open_clients.discard(self)
         return in_background(self._close(), f"{self.name}: close")
@@ -223,8 +227,8 @@ class Client:
                 raise ActorSilentError(str(error), self.name) from None
             except (RuntimeError, ValueError) as error:  # Monarch raises both for a process that is killed early
                 raise self._lost(error, "the start of its processes") from error
-            # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own when
-            # it is first used, so ours is registered again here.
+            # Our exit handler must run before Monarch's, and the handler that was registered last runs first. Monarch registers its own at
+            # its first use, so ours is registered again here.
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         return self._processes.mesh
@@ -272,7 +276,7 @@ class Client:
     ) -> list[T]:
         """Call all ranks and collect their answers. An error of a rank is raised here, with a note that names client, rank and call.
 
-        breaks: True if a timeout breaks the client. The ranks may still run the call, so a TrainerClient then refuses every call except
+        breaks: True if a timeout breaks the client, because the ranks may still run the call. A broken ModelClient refuses every call but
         discard_gradients, which repairs it.
         """
         self._require_open(phase)

@@ -1,6 +1,7 @@
 """`Call`, the answer to a call that is running, and the background thread that all clients of a process share. Knows no actors.
 
-The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in a Jupyter loop that runs.
+The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which has a
+loop of its own.
 """
 
 import asyncio
@@ -115,5 +116,5 @@ _background = _Background()
 
 
 def in_background(coroutine: Coroutine[object, None, T], what: str) -> Call[T]:
-    """Run a coroutine on the thread that all clients of this process share."""
+    """Run a coroutine on the thread that all clients of this process share. what: see Call."""
     return _background.run(coroutine, what)

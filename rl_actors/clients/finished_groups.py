@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class FinishedGroups(Generic[T]):
-    """(index of the prompt, its results) of every prompt of a running call, in order of finishing.
+    """Iterator over the prompts of a running call, in order of finishing. It gives (index of the prompt, its results).
 
     When the iterator is closed or garbage-collected, the rest of the call is aborted. CPython collects the iterator of a loop as soon
     as the loop is left by break, return, an exception or a cancellation.
@@ -27,7 +27,10 @@ class FinishedGroups(Generic[T]):
         abort: Callable[[int], Coroutine[object, None, None]],
         what: str,
     ) -> None:
-        """started: gives the number of the call. fetch: number -> at least one more finished prompt. what: for error texts."""
+        """started: the Call whose answer is the number of the running call. fetch: number -> at least one more finished prompt.
+
+        abort: ends the call with this number. what: name for error texts.
+        """
         self._started, self._num_left, self._fetch, self._abort, self._what = started, num_prompts, fetch, abort, what
         self._finished: deque[tuple[int, T]] = deque()  # fetched, but not yet given to the caller
         self._fetching: Call[list[tuple[int, T]]] | None = None

@@ -1,4 +1,7 @@
-"""`Fleet`, the generators of a GeneratorClient. It divides calls among them, sends again what a dead one had not finished, and keeps their weights equal."""
+"""`Fleet`, the generators of a GeneratorClient.
+
+It divides calls among them, sends the unfinished prompts of a dead generator to the others, and keeps the weights of all equal.
+"""
 
 import asyncio
 import itertools
@@ -21,22 +24,23 @@ from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, Sampli
 FIRST_PULL_TIMEOUT = 60.0
 """Seconds that the first pull waits for its version. The pull begins after the answer of the push, so the version is published already."""
 REFIT_TIMEOUT = 5.0
-"""Seconds that a generator which was started again waits for the version of the others. It was published before they pulled it."""
+"""Seconds that a restarted generator waits for the version of the others. They have pulled this version, so it is published."""
 REFIT_PAUSE = 0.5
+"""Seconds between two tries of such a generator to pull."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
 class RoutedCall:
-    """The prompts of a generate call, and those that have finished."""
+    """A generate call: its prompts, and the completions of those that have finished."""
 
     def __init__(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int]) -> None:
-        """numbers: for each prompt its index in the seeds."""
+        """numbers: for each prompt the p from which its seeds are computed; see SamplingParams."""
         self.prompts, self.params, self.numbers = prompts, params, numbers
         self.num_left = len(prompts)  # prompts that nobody has taken
         self.parts: set[asyncio.Task[None]] = set()
-        self._finished: Groups = []  # that nobody has taken
+        self._finished: Groups = []  # finished prompts that nobody has taken
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -50,7 +54,10 @@ class RoutedCall:
         self._changed.set()
 
     async def take(self, at_least: int) -> Groups:
-        """The prompts that have finished since the last answer: at least so many, or all that are left. Raises the error of the call."""
+        """The prompts that have finished and that nobody has taken. Waits for at_least of them, or for all that are left.
+
+        Raises the error of the call.
+        """
         while len(self._finished) < min(at_least, self.num_left):
             if self._failure is not None:
                 raise self._failure
@@ -62,10 +69,10 @@ class RoutedCall:
 
 
 class Fleet:
-    """Generators with the same weights. All completions of a prompt come from one of them. A seed gives the same completions from each.
+    """Generators with the same weights. All completions of a prompt come from one of them.
 
-    A call waits while no generator is healthy. Every phase of a restart ends in time, and the number of restarts is limited. When no
-    generator is left, every call raises the first error.
+    A seed gives the same completions on every generator. A call waits while no generator is healthy. Every phase of a restart has a time
+    limit, and the number of restarts is limited. When no generator is left, every call raises the first error.
     """
 
     def __init__(
@@ -78,10 +85,10 @@ class Fleet:
         tell: Callable[[str], None],
     ) -> None:
         """spawns: for each generator its name and the function that spawns it. first_version: the push of the version that is pulled first.
-        tell: gets a line of text at a death, a restart and a return.
+        tell: gets a line of text when a generator dies, is back, or is not started again.
         """
         self.setup_timeout, self.tell = setup_timeout, tell
-        self.told: int | None = None  # the newest version that a pull was asked for, unless that pull has failed
+        self.told: int | None = None  # version of the newest pull, unless that pull failed on all generators
         self.last_pull: Transfer | None = None  # the slowest of the last call of `pull`
         self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
@@ -89,7 +96,7 @@ class Fleet:
         self._routed: dict[int, RoutedCall] = {}
         self._numbers = itertools.count()
         self._num_pulls = 0
-        self._change = asyncio.Event()  # of a state; each change has its own
+        self._change = asyncio.Event()  # set when a state changes next; a new event then takes its place
         self._awake = asyncio.Event()
         self._awake.set()
         self._lives: list[asyncio.Task[None]] = []
@@ -104,13 +111,13 @@ class Fleet:
         return sum(replica.restarts.total for replica in self.replicas)
 
     async def start(self) -> GeneratorInfo:
-        """Wait until all generators are healthy. Returns the info of the first one. Raises the error of one that does not start."""
+        """Wait until every generator has been healthy. Returns the info of the first one. Raises the error of one that does not start."""
         self._lives = [asyncio.ensure_future(replica.live()) for replica in self.replicas]
         await self._until(lambda: all(replica.was_ready or replica.cause for replica in self.replicas))
         for replica in self.replicas:
             if not replica.was_ready and replica.cause is not None:
                 raise replica.cause
-        known = self.replicas[0].client.known or await self.info()  # it may have died since
+        known = self.replicas[0].client.known or await self.info()  # the first one may have died since
         return known if self.told is None else replace(known, policy_version=self.told)
 
     async def end(self) -> Exception:
@@ -143,7 +150,7 @@ class Fleet:
         return all(await asyncio.gather(*(replica.client.answers_within(timeout) for replica in self.replicas)))
 
     async def info(self) -> GeneratorInfo:
-        """The info of the healthy generator with the oldest weights. If there are several, `replicas` has the infos of all."""
+        """The info of the healthy generator with the oldest weights. With several generators, its `replicas` has the infos of all."""
         await self._ask_all(lambda client: client.info())
         infos = {}
         for place, replica in enumerate(self.replicas):
@@ -155,7 +162,7 @@ class Fleet:
         return replace(oldest, replicas=several, restarts=self.num_restarts)
 
     async def start_generate(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int] | None) -> int:
-        """The number of the call. numbers: for each prompt its index in the seeds; None: its place in the list."""
+        """The number of the new call. numbers: for each prompt the p from which its seeds are computed; None: its place in the list."""
         call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers)
         number = next(self._numbers)
         self._routed[number] = call
@@ -185,7 +192,7 @@ class Fleet:
             await asyncio.gather(*call.parts, return_exceptions=True)
 
     async def _send(self, call: RoutedCall, indices: list[int]) -> None:
-        """Give the prompts with these indices to healthy generators. Waits until there is one."""
+        """Send the prompts with these indices to healthy generators. Waits until a generator is healthy."""
         while indices:
             parts = await self._divide([call.prompts[index] for index in indices], call.params.n)
             starts = []
@@ -195,7 +202,7 @@ class Fleet:
             indices = sorted(itertools.chain.from_iterable(lost))
 
     async def _start_part(self, call: RoutedCall, place: int, indices: list[int]) -> list[int]:
-        """Start the prompts on one generator. Returns the indices again if it has died, otherwise nothing."""
+        """Start the prompts on one generator. Returns the indices if the generator has died, otherwise an empty list."""
         replica, client = self.replicas[place], self.replicas[place].client
         prompts, numbers = [call.prompts[index] for index in indices], [call.numbers[index] for index in indices]
         try:
@@ -212,7 +219,7 @@ class Fleet:
     async def _collect(
         self, call: RoutedCall, place: int, client: OneGenerator, number: int, indices: list[int]
     ) -> None:
-        """Take the finished prompts from one generator. If it dies, send the others again."""
+        """Take the finished prompts from one generator. If it dies, send the unfinished ones again."""
         left, n = set(range(len(indices))), call.params.n
         try:
             try:
@@ -243,7 +250,7 @@ class Fleet:
         return [logprobs[index] for index in range(len(sequences))]
 
     async def _logprobs_of_part(self, place: int, sequences: list[list[int]], indices: list[int]) -> dict[int, Tensor]:
-        """By index; nothing if the generator has died."""
+        """The logprobs by index of the sequence. Empty if the generator has died."""
         replica, client = self.replicas[place], self.replicas[place].client
         try:
             found = await client.compute_logprobs([sequences[index] for index in indices])
@@ -255,7 +262,7 @@ class Fleet:
         return dict(zip(indices, found, strict=True))
 
     async def _divide(self, prompts: Sequence[Sequence[int]], n: int) -> dict[int, list[int]]:
-        """For each generator that gets prompts: their places in the list. Waits until a generator is healthy."""
+        """Place of a generator -> the indices of the prompts that it gets. Waits until a generator is healthy."""
         healthy = await self._until_healthy()
         parts: dict[int, list[int]] = {}
         for member, prompt in enumerate(prompts):
@@ -263,9 +270,10 @@ class Fleet:
         return parts
 
     async def pull(self, version: int, timeout: float, in_flight: bool) -> None:
-        """Bring the version to all healthy generators. Those that start pull it before they are healthy.
+        """Bring the version to all healthy generators. A generator that is starting pulls it before it becomes healthy.
 
-        If only some fail, they are stale until they have pulled it. If all fail, raises the first error, and the fleet keeps its version.
+        If the pull fails on some generators, these are stale until they have pulled the version. If it fails on all, raises the first
+        error, and the fleet keeps its former version.
         """
         self._num_pulls += 1
         former, self.told = self.told, version
@@ -290,12 +298,15 @@ class Fleet:
             if self.told == version:
                 self.told = former
             raise failed[0][1]
-        else:  # the generators that are started again pull it
+        else:  # all have died, and those that are started again pull the version
             [place, *_] = await self._until_healthy()
             self.last_pull = self.replicas[place].client.last_pull
 
     async def _refit(self, replica: Replica) -> None:
-        """Bring the version of the others to a generator. Raises its error if that does not succeed within setup_timeout."""
+        """Pull the version of the fleet into a generator. Raises the error of the last try.
+
+        A generator that was ready before tries again until setup_timeout is over. Another one tries once.
+        """
         is_first = self.told is None and self._first_version is not None
         if is_first:
             assert self._first_version is not None
@@ -318,7 +329,7 @@ class Fleet:
                 return
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put all generators to sleep. One that dies meanwhile is started again at `wake`, because it would take the memory."""
+        """Put all generators to sleep. One that dies meanwhile is started again only at `wake`, because its start takes memory."""
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
         self._awake.clear()
         try:
@@ -332,7 +343,7 @@ class Fleet:
         return _of_all(await self._ask_all(lambda client: client.wake()))
 
     async def _ask_all(self, ask: Callable[[OneGenerator], Awaitable[T]]) -> list[T]:
-        """The answers of all healthy generators, without those that die meanwhile. Waits until one has answered."""
+        """The answers of all healthy generators, without those that die meanwhile. Asks again until at least one has answered."""
         while True:
             healthy = await self._until_healthy()
             clients = [self.replicas[place].client for place in healthy]
@@ -347,7 +358,7 @@ class Fleet:
                 return answers
 
     def _lose_or_raise(self, replica: Replica, client: OneGenerator, error: BaseException) -> None:
-        """Take the generator for dead if the error says so. Otherwise raises the error."""
+        """Mark the generator as dead if the error says that it is. Otherwise raises the error."""
         if self._closed or not is_death(client, error):
             raise error
         assert isinstance(error, ActorDiedError)
@@ -388,14 +399,14 @@ class Fleet:
 
 
 def is_death(client: OneGenerator, error: BaseException) -> bool:
-    """True if the error of a call says that a generator has died which can be started again."""
+    """True if the error says that the generator has died, and if the fleet can start another in its place."""
     return client.is_owned and isinstance(error, ActorDiedError)
 
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
-    """The results of all, in their order. Waits for the end of all before it raises the first error."""
-    # Every call of a fleet reaches its generators through one `gather`, also a call for a single one. So calls are sent in the order in
-    # which they were made.
+    """The results of all awaitables, in their order. Waits for the end of all before it raises the first error."""
+    # Every call of a fleet reaches its generators through one `gather`, also a call for a single generator. So calls are sent in the order
+    # in which they were made.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:

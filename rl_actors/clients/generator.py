@@ -1,6 +1,7 @@
-"""The client of a generator, or of several with the same weights. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL.
+"""The client of one or several generators with the same weights.
 
-This file has the calls and the checks of their input. fleet.py has what they do.
+Unless a method says otherwise, it returns a Call: `await` it in a program, or use `.result()` in a REPL.
+This file has the calls and the checks of their input. fleet.py runs the calls.
 """
 
 import sys
@@ -82,7 +83,7 @@ class GeneratorClient(Client):
                 logs=self._logs,
                 hosts=_host_of(index, hosts),
             )
-        # The fleet has no reference to this object, which is collected as soon as nobody holds it.
+        # The fleet has no reference to this client, so the client is collected as soon as nobody holds it.
         self._fleet = Fleet(
             spawns,
             RestartPolicy() if config is None else config.restarts,
@@ -105,10 +106,9 @@ class GeneratorClient(Client):
         first_version: Call[int] | None = None,
         hosts: "Hosts | None" = None,
     ) -> "GeneratorClient":
-        """Spawn a process on this host and start vLLM in it, and one more for each further replica. Returns at once; the answer to the
-        first call waits for the start.
+        """Spawn a process for each replica, and start vLLM in it. Returns at once; the answer to the first call waits for the start.
 
-        hosts: those of `rl_actors.processes.hosts.connect`; each further replica is on the next one. None: this host.
+        hosts: those of `rl_actors.processes.hosts.connect`, which get the replicas in turn. None: this host.
         transport: an open transport, or the call that opens it. first_version: the push of a version, which the generator pulls first.
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
@@ -136,8 +136,8 @@ class GeneratorClient(Client):
     ) -> "GeneratorClient":
         """A client of the generator that a running service owns. The calls of all clients run at the same time.
 
-        certificates: folder of certificates for a tls:// address. The calls of a client that ends are aborted. Waits for the service, and
-        raises as TrainerClient.attach does.
+        certificates: folder of certificates for a tls:// address. If this program ends, its generate calls are aborted.
+        Waits for the service, and raises the errors that TrainerClient.attach raises.
         """
         from rl_actors.service import remote
 
@@ -162,23 +162,26 @@ class GeneratorClient(Client):
 
     @property
     def returns(self) -> tuple[GeneratorReturn, ...]:
-        """All returns of generators that had died, the newest last."""
+        """The GeneratorReturn of every generator that came back after a death, the newest last."""
         return tuple(self._fleet.returns)
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The last pull of this client; of several generators the slowest. It has no bytes if they had the version already."""
+        """The last pull of this client; with several generators, the slowest one. num_bytes is 0 if they had the version already."""
         return self._fleet.last_pull
 
     def on_news(self, tell: Callable[[str], None]) -> None:
-        """Give `tell` a line of text when a generator has died, and when another is in its place. It is called on the thread of the clients."""
+        """Call `tell` with a line of text when a generator dies, is back, or is not started again. Returns nothing.
+
+        `tell` is called on the thread that all clients share.
+        """
         self._fleet.tell = tell
 
     async def _is_alive(self, timeout: float) -> bool:
         return not self._closed and await self._fleet.answers_within(timeout)
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """The first death, when no generator is left and none is started again. silent_after is that of the config."""
+        """Wait until no generator is left, and return the first death. silent_after is not used, because the config has its own."""
         try:
             await self._started
             cause = await self._fleet.end()
@@ -224,13 +227,13 @@ class GeneratorClient(Client):
         params: SamplingParams | None = None,
         indices: Sequence[int] | None = None,
     ) -> FinishedGroups[list[Completion]]:
-        """(index of a prompt, its params.n completions) of one prompt after the other, as soon as all completions of the prompt have finished.
+        """Iterator that gives (index of a prompt, its params.n completions) as soon as all completions of the prompt have finished.
 
         async for index, completions in generator.generate_each(prompts, params): …
 
         The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends the
-        others in the engine. A plain `for` works, too.
-        indices: for each prompt its index p in the seeds of SamplingParams; None: its place in the list.
+        unfinished requests in the engine. A plain `for` works, too.
+        indices: for each prompt the p from which its seeds are computed (see SamplingParams); None: its place in the list.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits; in the loop, the error of the call.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
@@ -253,7 +256,7 @@ class GeneratorClient(Client):
     async def start_generate(
         self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
     ) -> int:
-        """The number of the call. indices: for each prompt its index in the caller's list, on which its seeds depend; None: its place in `prompts`."""
+        """Start a call of `generate` and return its number. indices: as in generate_each. Does not check its arguments."""
         return await self._fleet.start_generate(prompts, params, indices)
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
@@ -303,7 +306,7 @@ class GeneratorClient(Client):
         return await self._fleet.sleep(level)
 
     def wake(self) -> Call[DeviceMemory]:
-        """Take the memory again. Does nothing if the generator is awake."""
+        """Take the memory back that `sleep` released. Does nothing if the generator is awake."""
         return self._call("wake", self._wake)
 
     async def _wake(self) -> DeviceMemory:
@@ -366,7 +369,7 @@ def check_config(config: GeneratorConfig) -> None:
 
 
 def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow those of the replica before it. Requests without a seed draw from a seed of the replica."""
+    """The config of one replica. Its GPUs follow those of the replica before it. Each replica has its own seed for requests without one."""
     if config.replicas == 1:
         return config
     gpu = config.gpu

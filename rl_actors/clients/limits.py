@@ -27,8 +27,8 @@ from rl_actors.validation import (
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerLimits:
     vocab_size: int
-    max_sequence_length: int  # positions of a sample
-    max_call_bytes: int
+    max_sequence_length: int  # largest number of positions of a sample
+    max_call_bytes: int  # largest number of bytes of the samples of a call
     head: str  # "logprobs", or "values" for a value model
     optimizer: str | None  # name of the optimizer; None: the trainer only infers
     optimizer_fields: tuple[str, ...]  # the names among beta1, beta2, eps and weight_decay that the optimizer has
@@ -84,7 +84,7 @@ class TrainerLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorLimits:
-    max_model_len: int  # tokens of a prompt and its completion
+    max_model_len: int  # largest number of tokens of a prompt and its completion together
     vocab_size: int
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:

@@ -1,4 +1,6 @@
-"""Base class of the clients of a model: calls in order, one at a time, for all ranks. trainer.py adds the calls that only a trainer has.
+"""`ModelClient`, the base class of the clients of a model. It sends calls to all ranks, one at a time and in order.
+
+trainer.py adds the calls that only a trainer has.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
 that the caller may change. Only the send is queued.
@@ -39,11 +41,12 @@ Check = Callable[[TrainerLimits], None]
 """A function that raises ValueError or TypeError for a call that the trainer would refuse."""
 
 _turns: "weakref.WeakKeyDictionary[ProcMesh, asyncio.Lock]" = weakref.WeakKeyDictionary()
-"""Clients of the same processes take turns. Otherwise two ranks could start their collectives in different orders and wait for ever."""
+"""One lock for each ProcMesh. Clients of the same processes take turns, because otherwise two ranks could start their collectives in
+different orders and wait for ever."""
 
 
 class ModelClient(Client):
-    """The client of a model's ranks, and its only sender. Calls run one at a time on all ranks, in the order in which they were made.
+    """The client of a model's ranks, which nobody else may call. Calls run one at a time on all ranks, in the order in which they were made.
 
     Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client that did not spawn it
     knows them after the setup; before that, these checks run when it is the call's turn.
@@ -110,12 +113,14 @@ class ModelClient(Client):
 
         transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes a torchstore,
         or a small actor if torchstore is not installed; other clients have none.
-        processes: running processes that get the model beside what they have, on their GPUs: a ProcMesh, or another client, which must outlive
-        this one and lends its own. Clients of the same processes take turns. None: new processes on this host, which end with this client.
-        checkpoint: directory that save_checkpoint of a trainer of such a model wrote. The model starts with its weights. Empty: with those
-        of config.hf_path, or with random ones.
+        processes: running processes in which the model is built, beside the models that are there: a ProcMesh, or another client whose
+        processes are used. That client must outlive this one. Clients of the same processes take turns. None: new processes, which end
+        with this client.
+        checkpoint: a directory that save_checkpoint of a trainer of the same model wrote. The model starts with its weights. Empty: the
+        model starts with the weights of config.hf_path, or with random ones.
         hosts: those of `rl_actors.processes.hosts.connect`, over which new processes are spread evenly. None: this host.
-        Raises ValueError if no model can be built from the config, if there are too few GPUs, or if `processes` has the wrong number.
+        Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
+        `processes` has not as many processes as the config needs.
         """
         require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
         config = cls._own_config(config)
@@ -158,10 +163,11 @@ class ModelClient(Client):
 
         >>> trainer = TrainerClient.attach("tcp://127.0.0.1:4400")             # doctest: +SKIP
 
-        The calls of all clients run one at a time. From the first forward_backward of a client to its optim_step or discard_gradients, the
-        calls of other clients that would change weights or gradients wait, at most step_wait seconds and at most half of call_timeout; then they
-        are refused with the name of the client that they waited for. If a client ends in an open step, its gradients are discarded.
-        certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are of the service's machine.
+        The calls of all clients run one at a time. The first forward_backward of a client opens a step, which its optim_step or
+        discard_gradients closes. Meanwhile these calls of other clients wait: forward_backward, optim_step, discard_gradients,
+        save_checkpoint, load_checkpoint and profile. They wait at most step_wait seconds, and at most half of call_timeout. Then they are
+        refused, with the name of the client that has the step. If a client ends in an open step, its gradients are discarded.
+        certificates: folder of certificates for a tls:// address. Paths of checkpoints and exports are paths on the service's machine.
         Waits for the service. Raises ValueError for a wrong address, another version of rl_actors, torch, Monarch or Python, and a service
         without such a model; ConnectionError if no service answers, or certificates are refused; TimeoutError after `timeout` seconds.
         """
@@ -220,7 +226,7 @@ class ModelClient(Client):
 
     @property
     def process_mesh(self) -> Awaitable["ProcMesh"]:
-        """The processes, when the model is up in them. For a client that shares them."""
+        """An awaitable whose result is the processes, as soon as the model is up in them. For a client that shares them."""
         return self._processes_with_model()
 
     async def _processes_with_model(self) -> "ProcMesh":
@@ -246,7 +252,7 @@ class ModelClient(Client):
     async def _close(self) -> None:
         if self._stops_actor and self._mesh is not None:
             given = self._given_processes
-            if not (isinstance(given, ModelClient) and given.is_closed):  # then the processes end with their actors
+            if not (isinstance(given, ModelClient) and given.is_closed):  # a closed client has ended its processes
                 stopping: Awaitable[None] = self._mesh.stop()
                 await stopping
         await super()._close()
@@ -300,9 +306,10 @@ class ModelClient(Client):
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
 
-        The host's memory is allocated at the first offload and kept; beside a GPU it is pinned. Every later call first brings back the parts
-        that it needs: forward, pushes and exports the weights; forward_backward the weights and gradients; optim_step everything; checkpoints
-        the weights and the optimizer state. Raises RuntimeError while a step is broken. On a CPU it saves no memory.
+        The host's memory is allocated at the first offload and kept; beside a GPU it is pinned. Every later call first brings back the
+        parts that it needs. Forward, pushes and exports need the weights. forward_backward needs the weights and gradients, optim_step
+        needs everything, and checkpoints need the weights and the optimizer state. Raises RuntimeError while a step is broken. On a CPU
+        it saves no memory.
         """
         require_parts("offload", parts)
         return self._in_turn("offload", self._move, "offload", list(parts))
@@ -316,7 +323,7 @@ class ModelClient(Client):
         return of_all_ranks(await self._ordered(endpoint, parts))
 
     def relay(self, endpoint: str, *arguments: object) -> Call[list[Any]]:
-        """The answers of all ranks to a call that a client in another program has checked. For a service, which sends nothing else."""
+        """The answers of all ranks to a call that a client in another program has checked. A service uses it for its clients."""
         return self._in_turn(endpoint, self._relay, endpoint, *arguments, mends=endpoint == "discard_gradients")
 
     async def _relay(self, endpoint: str, *arguments: object) -> list[Any]:

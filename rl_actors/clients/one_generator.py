@@ -56,7 +56,7 @@ class OneGenerator(Client):
         self.config, self._transport = config, transport
         self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
         self.known: GeneratorInfo | None = None  # the last info; None before the setup
-        self._spawned = asyncio.Event()  # also after a spawn that failed
+        self._spawned = asyncio.Event()  # set when the spawn has ended, also if it failed
         # The GeneratorClient closes this client at the end of the program, so it is not among the open ones.
         self._started = in_background(self._set_up(), f"{self.name}: setup")
 
@@ -90,7 +90,7 @@ class OneGenerator(Client):
         return await self._is_alive(timeout)
 
     async def start_generate(self, prompts: list[list[int]], params: SamplingParams, indices: list[int]) -> int:
-        """The number of the call. indices: of the prompts, on which their seeds depend."""
+        """The number of the new call. indices: for each prompt the p from which its seeds are computed; see SamplingParams."""
         return await self._one("start_generate", prompts, params, indices, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
@@ -153,7 +153,7 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # A longer time is one in which this process itself was stopped.
+                # A longer time means that this process itself was stopped, so the rest of it does not count.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds >= silent_after:
                     text = f"{self.name}: no sign of life for {silent_after:g} s {self._phase()}"
@@ -169,8 +169,9 @@ class OneGenerator(Client):
 
 
 class Silence:
-    """Seconds since a generator's last sign of life: an answer that says that it waits for requests, or that it has done something since the
-    answer before. Pure.
+    """Counts the seconds since a generator's last sign of life. Pure.
+
+    A sign of life is an answer that says that the generator waits for requests, or that it has done something since the answer before.
     """
 
     def __init__(self) -> None:
@@ -178,7 +179,7 @@ class Silence:
         self._num_done = -1
 
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
-        """answer: to a question of the last `seconds` seconds. None: there was none."""
+        """Count `seconds` more. answer: the one that came in these seconds; None: none came."""
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
             self.seconds, self._num_done = 0.0, answer.num_done
         else:

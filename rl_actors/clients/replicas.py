@@ -6,7 +6,7 @@ starting ──► stale ──► healthy ──► dead ──► restarting �
                                     └─────► retired
 
 Every state but retired leads to dead when a process has ended or is silent. A replica becomes healthy only after a complete pull of the
-version that the others have. So it never serves a transfer that broke.
+version that the others have. So it never generates with the weights of a transfer that broke.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class Watcher:
 
 
 class Replica:
-    """A place for a generator. `live` starts and ends its processes, unless the caller of the client has spawned it."""
+    """A place for a generator. `live` starts and ends its processes, unless the caller of the client has spawned the generator."""
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
         self.name, self.spawn, self.policy, self.watcher = name, spawn, policy, watcher
@@ -117,7 +117,7 @@ class Replica:
             self.lose(client, death)
 
     async def _serve(self, client: OneGenerator) -> None:
-        """Bring the generator up, and bring it the weights whenever it has not those of the last pull."""
+        """Bring the generator up, and bring it the weights of the last pull whenever it has others."""
         try:
             await client.ready()
             while True:
@@ -129,7 +129,7 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError):
-                # A first start that fails in another way than by a death would fail again.
+                # If a first start fails without a death, another start would fail, too.
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)
@@ -149,7 +149,7 @@ class Replica:
 
     def make_stale(self, cause: Exception) -> None:
         """Mark a healthy replica as one whose weights differ from the others', until a pull has succeeded."""
-        logger.warning("%s has not the weights of the last pull: %r", self.name, cause)
+        logger.warning("%s does not have the weights of the last pull: %r", self.name, cause)
         self.state = "stale"
         self._is_stale.set()
 

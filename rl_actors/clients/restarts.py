@@ -23,7 +23,7 @@ class Restarts:
         *,
         note: str = "the first of {num_deaths} deaths; at most {limit} restarts are made; the last one: {last}",
     ) -> None:
-        """note: what is added to the first error when it is raised after several deaths."""
+        """note: text that is added to the first error when it is raised after several deaths."""
         self.policy, self.clock, self.note = policy, clock, note
         self.total = 0
         self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: when, and why

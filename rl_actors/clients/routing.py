@@ -7,7 +7,7 @@ MAX_KNOWN = 16_384
 """Number of prompts whose replica is remembered."""
 
 SLACK = 4
-"""A replica keeps a prompt that it knows while it has at most this many groups more than the least loaded one."""
+"""A replica gets a prompt that it knows while it has at most this many groups of n requests more than the least loaded one."""
 
 MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # of a rolling hash
 
@@ -46,7 +46,7 @@ class Router:
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of the longest known prompt with which it begins. An earlier turn's prompt is such a one."""
+        """The hash of a prompt, and the replica of the longest known prompt with which it begins, such as that of an earlier turn."""
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

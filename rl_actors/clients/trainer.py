@@ -1,4 +1,4 @@
-"""The client of a trainer. Every method returns a Call: `await` it in a program, or use `.result()` in a REPL.
+"""The client of a trainer. Unless a method says otherwise, it returns a Call: `await` it in a program, or use `.result()` in a REPL.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
 that the caller may change. Only the send is queued.
@@ -41,7 +41,8 @@ class SavedCheckpoint:
     path: str
     policy_version: int
     wait: Callable[[], Call[None]] = field(repr=False)
-    """Returns a call that is done when the directory is complete on disk. It raises RuntimeError with path and rank if a rank could not write."""
+    """Returns a call that is done when the directory is complete on disk. The call raises RuntimeError with path and rank if a rank could
+    not write."""
 
 
 class TrainerClient(ModelClient):
@@ -57,7 +58,8 @@ class TrainerClient(ModelClient):
 
     # The writing of the last save_checkpoint.
     _writing: Call[None] | None = None
-    # The same, until wait() is called. If the writing fails before that, the next optim_step or save_checkpoint raises the error.
+    # The same Call, until `wait` of its SavedCheckpoint is called. If the writing fails before that, the next optim_step or
+    # save_checkpoint raises the error.
     _unwaited: Call[None] | None = None
     # The calls that added gradients since the last optim_step or discard_gradients.
     _gradient_calls: Sequence[Call[ForwardBackwardOutput]] = ()
@@ -88,9 +90,10 @@ class TrainerClient(ModelClient):
         )
 
     def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
-        """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward.
+        """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward pass.
 
-        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample. Samples may have any
+        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample; a value model gives
+        values in its place. Samples may have any
         columns, because columns are not sent. The output has the metrics of the loss, and loss:sum.
 
         >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
@@ -111,7 +114,7 @@ class TrainerClient(ModelClient):
     def _with_gradients(
         self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
     ) -> Call[ForwardBackwardOutput]:
-        """_in_turn for a call that adds gradients. If the call fails and nobody asks for its answer, the next optim_step raises its error."""
+        """`_in_turn` for a call that adds gradients. If it fails and nobody asks for its answer, the next optim_step raises its error."""
         call = self._in_turn(what, send, *arguments, check=check)
         unasked = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
         self._gradient_calls = [*unasked, call]
@@ -174,8 +177,8 @@ class TrainerClient(ModelClient):
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
         """Copy model, optimizer and policy_version, and write them to a directory. The directory never holds half a checkpoint.
 
-        Answers when the state is copied. The `.wait()` of the answer is done when it is on disk. If the writing fails and nobody waits for
-        it, the next optim_step or save_checkpoint raises the error and does nothing else.
+        The answer comes when the state is copied. The call that `.wait()` of the answer returns is done when the directory is complete on
+        disk. If the writing fails and nobody waits for it, the next optim_step or save_checkpoint raises the error and does nothing else.
         """
         return self._in_turn(
             "save_checkpoint",
@@ -186,7 +189,7 @@ class TrainerClient(ModelClient):
         )
 
     async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
-        # The ranks' wait_for_checkpoint waits for the newest checkpoint, so there is one at a time.
+        # The ranks' wait_for_checkpoint waits for the newest checkpoint, so only one is written at a time.
         if self._writing is not None:
             with contextlib.suppress(Exception):
                 await self._writing
@@ -227,7 +230,7 @@ class TrainerClient(ModelClient):
         return self._in_turn("export_lora", self._first, "export_lora", os.path.abspath(path))
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler. The last optim_step answers after <directory>/rank-N.json is written."""
+        """Trace the next `steps` steps with torch.profiler. The optim_step of the last one answers after <directory>/rank-N.json is written."""
         return self._in_turn(
             "profile",
             self._first,
@@ -244,13 +247,14 @@ class TrainerClient(ModelClient):
     def spawn_generator(
         self, config: GeneratorConfig | None = None, *, name: str = "generator", logs: LogRoute | None = None
     ) -> GeneratorClient:
-        """Spawn a generator of the trainer's model, with its current weights. Returns at once; the answer to its first call waits for the start.
+        """Spawn a generator with the model and the current weights of the trainer. Returns at once; its first answer waits for the start.
 
         Raises ValueError for a model that vLLM cannot run as the trainer does: one with values, or one with an expert bias.
         """
         if self._lease is not None:
             raise ValueError(
-                f"{self.name} is attached to a service, whose generator it cannot add to; use GeneratorClient.attach({str(self._lease.address)!r})"
+                f"{self.name} is attached to a service and cannot add a generator to it; "
+                f"use GeneratorClient.attach({str(self._lease.address)!r})"
             )
         if self.config is not None:
             self.config.require_hf("spawn_generator")
@@ -276,7 +280,7 @@ class TrainerClient(ModelClient):
         name: str = "value_trainer",
         logs: LogRoute | None = None,
     ) -> "ValueTrainerClient":
-        """Spawn a value model, which is trained like a policy. Returns at once; the answer to its first call waits for the start.
+        """Spawn a value model, which is trained like a policy. Returns its client at once; the first answer waits for the start.
 
         config: of the value model; its head is "values" whatever the config says. None: the config of this trainer, without adapters.
         processes, checkpoint: see `spawn`. processes=this client puts the value model beside the policy. checkpoint may also be one of
@@ -297,9 +301,10 @@ class TrainerClient(ModelClient):
         name: str = "reference",
         logs: LogRoute | None = None,
     ) -> "ReferenceClient":
-        """Spawn a model that only infers, from the trainer's config unless another is given. Returns at once.
+        """Spawn a model that only infers, from the trainer's config unless another is given. Returns its client at once.
 
-        Its `refresh(version)` takes versions that this trainer has pushed. There may be several, say a teacher with another config.
+        Its `refresh(version)` takes versions that this trainer has pushed. A program may have several, such as a
+        teacher with another config.
         processes, checkpoint: see `spawn`. Raises ValueError as `spawn` does.
         """
         from rl_actors.clients.reference import ReferenceClient

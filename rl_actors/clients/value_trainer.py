@@ -8,7 +8,7 @@ from rl_actors.config import TrainerConfig
 
 
 class ValueTrainerClient(TrainerClient):
-    """A TrainerClient of a value model. `forward(samples).values` has one value for each target: that of the state before it.
+    """A TrainerClient of a value model. The answer of `forward` has, in `values`, one value for each target: that of the state before it.
 
     >>> critic = trainer.spawn_value_trainer()                                   # doctest: +SKIP
     >>> critic.forward_backward(samples, loss=ValueLoss(clip=0.5)).result()      # doctest: +SKIP
@@ -17,7 +17,7 @@ class ValueTrainerClient(TrainerClient):
     """
 
     default_name: ClassVar[str] = "value_trainer"
-    opens_transport: ClassVar[bool] = False  # generators take nothing from it
+    opens_transport: ClassVar[bool] = False  # generators take no weights from it
 
     @classmethod
     def _own_config(cls, config: TrainerConfig) -> TrainerConfig:
