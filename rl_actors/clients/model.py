@@ -46,7 +46,7 @@ different orders and wait for ever."""
 
 
 class ModelClient(Client):
-    """The client of a model's ranks, which nobody else may call. Calls run one at a time on all ranks, in the order in which they were made.
+    """The client of a model's ranks, which nobody else may call. Calls run one at a time on all ranks, in the order in which they came.
 
     Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client that did not spawn it
     knows them after the setup; before that, these checks run when it is the call's turn.

@@ -230,7 +230,7 @@ class TrainerClient(ModelClient):
         return self._in_turn("export_lora", self._first, "export_lora", os.path.abspath(path))
 
     def profile(self, directory: str, *, steps: int = 1) -> Call[None]:
-        """Trace the next `steps` steps with torch.profiler. The optim_step of the last one answers after <directory>/rank-N.json is written."""
+        """Trace the next `steps` steps with torch.profiler. The last optim_step answers after <directory>/rank-N.json is written."""
         return self._in_turn(
             "profile",
             self._first,

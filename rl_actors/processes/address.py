@@ -38,12 +38,15 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     def numeric(self) -> "Address":
-        """The same with the number of the host. Monarch does not try several addresses of a name. Raises ValueError if the host has none."""
+        """This address with a number as its host, because Monarch does not try several addresses of a name.
+
+        Raises ValueError if the host has no address.
+        """
         found = resolve(self.host)
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))
 
     def any_port(self) -> "Address":
-        """The same interface, at a port that the system chooses."""
+        """This address, but with a port that the system chooses."""
         return replace(self, port=0)
 
     def is_loopback(self) -> bool:

@@ -25,6 +25,6 @@ except SystemExit as error:
 """Code for `python -c CODE -m MODULE`: run the module as `python -m MODULE` does, but start and end faster.
 
 It collects no garbage until `collector.keep` is called. At the end the threads have ended and all exit handlers have run, because `end` is
-registered first and so runs last. Then Python would take apart the thousands of modules that torch and vLLM import, object by object. That
-takes one second of processor time for a trainer and two for a generator, and nothing needs it.
+registered first and so runs last. Without `end`, Python would then take apart the thousands of modules that torch and vLLM import, object
+by object. That takes one second of processor time for a trainer and two for a generator, and nothing needs it.
 """

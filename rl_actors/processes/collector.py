@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import modules without collections. Later collections leave out everything that is there at the end.
+    """Import modules without garbage collections. Later collections leave out every object that exists at the end.
 
     Modules make hundreds of thousands of objects that live as long as the process. Collections while vLLM is imported, and those that vLLM
-    itself makes when its engine starts, look through all of them. They took three of ten seconds.
+    itself makes when its engine starts, look through all of them. They took three of the ten seconds of a start.
     """
     if not _is_ours():
         yield
@@ -26,7 +26,7 @@ def importing() -> Iterator[None]:
 def keep(*, collect: bool = False) -> None:
     """Leave every object that exists now out of all later collections, and collect from now on. Only in a process that we spawned.
 
-    collect: collect the garbage before, which would otherwise stay until the process ends.
+    collect: True to collect the garbage first, which would otherwise stay until the process ends.
     """
     if _is_ours():
         if collect:

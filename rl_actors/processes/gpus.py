@@ -1,4 +1,4 @@
-"""The GPUs that a spawned process sees, in its order. Makes no CUDA context: torch only counts the GPUs."""
+"""The GPUs that a spawned process sees, and their order. Makes no CUDA context: torch only counts the GPUs."""
 
 import os
 
@@ -6,10 +6,10 @@ import torch
 
 
 def environment(gpus: range) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of processes that use these GPUs. Indices count the GPUs that this program sees. Empty on a machine without GPUs.
+    """CUDA_VISIBLE_DEVICES of processes that use these GPUs. Empty on a machine without GPUs.
 
-    The other GPUs follow, because a pull of weights opens memory of the GPUs that pushed them. With two visible GPUs, environment(range(1, 2))
-    gives "1,0", so that device 0 of the process is GPU 1.
+    gpus: indices among the GPUs that this program sees. The other GPUs follow after them, because a pull of weights opens memory of the
+    GPUs that pushed them. With two visible GPUs, environment(range(1, 2)) gives "1,0", so that device 0 of the process is GPU 1.
     """
     if not torch.cuda.is_available():
         return {}

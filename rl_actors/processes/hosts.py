@@ -1,4 +1,6 @@
-"""Machines on which workers of Monarch listen, for the processes of a run that spans several. A worker is started by `make worker`."""
+"""Machines on which workers of Monarch listen, for the processes of a run that spans several machines.
+
+A worker is started by `make worker`."""
 
 import socket
 from collections.abc import Sequence
@@ -28,13 +30,13 @@ class Hosts:
     names: tuple[str, ...]
     mesh: "HostMesh"
     own_address: str
-    job: ProcessJob | None = None  # whose workers are ended by `close`
+    job: ProcessJob | None = None  # `close` ends its workers
 
     def __len__(self) -> int:
         return len(self.names)
 
     def part(self, start: int, stop: int) -> "Hosts":
-        """Some of the hosts, one after another. `close` of a part does nothing."""
+        """The hosts from index `start` to index `stop`, without the latter. `close` of a part does nothing."""
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
@@ -59,7 +61,8 @@ def connect(addresses: Sequence[str], *, certificates: str = "") -> Hosts:
     """Connect to the workers. Call it before anything else in this program uses Monarch.
 
     addresses: tcp://HOST:PORT or tls://HOST:PORT, or one text process://N, which starts N workers on this machine by Monarch's ProcessJob.
-    Raises ValueError for wrong addresses, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is in use already.
+    Raises ValueError for wrong addresses, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is in use
+    already.
     """
     if len(addresses) == 1 and addresses[0].startswith(JOB):
         return _of_job(job_size(addresses[0]))
@@ -103,7 +106,7 @@ def _of_job(num_hosts: int) -> Hosts:
 
 
 def _require_listening(worker: Address) -> None:
-    """Monarch would wait for a worker that does not exist."""
+    """Raises ConnectionError if nothing listens at the address. Monarch itself would wait for such a worker."""
     try:
         socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
     except OSError as error:
@@ -113,7 +116,7 @@ def _require_listening(worker: Address) -> None:
 
 
 def _own_address(worker: Address) -> str:
-    """The address of this machine on the way to a worker. Nothing is sent."""
+    """The address of this machine's interface from which a worker is reached. Nothing is sent."""
     family = socket.AF_INET6 if ":" in worker.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((worker.host, worker.port))

@@ -72,7 +72,7 @@ def route_library_logs(name: str) -> None:
 
 
 class RoutedOutput(AbstractContextManager):
-    """A redirection of fd 1 and 2 to a file. It ends by `restore()`, at the end of a `with` block, or with the process.
+    """A redirection of fd 1 and 2 to a file. It ends with `restore()`, at the end of a `with` block, or with the process.
 
     `terminal` is a text stream to the former fd 1.
     """
@@ -127,7 +127,7 @@ def route_process_output(path: str | Path, tee_prefix: str | None = None) -> Rou
 
 
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
-    """Send the log lines and warnings of this process to a file. With verbose=True they also go to stderr, after `[label]`.
+    """Send the log lines and warnings of this process to a file. With verbose=True they also go to stderr, each line after `[label]`.
 
     Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. They would appear twice.
     """

@@ -1,7 +1,8 @@
-"""Processes for actors, with their rendezvous and their logs. Importing this module changes nothing; spawning does.
+"""Processes for actors, with their rendezvous and their logs. Importing this module changes nothing. Spawning sets up Monarch in this
+process.
 
-A spawned process ends within seconds after the process that spawned it, even if that one was killed with kill -9. On other hosts the worker
-that started it ends it.
+A spawned process ends within seconds after the process that spawned it, even if the latter was killed with kill -9. A process on another
+host is ended by the worker that started it.
 """
 
 import asyncio
@@ -50,9 +51,9 @@ START_TIMEOUT = 120.0
 STOP_TIMEOUT = 20.0
 logger = logging.getLogger(__name__)
 
-# By default Monarch notices a dead process after nine seconds. With this value it takes about one. A user's own value is kept. Monarch asks
-# its processes whether they live, and its time limits for their answers stay as they are. With shorter limits a process of an overloaded
-# machine was taken for dead, because it was silent for over three seconds while it imported vLLM.
+# By default Monarch notices a dead process after nine seconds. With this value it takes about one second. A user's own value is kept.
+# Monarch asks its processes whether they live, and its time limits for their answers stay as they are. With shorter limits a process of an
+# overloaded machine was taken for dead, because it was silent for over three seconds while it imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
 
@@ -93,7 +94,7 @@ class Process:
         return f"rank {self.rank} (pid {self.pid})"
 
     def has_ended(self) -> bool:
-        """False, too, if the process is on another host. Calls to it fail when Monarch has noticed its end."""
+        """True if the process has ended. False for every process of another host; calls to it fail when Monarch has noticed its end."""
         if self.handle is None:
             return False
         poll = select.poll()
@@ -101,7 +102,7 @@ class Process:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End the process at once. A process on another host is ended by its worker."""
+        """End the process at once. Does nothing to a process on another host, which its worker ends."""
         if self.handle is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -170,7 +171,7 @@ async def spawn_processes(
 ) -> ProcessMesh:
     """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
 
-    hosts: where; None: on this host. Each host gets as many, the first host the first ranks.
+    hosts: the hosts of the processes; None: this host. Each host gets equally many, and the first host gets the first ranks.
     The caller's process serves the rendezvous store, on a port that the system chose. So no rank can find the port taken.
     Raises TimeoutError if the processes have not started within START_TIMEOUT, and ValueError if the hosts cannot have equally many, or do
     not share the folder of the logs.
@@ -253,7 +254,7 @@ def open_rendezvous(address: str) -> TCPStore:
 
 
 def _gloo_interface(own_address: str) -> dict[str, str]:
-    """gloo's interface is that of loopback if all ranks are on this machine, unless the user has chosen one."""
+    """Environment that makes gloo use the loopback interface if all ranks are on this machine. Empty if the user chose an interface."""
     is_alone = ipaddress.ip_address(own_address).is_loopback and LOOPBACK_INTERFACE.exists()
     return (
         {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE.name} if is_alone and "GLOO_SOCKET_IFNAME" not in os.environ else {}
@@ -261,7 +262,10 @@ def _gloo_interface(own_address: str) -> dict[str, str]:
 
 
 async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
-    """Raises ValueError naming a host that does not see a file which this process writes to the folder. read: of the Probes on the hosts."""
+    """Raises ValueError naming a host that does not see a file which this process writes to the folder.
+
+    read: the endpoint of the Probes on the hosts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     mark, text = folder / f".shared-{uuid.uuid4().hex}", uuid.uuid4().hex
     mark.write_text(text)
@@ -272,7 +276,8 @@ async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], f
     for rank, host, seen in sorted(answers):
         if seen != text:
             raise ValueError(
-                f"{name}: rank {rank} on {host} does not see the files of {folder}; put the run on a disk that all hosts share, under one path"
+                f"{name}: rank {rank} on {host} does not see the files of {folder}; "
+                "put the run on a disk that all hosts share, under one path"
             )
 
 

@@ -69,8 +69,8 @@ def keep_one_pool() -> None:
 def one_thread() -> Iterator[None]:
     """Compute on this thread without workers.
 
-    For many short copies. After each one the threads wait for the slowest of them, which on a busy machine waits for a core: on four cores with
-    twenty runnable processes 165 copies, 0.5 GB together, took 0.1 s on one thread and 0.6 to 9 s on two.
+    For many short copies. After each copy the threads wait for the slowest one, and on a busy machine that one waits for a core. On four
+    cores with twenty runnable processes, 165 copies of 0.5 GB together took 0.1 s on one thread and 0.6 to 9 s on two.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -81,7 +81,7 @@ def one_thread() -> Iterator[None]:
 
 
 def gpu_environment() -> dict[str, str]:
-    """Environment that limits the host threads of a new process that uses a GPU. Empty without a GPU, or if the user set OMP_NUM_THREADS."""
+    """Environment that limits the host threads of a new process on a GPU. Empty without a GPU, or if the user has set OMP_NUM_THREADS."""
     if torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         return {"OMP_NUM_THREADS": str(HOST_THREADS)}
     return {}

@@ -1,7 +1,7 @@
 """Mutual TLS: certificates of a private authority, for the door of a service and for Monarch's own connections.
 
-A folder of certificates has `authority.pem`, and for every program the pair `certificate.pem` and `key.pem`. Both sides of a connection show
-a certificate of the same authority; a program without one is refused.
+A folder of certificates has `authority.pem`, and a program's own pair of `certificate.pem` and `key.pem`. Both sides of a connection show a
+certificate of the same authority; a program without one is refused.
 """
 
 import os
@@ -23,7 +23,7 @@ MONARCH_VARIABLES = {
 
 
 def require_files(folder: str) -> Path:
-    """The folder. Raises ValueError naming a file that is missing, and a key that others can read."""
+    """The path of the folder. Raises ValueError naming a file that is missing, or a key that others can read."""
     path = Path(folder)
     for name in (AUTHORITY, CERTIFICATE, KEY):
         if not (path / name).is_file():

@@ -1,4 +1,4 @@
-"""A worker: it waits at an address for a run, and starts processes of the run on this machine. It ends with Ctrl-C or SIGTERM.
+"""A worker waits at an address for a run, and starts processes of the run on this machine. It ends with Ctrl-C or SIGTERM.
 
 python -m rl_actors.processes.worker tcp://10.0.0.5:4444
 """
@@ -15,7 +15,7 @@ from rl_actors.processes.address import Address
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m rl_actors.processes.worker", description=__doc__)
     parser.add_argument(
-        "address", help="tcp://HOST:PORT, or tls://HOST:PORT; this machine's, as the other machines reach it"
+        "address", help="tcp://HOST:PORT, or tls://HOST:PORT: the address by which other machines reach this one"
     )
     parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates, for an address tls://…")
     parser.add_argument(

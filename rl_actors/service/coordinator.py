@@ -30,7 +30,10 @@ class Coordinator(Actor):
 
     @concurrent_endpoint
     async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
-        """The answers of all ranks, or the error of the call; see `opened`. number: of the client; arguments: pickled."""
+        """The answers of all ranks, or the error of the call; see `opened`.
+
+        number: that of the client. arguments: pickled. patience: as in Member.run.
+        """
         try:
             unpickled = pickle.loads(arguments)
             answers = await in_background(self.service.call(number, endpoint, unpickled, patience), endpoint)
@@ -44,7 +47,7 @@ class Coordinator(Actor):
 
 
 def opened(answer: bytes) -> list[object]:
-    """The answers of all ranks. Raises the error of the call."""
+    """The answers of all ranks, from the bytes that `call` returns. Raises the error of the call."""
     answers, error = pickle.loads(answer)
     if error is not None:
         raise error

@@ -1,7 +1,8 @@
-"""The door of a service: a port at which programs attach, and ask for its state or its end. Lines of JSON; no call passes through it.
+"""The door of a service: a port at which programs attach, and ask for its state or its end. It speaks lines of JSON, and no call of an
+actor passes through it.
 
-A greeting is answered with the reference to the coordinator, if all versions are the same. The connection then stays open as long as the client
-lives: its end tells each side that the other one is gone, however it ended.
+A program that wants to attach gets the reference to the coordinator, if it has the versions of the service. Its connection then stays open
+as long as the client lives. The end of the connection tells each side that the other one is gone, for whatever reason.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ class Door:
     def __init__(
         self, service: Service, coordinator: bytes, *, logs: Path, stop: Callable[[str], None], transport: str
     ) -> None:
-        """coordinator: the pickled reference. logs: folder of the actors' logs. stop: ends the service, for a reason.
+        """coordinator: the pickled reference to it. logs: folder of the actors' logs. stop: ends the service, for a reason.
 
         transport: kind of Monarch's connections, "tcp" or "tls".
         """

@@ -1,4 +1,4 @@
-"""The actors of a service, each behind its one client in the service's process. They run what attached clients ask for."""
+"""The actors of a service, each behind its one client in the service's process. They run the calls of attached clients."""
 
 import asyncio
 import contextlib
@@ -57,10 +57,10 @@ async def _alive(client: Client) -> list[object]:
 
 
 class ModelMember:
-    """A trainer, value model or reference. One client has the open step; see OpenStep."""
+    """A trainer, value model or reference. At most one attached client has an open step; see OpenStep."""
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
-        """infos: those of all ranks, when the model is up."""
+        """infos: those of all ranks. The model is up."""
         self.client, self.num_ranks = client, len(infos)
         self._infos = infos
         self.step = OpenStep()
@@ -198,7 +198,7 @@ class GeneratorMember:
         return self.client.last_pull
 
     async def leave(self, client: Attached) -> None:
-        """End what the client has running in the engine."""
+        """End the requests of the client in the engine."""
         aborts = [self._abort(client, number) for number in list(client.generations)]
         with contextlib.suppress(Exception):
             await asyncio.gather(*aborts)

@@ -1,7 +1,7 @@
-"""`OpenStep`, the client of a service that accumulates gradients, and those that wait for it. Knows no actors.
+"""`OpenStep`: which client of a service has an open step, and which clients wait for its end. Knows no actors.
 
-The first forward_backward of a client opens a step. Until its optim_step or discard_gradients, the calls of other clients that would change
-weights or gradients wait. Calls that only read do not.
+The first forward_backward of a client opens a step, and its optim_step or discard_gradients closes it. Meanwhile the calls of other clients
+wait if they are in CHANGING.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 CHANGING = frozenset(
     ("forward_backward", "optim_step", "discard_gradients", "save_checkpoint", "load_checkpoint", "profile")
 )
-"""Endpoints of a trainer that read or change the state of a step. Other endpoints are legal for any client at any time."""
+"""Endpoints of a trainer that read or change the state of a step. Other endpoints do not wait for the end of a step."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -20,12 +20,12 @@ class Attached:
 
     number: int
     name: str  # given by the client, with its process and host: "trainer, pid 4242 on host-3"
-    member: str  # "trainer", "generator", …: whom it calls
+    member: str  # the actor that it calls: "trainer", "generator", …
     since: float = field(default_factory=time.time)
     num_calls: int = 0
     has_left: bool = False
-    waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)  # for the end of another client's step
-    # Prompts that have not been fetched, of every generate call of this client.
+    waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)  # its calls that wait for the end of another step
+    # Number of a generate call -> number of its prompts that this client has not fetched.
     generations: dict[int, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -33,7 +33,7 @@ class Attached:
 
 
 class OpenStep:
-    """The client that has the open step of one trainer. Others get it in the order in which they asked. Use it on one event loop."""
+    """Gives the step of one trainer to one client at a time, in the order in which clients ask. Use it on one event loop."""
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
@@ -41,9 +41,9 @@ class OpenStep:
         self._held_since = 0.0
 
     async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
-        """Wait until no other client has an open step. The client has it from now on.
+        """Wait until no other client has an open step, and give it to this client. Does nothing if this client has it already.
 
-        Raises RuntimeError naming the client that has it after `patience` seconds, and if `client` has left meanwhile.
+        After `patience` seconds raises RuntimeError naming the client that has it. Raises RuntimeError if `client` has left meanwhile.
         """
         if self.holder is client:
             return
@@ -54,7 +54,8 @@ class OpenStep:
             if not acquiring.done():
                 raise RuntimeError(
                     f"{endpoint} waited {patience:g} s, and {self.holder} still has the step that it opened "
-                    f"{time.monotonic() - self._held_since:.0f} s ago; try again when it has called optim_step or discard_gradients, or has ended"
+                    f"{time.monotonic() - self._held_since:.0f} s ago; "
+                    "try again when it has called optim_step or discard_gradients, or has ended"
                 )
         finally:
             client.waiting.discard(acquiring)
@@ -72,5 +73,5 @@ class OpenStep:
             self._free.release()
 
     def seconds(self) -> float:
-        """Time for which the holder has had it; 0 without a holder."""
+        """Seconds for which the holder has had the step; 0 without a holder."""
         return 0.0 if self.holder is None else time.monotonic() - self._held_since

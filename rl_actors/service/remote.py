@@ -1,4 +1,4 @@
-"""The side of a client of a service: the connection, the calls to the coordinator, and `attach`, which makes the usual client of them."""
+"""A client's side of a service: the connection, the calls to the coordinator, and `attach`, which returns a mesh for a usual client."""
 
 import asyncio
 import base64
@@ -32,7 +32,7 @@ class Lease:
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
         self.address, self.answer = address, answer
-        self.ended: Future[str] = Future()  # the reason
+        self.ended: Future[str] = Future()  # the reason of the end
         self._connection = connection
         watching = threading.Thread(
             target=_watch, args=(connection, self.ended, str(address)), name="rl_actors_lease", daemon=True
@@ -40,7 +40,7 @@ class Lease:
         watching.start()
 
     def close(self) -> None:
-        """Leave the service. It discards the gradients of a step that is open. A second call does nothing."""
+        """Leave the service, which then discards the gradients of a step that this client has open. A second call does nothing."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
@@ -97,14 +97,14 @@ async def _awaited(future: Awaitable[bytes]) -> bytes:
 
 
 class RemoteEndpoint:
-    """One endpoint of a RemoteMesh, called as those of Monarch are."""
+    """One endpoint of a RemoteMesh. It is called as an endpoint of Monarch is."""
 
     def __init__(self, mesh: RemoteMesh, name: str, num_answers: int | None = None) -> None:
         self._mesh, self._name = mesh, name
         self._num_answers = mesh.num_ranks if num_answers is None else num_answers
 
     def stream(self, *arguments: object, order: object = None) -> Iterator[Awaitable[object]]:
-        """The answers of the ranks. order: not sent, because the service numbers the calls of all its clients."""
+        """The answers of the ranks. order: is not sent, because the service numbers the calls of all its clients."""
         answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
         return (_nth(answers, index) for index in range(self._num_answers))
 
@@ -114,7 +114,7 @@ async def _nth(answers: "asyncio.Future[list[object]]", index: int) -> object:
 
 
 class LocalEndpoint:
-    """An endpoint whose answers are known."""
+    """An endpoint whose answers are known already, so that nothing is sent."""
 
     def __init__(self, answers: list[object]) -> None:
         self._answers = answers
@@ -128,12 +128,14 @@ async def _just(value: object) -> object:
 
 
 class RemoteProbe:
+    """A stand-in for a Probe."""
+
     def __init__(self, who: RemoteEndpoint) -> None:
         self.who = who
 
 
 def ask(address: str, wants: Message, *, certificates: str = "", timeout: float = ATTACH_TIMEOUT) -> Message:
-    """The answer of a service to a question that needs no actors: {"wants": "status"}. Raises as `attach` does."""
+    """The answer of a service to a question that needs no actors, such as {"wants": "status"}. Raises as `attach` does."""
     target = Address.parse(address)
     connection, answer = _greet(target, wants, certificates, timeout)
     connection.close()
@@ -165,7 +167,7 @@ def _greet(address: Address, wants: Message, certificates: str, timeout: float) 
 
 
 def _plain(error: Exception, address: Address, timeout: float) -> Exception:
-    """The error of a connection as one that says in words what went wrong."""
+    """The error to raise for an error of a connection. It says in words what went wrong."""
     match error:
         case ssl.SSLError():
             return ConnectionError(f"{address}: no trust between this program and the service: {error}")
@@ -204,7 +206,7 @@ def attach(
     """Attach to one actor of a service. Returns its mesh for a client, and the TrainerInfo or GeneratorInfo of its first rank.
 
     Raises ValueError for a wrong address, for versions that differ and for an actor that the service lacks; ConnectionError if no service
-    answers or there is no trust; TimeoutError after `timeout` seconds.
+    answers or certificates are refused; TimeoutError after `timeout` seconds.
     """
     target = Address.parse(address)
     name = f"{member}, pid {os.getpid()} on {socket.gethostname()}"
@@ -231,7 +233,7 @@ def attach(
 
 
 def join_monarch(transport: str, own_host: str, certificates: str) -> None:
-    """Start Monarch in this process with the service's transport, at an address from which and at which it reaches the service."""
+    """Start Monarch in this process with the service's transport. own_host: the address of this machine that reaches the service."""
     prepare_this_process()
     if transport == "tls":
         tls.use_for_monarch(certificates)

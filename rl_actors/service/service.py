@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """The one caller of the actors. Its methods run on the event loop that the clients of a process share."""
+    """The only caller of the actors. Its methods run on the event loop that the clients of a process share."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""
@@ -25,7 +25,7 @@ class Service:
         self._leaving: set[asyncio.Task[None]] = set()
 
     def attach(self, name: str, member: str) -> Attached:
-        """Raises ValueError if the service has no such actor."""
+        """Add a client of this actor. Raises ValueError if the service has no such actor."""
         if member not in self.members:
             raise ValueError(f"this service has no {member}; it has {', '.join(self.members)}")
         client = Attached(number=next(self._numbers), name=name, member=member)
@@ -56,7 +56,7 @@ class Service:
         leaving.add_done_callback(self._leaving.discard)
 
     def idle_seconds(self) -> float:
-        """Time since the last client left, or since the start. 0 while a client is attached."""
+        """Seconds since the last client left, or since the start. 0 while a client is attached."""
         return 0.0 if self.clients else time.monotonic() - self.last_left
 
     async def describe(self) -> dict[str, object]:

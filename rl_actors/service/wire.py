@@ -10,7 +10,7 @@ import torch
 import rl_actors
 
 PROTOCOL = "rl-actors service 1"
-"""First field of every greeting. A program that answers anything else is no service of this kind."""
+"""Value of the field `protocol` of every message. A program that sends anything else is no service of this kind, nor its client."""
 
 MAX_LINE_BYTES = 1 << 20
 """Longest line of JSON that is read."""
@@ -44,7 +44,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """Raises ValueError if the line is not one of a service or its client."""
+    """The message of a line. Raises ValueError if neither a service nor its client sent the line."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -55,7 +55,7 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Notice within half a minute that the other machine is gone, although it could not close the connection."""
+    """Make this side notice within half a minute that the other machine is gone, even if that one could not close the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -63,7 +63,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, where the reader can see it."""
+    """A part of a tensor, in memory that the reader sees."""
 
     start: tuple[int, ...]  # of the part in the whole tensor
     values: Tensor
@@ -75,7 +75,10 @@ class Piece:
 
 
 class OpenVersion(ABC):
-    """A version that a reader has opened. Its tensors are whole. They may be views that end with the reading. Views of slots on a GPU are on that GPU."""
+    """A version that a reader has opened. Its tensors are whole.
+
+    They may be views that are valid only while the version is open. Views of slots on a GPU are on that GPU.
+    """
 
     path: str
     """Path by which the bytes come."""
@@ -97,7 +100,7 @@ class OpenVersion(ABC):
         """(name, tensor) one at a time, in the order of the manifest."""
 
     def pieces(self) -> Iterator[tuple[str, list[Piece]]]:
-        """(name, its pieces, which together are the whole tensor), without putting them together. They may be on a GPU."""
+        """(name of a tensor, its pieces) one tensor at a time. The pieces cover the tensor. They may be on a GPU."""
         for name, tensor in self.tensors():
             yield name, [Piece((0,) * tensor.ndim, tensor)]
 
@@ -106,7 +109,7 @@ class Source(ABC):
     """The place of one version. It is picklable, and is opened in the process that reads the tensors."""
 
     timeout: float
-    """Seconds in which it must be opened, and in which it must then be loaded."""
+    """Seconds in which the version must be opened, and seconds in which it must then be loaded."""
 
     @property
     @abstractmethod
@@ -147,7 +150,7 @@ class Transport(ABC):
     """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
 
     training_bytes = 0
-    """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots take the rest."""
+    """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots may take the rest."""
     kind: str = "other"
     """Name of the place where the tensors of a version are, for the metrics of a push."""
 
@@ -189,7 +192,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def get_object(self, key: str) -> object | None:
-        """The value, or None if there is none."""
+        """The value of a key, or None if it has none."""
 
     @abstractmethod
     async def delete(self, manifest: Manifest) -> None:
@@ -269,7 +272,7 @@ async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
 
 
 async def _awaited(work: Awaitable[Value]) -> Value:
-    """A coroutine, as wait_for needs for Monarch's futures."""
+    """The result of an awaitable, as a coroutine: wait_for does not take Monarch's futures."""
     return await work
 
 

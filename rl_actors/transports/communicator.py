@@ -1,14 +1,16 @@
-"""A communicator of a trainer's rank and one reader: NCCL connects two GPUs, and gloo anything else. point_to_point.py sends slots through it.
+"""A communicator of a trainer's rank and one reader: NCCL connects two GPUs, and gloo anything else.
+
+point_to_point.py sends slots through it.
 
 A communicator is a process group of torch with a store of its own. It has two members and knows nothing of torch's default group, so the
-end of a member breaks only this pair. Its calls run on a thread of its own, because NCCL may wait without a limit. The caller waits for that
-thread until the deadline, or until the other process has closed the control connection. Then it aborts the communicator.
+end of a member breaks only this pair. Its calls run on a thread of its own, because NCCL may wait without a limit. The caller waits for
+that thread until the deadline, or until the other process has closed the control connection. Then it aborts the communicator.
 
 Bytes come in pieces of PIECE_BYTES. The reader says when it is ready for a piece, so a GPU never waits for a reader that has died. At most
-WINDOW pieces are on their way. NCCL needs them in the GPU's memory, so bytes in the host's memory go through WINDOW buffers there.
+WINDOW pieces are on their way. NCCL needs them in a GPU's memory, so bytes in the host's memory go through WINDOW buffers on the GPU.
 
-A push waits for all work of its GPU, and so for a piece that NCCL is sending: a reader that hangs in a piece may hold it up until the deadline.
-NCCL was not run yet; tests/gpu/test_weights.py is for that.
+A push waits for all work of its GPU, and so for a piece that NCCL is sending. So a reader that hangs in a piece may hold up a push until
+the deadline. NCCL has not run yet; tests/gpu/test_weights.py tests it.
 """
 
 import contextlib
@@ -42,6 +44,7 @@ PORT = struct.Struct("<H")
 WATCH_SECONDS = 0.1
 """Pause between two looks at the control connection while a call runs."""
 ABORT_SECONDS = 5.0
+"""Seconds that `Pair.end` waits for the abort of a communicator."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 
 Value = TypeVar("Value")
@@ -74,14 +77,14 @@ class Pieces(Protocol):
         """Memory for the piece, where the backend writes it."""
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Bring what came in `incoming` to its place. It may end later."""
+        """Begin to copy what came into the memory of `incoming` to its place. `finish` waits for the end of the copy."""
 
     def finish(self) -> None:
-        """Wait until all that has arrived is in its place."""
+        """Wait until everything that has arrived is in its place."""
 
 
 class HostPieces:
-    """gloo reads and writes the host's memory."""
+    """Pieces for gloo, which reads and writes the host's memory."""
 
     def active(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext()
@@ -100,7 +103,7 @@ class HostPieces:
 
 
 class GPUPieces:
-    """NCCL reads and writes the memory of a GPU. The copies have a stream of their own, so that they do not wait for the training."""
+    """Pieces for NCCL, which reads and writes the memory of a GPU. The copies have a stream of their own, so that they do not wait for the training."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -140,8 +143,8 @@ def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
 
     options = ProcessGroupNCCL.Options()
     options.config.blocking = 0  # so that another thread can abort a call that waits
-    # `wait` then waits for the GPU until its timeout, and there is no watchdog thread. That one would end the trainer's process when a reader
-    # has died. torch reads the variable when a group is made, so the trainer's own groups keep their watchdogs.
+    # With this variable `wait` waits for the GPU until its timeout, and there is no watchdog thread. A watchdog would end the trainer's
+    # process when a reader has died. torch reads the variable when a group is made, so the trainer's own groups keep their watchdogs.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -161,7 +164,7 @@ class Pair:
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
     ) -> None:
-        """device: that of this member's pieces. Raises ValueError if the backend is nccl and the device no GPU."""
+        """device: where this member's weights are. Raises ValueError if the backend is nccl and the device is no GPU."""
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
         self.connection, self.member, self.make, self.piece_bytes = connection, member, GROUPS[backend], piece_bytes
@@ -184,7 +187,7 @@ class Pair:
         self.group = self.make(store, self.member, host, timeout)
 
     def join(self, deadline: float) -> None:
-        """The reader's part."""
+        """The reader's part of making the communicator: receive the port of the store, and connect to it."""
         from torch.distributed import TCPStore
 
         (port,) = PORT.unpack(control.receive(self.connection, PORT.size))
@@ -239,7 +242,7 @@ class Pair:
             try:
                 done.set_result(call(*arguments, deadline))
             except BaseException as error:
-                # Frames would keep the communicator, and its connections, until Python collects garbage.
+                # The traceback would keep the communicator and its connections until Python collects garbage.
                 done.set_exception(error.with_traceback(None))
 
         self.calls.put(answer)
@@ -278,7 +281,7 @@ def _wait(work: Work, deadline: float) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if the other side has closed the connection, also if bytes of it were not read yet."""
+    """True if the other side has closed the connection, even if some of its bytes have not been read yet."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

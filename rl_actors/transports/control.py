@@ -1,7 +1,7 @@
 """The conversation of a reader with the server of a trainer's rank: a signed request, and the answer. Moves no weights.
 
-A request proves with the secret of the transport that its sender may read: the server sends random bytes, and the reader signs them together
-with the request. Nothing is encrypted, so the network must be private.
+The server sends random bytes. The reader signs them, together with its request, with the secret of the transport. This proves that it may
+read. Nothing is encrypted, so the network must be private.
 """
 
 import contextlib
@@ -23,8 +23,9 @@ MAX_REQUEST_BYTES = 4096
 SERVED, GONE = b"\0", b"\1"
 """The first byte of an answer. After SERVED come the layout of the slot and its bytes, and after GONE the text of the error."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
-"""The reader sends a receipt for the bytes. The server accepts it while it still holds the lock of the slot. A reader without this answer drops
-the bytes, because the slot may have been rewritten while they came: bytes of a file are on their way after sendfile has returned."""
+"""The reader sends a receipt for the bytes. The server accepts it while it still holds the lock of the slot. A reader whose receipt is not
+accepted drops the bytes. The slot may have been rewritten while they came, because sendfile returns before all bytes of a file have arrived.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,7 @@ class Request:
     key: str
     start: int = 0
     num_bytes: int
-    path: str  # of the bytes: "tcp" or "point_to_point"
+    path: str  # by which the bytes come: "tcp" or "point_to_point"
     # The reader chooses the communicator's backend, "nccl" or "gloo", and the bytes of a piece. gloo ends the process if the two sides have
     # different sizes.
     backend: str = ""
@@ -59,14 +60,14 @@ def answered(connection: socket.socket) -> Layout:
 
 
 def send_receipt(connection: socket.socket) -> None:
-    """Say that all bytes are here. Raises ConnectionError if they came too late, and so must not be used."""
+    """Tell the server that all bytes are here. Raises ConnectionError if they came too late; they must then not be used."""
     connection.sendall(RECEIPT)
     if receive(connection, 1) != ACCEPTED:
         raise ConnectionError("the trainer's process did not accept the receipt")
 
 
 def await_receipt(connection: socket.socket) -> None:
-    """Wait until the reader has all bytes."""
+    """Wait for the reader's receipt, and accept it."""
     if receive(connection, 1) != RECEIPT:
         raise ConnectionError("the reader sent something else than a receipt")
     connection.sendall(ACCEPTED)
@@ -115,7 +116,7 @@ def _signature(secret: bytes, nonce: bytes, text: bytes) -> bytes:
 
 
 def send_block(connection: socket.socket, block: bytes) -> None:
-    """Send bytes after their number."""
+    """Send the number of the bytes, and then the bytes."""
     connection.sendall(LENGTH.pack(len(block)) + block)
 
 
@@ -128,7 +129,7 @@ def receive_block(connection: socket.socket, limit: int | None) -> bytes:
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Exactly so many bytes. Raises ConnectionError if the other side closes before."""
+    """Exactly num_bytes bytes. Raises ConnectionError if the other side closes before they have come."""
     block = bytearray()
     while len(block) < num_bytes:
         part = connection.recv(num_bytes - len(block))

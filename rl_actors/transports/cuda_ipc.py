@@ -17,7 +17,8 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""Bytes of which an allocation is a multiple. CUDA puts smaller ones together in one block, and a handle opens a whole block."""
+"""The size of an allocation is a multiple of this number of bytes. CUDA puts smaller ones together in one block, and a handle opens a whole
+block."""
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the reader may compute on another GPU than that of the memory
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
@@ -56,7 +57,7 @@ class Memory:
 
 
 class DeviceMemory:
-    """Memory on this process's GPU that lives as long as this object, and its handle for other processes."""
+    """Memory on a GPU of this process, and its handle for other processes. The memory lives as long as this object."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         with torch.cuda.device(device):

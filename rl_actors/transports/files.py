@@ -79,7 +79,7 @@ class FilesTransport(Transport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionInDirectory(Source, OpenVersion):
-    """A version in files of one directory. Every process that sees the directory can read them. A subclass says how."""
+    """A version in files of one directory. Every process that sees the directory can read them. A subclass reads the tensors."""
 
     directory: Path
     manifest: Manifest

@@ -1,4 +1,4 @@
-"""Transports that keep only an index of versions in one place. The bytes go from the slots of the trainer's ranks straight to the readers."""
+"""Transports that keep only an index of versions in one place. Bytes go from the slots of the trainer's ranks straight to the readers."""
 
 import logging
 import secrets
@@ -29,7 +29,7 @@ class IndexedTransport(Transport):
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
         self.secret = secrets.token_bytes(32)  # proves to the ranks' servers that a reader has this transport
-        # The ranks of this process.
+        # By rank, for the ranks of this process.
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 
@@ -62,7 +62,7 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if a reader may have no other path: one on another host, or one on this host that cannot open memory of this rank's GPU."""
+        """True if the config asks for served slots, or if a reader may be on another host or may fail to open memory of this rank's GPU."""
         return (
             self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)

@@ -1,4 +1,4 @@
-"""The simplest transport: dictionaries in one actor. For tests, and as an example. It is slow, because every byte is in a Monarch message."""
+"""The simplest transport: dictionaries in one actor. For tests, and as an example. It is slow: every byte goes in a Monarch message."""
 
 from collections import defaultdict
 from collections.abc import Mapping

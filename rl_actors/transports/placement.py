@@ -10,7 +10,7 @@ MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place for slots. With only one slot a push waits for the readers of the version before, and a push that fails loses that version."""
+    """A place for slots. With only one slot a push waits for readers of the version before, and a push that fails loses that version."""
 
     on_gpu: bool = False
     num_slots: int = 2
@@ -21,7 +21,8 @@ class Place:
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
     """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
 
-    Readers on other hosts get a slot on the GPU, too: NCCL sends it from there, and TCP in parts through the host's memory.
+    The paths shared_memory and tcp always take slots on the host. A slot on the GPU also serves readers on other hosts: NCCL sends it from
+    there, and TCP sends it in parts through the host's memory.
     room: bytes of the GPU that training leaves.
     Raises ValueError if the path is cuda_ipc and that is not possible.
     """
@@ -44,7 +45,7 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
 def room_for_slots(free: int, held_by_torch: int, training: int) -> int:
     """Bytes of a GPU that training leaves.
 
-    free: bytes that nobody holds. held_by_torch: bytes that this process holds for tensors. training: an estimate of the bytes that training
+    free: bytes that nobody holds. held_by_torch: bytes that torch holds in this process. training: an estimate of the bytes that training
     will hold at its peak, which it may not hold yet.
     """
     return free + held_by_torch - int(MARGIN * training)

@@ -1,10 +1,10 @@
-"""Slots from point to point: every pair of a trainer's rank and a reader has a communicator of its own, which serves one version after the other.
+"""Slots from point to point: every pair of a trainer's rank and a reader has its own communicator. It serves one version after another.
 
 The first request of a reader makes the communicator. A tensor may be larger than a piece. When a call fails, hangs or loses the other
 process, both sides give the communicator up, and the next pull makes another one. The reader's pieces end in the host's memory.
 
-The secret guards the control connection. torch's rendezvous, NCCL and gloo open ports that know no secret, and nothing is encrypted: the
-network must be private.
+The secret guards the control connection. torch's rendezvous, NCCL and gloo open ports that ask for no secret, and nothing is encrypted. So
+the network must be private.
 """
 
 import atexit
@@ -152,7 +152,7 @@ def _fetch(
         pair = PAIRS.take(address, request) or _connected(address, request, deadline, device)
         try:
             layout = _received(pair, request, into, secret, deadline)
-        except VersionGoneError:  # an answer like another: the pair is as good as before
+        except VersionGoneError:  # a regular answer, after which the pair can be used again
             PAIRS.give(address, request, pair)
             raise
         except BaseException:

@@ -1,6 +1,6 @@
-"""The versions that one trainer publishes: their dtype, their stream, and the deletion of old ones.
+"""`Publisher`, which chooses the dtype and the stream of a trainer's versions and deletes old ones.
 
-Moves no bytes. base.py puts a version into a transport.
+It moves no bytes. base.py puts a version into a transport.
 """
 
 import time

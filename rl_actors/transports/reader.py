@@ -15,7 +15,7 @@ from rl_actors.transports.base import Manifest, OpenVersion, Piece, Source
 from rl_actors.transports.slots import MAPPINGS, Layout, MappedSlot, actor_name, machine
 
 RECEIVED = {"tcp": tcp.received, "point_to_point": point_to_point.received}
-"""Path -> the reading of slots that the ranks' servers send."""
+"""Path -> the function that receives slots from the ranks' servers."""
 CONFIG = "the config says so"
 
 
@@ -107,7 +107,7 @@ class OpenSlots(OpenVersion):
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason = path, reason
-        # One of several replicas is enough.
+        # If several replicas hold a part, one of them is enough.
         self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():

@@ -16,7 +16,7 @@ class ReceivedSlot:
 
 
 class Buffers:
-    """Memory for received slots, by rank and size. It is made at the first version and used again by the next ones. Beside a GPU it is pinned."""
+    """Memory for received slots, by rank and size. It is made for the first version and kept for the next. Beside a GPU it is pinned."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()

@@ -1,4 +1,4 @@
-"""The server of the slots of one rank of a trainer, for readers that cannot open their memory. Who reads must know the secret."""
+"""The server of the slots of one rank of a trainer, for readers that cannot open their memory. A reader must know the secret."""
 
 import contextlib
 import socket
@@ -14,11 +14,11 @@ from rl_actors.transports.control import Request
 from rl_actors.transports.slots import Slot, VersionGoneError, actor_name, shared_lock
 
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""After a minute without an answer a reader's host counts as dead: its connection ends, and all that belongs to it."""
+"""A reader's host counts as dead after a minute without an answer. Its connection then ends, and everything that belongs to it."""
 
 
 class Sender(Protocol):
-    """One way of the bytes to the reader of one connection."""
+    """Protocol of tcp.Sender and point_to_point.Sender, which send bytes to the reader of one connection."""
 
     def send(self, slot: Slot, request: Request) -> None:
         """Send the bytes of a request. The slot is locked, and its layout was sent."""
@@ -31,11 +31,11 @@ SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""Path -> the sender of a connection, which has so many seconds for each request."""
+"""Path -> function of a connection, and of the seconds for each request, that makes the sender."""
 
 
 class Connections:
-    """The open connections of a server, from whichever thread they are opened and closed."""
+    """The open connections of a server. Any thread may open and close them."""
 
     def __init__(self) -> None:
         self.guard = threading.RLock()  # a server may end while its own thread collects garbage
@@ -109,7 +109,7 @@ def _accept(server: socket.socket, served: Served) -> None:
 
 
 def _serve(connection: socket.socket, served: Served) -> None:
-    """Answer the requests of one reader until it goes away. One that goes away early, or has a wrong secret, ends only its own connection."""
+    """Answer the requests of one reader until it goes away. A reader that goes early or has a wrong secret ends only its own connection."""
     with connection, contextlib.suppress(OSError, ValueError), ExitStack() as stack:
         stack.callback(served.connections.remove, connection)
         connection.settimeout(served.timeout)

@@ -37,7 +37,7 @@ ALIGNMENT = 64  # every tensor in a slot begins at a multiple of this number of 
 HEAD = struct.Struct("<8s16sQQQ")
 """The first bytes: magic, token, number of bytes of the layout, offset of the tensors, number of bytes of the tensors."""
 MAGIC = b"rlweight"
-KEY_OFFSET = 64  # here stand the length of the key, as one byte, and the key
+KEY_OFFSET = 64  # place of the length of the key, as one byte, and of the key after it
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
 """A reader unmaps a slot that its last KEPT_MAPPINGS versions did not use. A trainer has two slots, which its versions use in turn."""
@@ -115,7 +115,7 @@ class VersionGoneError(RuntimeError):
 
 
 def machine() -> str:
-    """An id that processes share if they see each other in /proc: the start of the machine, and the container's namespace of pids."""
+    """An id that processes share if they see each other in /proc: the id of the machine's boot, and the container's namespace of pids."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -126,7 +126,7 @@ def actor_name() -> str:
 
 
 class Slot:
-    """A slot in the process that writes it. It is made and its memory is touched once."""
+    """A slot in the process that writes it. Its memory is touched once, when the slot is made."""
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
         """device: that of the weights. The slot is on it if the place says so."""
@@ -137,7 +137,7 @@ class Slot:
         self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.data_offset + (0 if place.on_gpu else max(layout.num_bytes, 1)))
-        # MAP_POPULATE touches every page now, because a first write would stop at each of them.
+        # MAP_POPULATE touches every page now. Otherwise the first write would stop at each page.
         self.memory = _map(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
         self.memory[PAGE : PAGE + len(text)] = text
@@ -188,7 +188,7 @@ class Slot:
             yield
 
     def end(self, key: str, timeout: float) -> None:
-        """Wait for the readers, and let no other begin, because memory of a GPU is freed with the slot. key: that of the push."""
+        """Wait for the readers, and let no other reader begin, because memory of a GPU is freed with the slot. key: that of the push."""
         with self._locked(key, timeout):
             pass
 
@@ -224,7 +224,7 @@ class MappedSlot:
         magic, token, layout_bytes, data_offset, num_bytes = fields
         if magic != MAGIC or token != address.token:
             raise VersionGoneError(f"{address} is gone: another file has its place")
-        # Nobody may write: a wrong write ends this process, and does not change what other readers see.
+        # Mapped only for reading: a wrong write ends this process, and does not change what other readers see.
         self.memory = _map(self.fd, mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
         self.on_gpu: cuda_ipc.OpenedMemory | None = None
@@ -236,7 +236,7 @@ class MappedSlot:
         self.views = self.layout.views(self.data)
 
     def _host_bytes(self, offset: int, num_bytes: int) -> Tensor:
-        """The bytes of the tensors, pinned for a worker on a GPU."""
+        """The bytes of the tensors, pinned if this process uses a GPU."""
         data = _bytes_of(self.memory, offset, num_bytes)
         if torch.cuda.is_initialized() and not pin_for(self, data, read_only=True):
             # Not every driver pins memory that is mapped only for reading.
@@ -269,7 +269,7 @@ def _bytes_of(memory: mmap.mmap, offset: int, num_bytes: int) -> Tensor:
 
 
 def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
-    """Pin memory as long as its owner lives. Returns False where CUDA refuses."""
+    """Pin memory for as long as its owner lives. Returns False if CUDA refuses."""
     pinned = cuda_ipc.pin(data, read_only=read_only)
     if pinned:
         weakref.finalize(owner, cuda_ipc.unpin, data.data_ptr())

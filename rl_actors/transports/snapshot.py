@@ -19,9 +19,9 @@ from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_nam
 class Snapshot:
     """One rank's part of the newest two versions.
 
-    A write goes into the slot of the older version, so with two slots a push that fails loses only that version. Both slots have the same layout. If
-    the tensors of a write need another one, the write makes a slot of that layout. Slots of the former layout are dropped when the
-    second version of the new one begins.
+    A write goes into the slot of the older version. So with two slots a push that fails loses only the older version. Both slots have the
+    same layout. If the tensors of a write need another layout, the write makes a slot of that layout. Slots of the former layout are
+    dropped when the second version of the new layout begins.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Snapshot:
         return next((slot for slot in self.slots if slot.token == token), None)
 
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
-        """A slot of this layout that does not hold the newest version, if the place has two. The first writes make them."""
+        """The slot for the next write. If the place has two slots, it does not hold the newest version. The first writes make the slots."""
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:
             if slot not in alike and slot is not self.newest:
@@ -84,8 +84,9 @@ class Snapshot:
 
 
 class Plan:
-    """The part of every tensor that this rank holds, and its place in a slot. The plan is made at the first write, and again if the tensors'
-    names, shapes, dtypes or layouts change.
+    """The part of every tensor that this rank holds, and its place in a slot.
+
+    The plan is made at the first write, and again if the tensors' names, shapes, dtypes or layouts change.
     """
 
     def __init__(self) -> None:
@@ -93,7 +94,7 @@ class Plan:
         self._layout: Layout | None = None
 
     def layout(self, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-        """The layout for these tensors. The same object is returned as long as nothing about the tensors but their values changes."""
+        """The layout for these tensors. The same object is returned as long as only the values of the tensors change."""
         wanted = {name: _described(tensor, dtype) for name, tensor in tensors.items()}
         if self._layout is None or wanted != self._made_for:
             self._layout, self._made_for = make_layout(tensors, dtype), wanted

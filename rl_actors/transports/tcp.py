@@ -17,7 +17,7 @@ from rl_actors.transports.control import Request, left
 from rl_actors.transports.received import BUFFERS, ReceivedSlot
 from rl_actors.transports.slots import Layout, Slot, SlotAddress
 
-GPU_PART_BYTES = 64 << 20  # of a slot on a GPU; a part at a time goes through the host's memory
+GPU_PART_BYTES = 64 << 20  # of a slot on a GPU, which goes through the host's memory in such parts
 NUM_STREAMS = 4
 MIN_STREAM_BYTES = 32 << 20
 """A slot with fewer bytes than NUM_STREAMS times this comes in fewer streams."""
@@ -41,7 +41,7 @@ class Sender:
 
 
 def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) -> None:
-    """Send a range of a file without copying it into this process."""
+    """Send a range of a file without copying the bytes into this process."""
     with open(os.dup(fd), "rb") as file:
         connection.sendfile(file, offset, num_bytes)
 

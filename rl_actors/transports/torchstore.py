@@ -1,4 +1,5 @@
-"""The index of versions in a torchstore, the default. The store is in the process that opens it, or where the caller initialized it.
+"""The index of versions in a torchstore, the default. The store is in the process that opens the transport, or where
+the caller initialized it.
 
 No tensor passes through it. torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 
@@ -53,7 +54,7 @@ torchstore.api.Controller = AsyncController
 
 
 class TorchStoreTransport(IndexedTransport):
-    """Versions in a torchstore. TorchStoreTransport() starts a store when it is opened. TorchStoreTransport(name) uses the caller's store."""
+    """Versions in a torchstore. TorchStoreTransport() starts a store at `open`. TorchStoreTransport(name) uses the caller's store."""
 
     def __init__(self, store_name: str | None = None, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)

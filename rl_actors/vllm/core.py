@@ -1,7 +1,7 @@
 """The place of vLLM's engine core: the engine's thread, or a process of its own. Knows no requests and no weights.
 
 In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster (docs/loop.md).
-On a CPU the two processes share the cores: it is not faster, and it takes 10 s longer to start.
+On a CPU the two processes share the cores, so an own process is not faster, and it takes 10 s longer to start.
 """
 
 import atexit
@@ -34,9 +34,9 @@ NEWS_TIMEOUT = 1.0
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
 
-# A program that the core's process runs first. The kernel then ends the core with its parent. vLLM's core would not notice a parent that was
-# killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal, which would end it in the middle of a step. The
-# variables that it removes describe the actor's process group, not vLLM's.
+# A program that the core's process runs first. It makes the kernel end the core with its parent. vLLM's core would not notice that its parent
+# was killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal, which would end it in the middle of a step. The
+# program also removes variables that describe the actor's process group, not vLLM's.
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -105,7 +105,7 @@ class InProcess:
         return error
 
     def has_died(self) -> bool:
-        return False  # it would end with this process
+        return False  # the core would end with this process
 
     def updating(self, engine: "LLMEngine") -> AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -123,7 +123,7 @@ class OwnProcess:
             "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
         }
         if torch.cuda.is_available():
-            chosen["async_scheduling"] = True  # an error if vLLM cannot; by default it would only say so in its log
+            chosen["async_scheduling"] = True  # if vLLM cannot do it, this is an error; by default it would only log it
         return chosen
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class OwnProcess:
         resource_tracker.ensure_running()  # started here, because it must outlive the core, which would start it otherwise
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
-            # The sockets to the core. After the start they are connected, and their names may go.
+            # The folder of the sockets to the core. After the start they are connected, so their names may go.
             os.environ["VLLM_RPC_BASE_PATH"] = directory
             multiprocessing.set_executable(_executable(Path(directory), python))
             try:
@@ -181,7 +181,7 @@ class OwnProcess:
 
     @contextlib.contextmanager
     def updating(self, engine: "LLMEngine") -> Iterator[None]:
-        # Under asynchronous scheduling a step is under way whenever requests run. The version of its tokens is that of the core when the
+        # Under asynchronous scheduling a step is under way whenever requests run. Its tokens get the version that the core has when the
         # step ends, so the core must be idle before the version changes.
         engine.sleep(level=0, mode="keep")
         try:
@@ -202,7 +202,7 @@ def _executable(directory: Path, python: str) -> str:
 
 def describe(process: BaseProcess) -> str:
     """How a process ended: "vLLM's engine core (pid 123) was killed by signal 9"."""
-    # A thread of vLLM waits for the process, too. If it is first, the exit code appears here only a moment after the end.
+    # A thread of vLLM waits for the process, too. If that thread is first, the exit code appears here only a moment after the end.
     deadline = time.monotonic() + DEATH_TIMEOUT
     while process.exitcode is None and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -33,7 +33,7 @@ class Command:
     """Work for the engine's thread."""
 
     run: Callable[[], None]
-    fail: Callable[[BaseException], None]  # instead of `run`, if the engine has failed for good
+    fail: Callable[[BaseException], None]  # called instead of `run` if the engine has failed for good
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class EngineThread:
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of the sleep; 0: awake
         self.waiting: list[Deferred[Any]] = []  # work that begins when no request runs
-        self.held: list[EngineCall[Any]] = []  # calls that start after this work
+        self.held: list[EngineCall[Any]] = []  # calls that start after the work in `waiting`
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
         self.is_idle = False  # True while the thread waits for a command and no request runs
@@ -91,7 +91,7 @@ class EngineThread:
         make_params: Callable[[int], list["VLLMParams"]],
         read: Callable[["RequestOutput"], T],
     ) -> EngineCall[T]:
-        """Start all requests of a call, in the same step. Their results, or the first error, come out of the call."""
+        """Start all requests of a call, in the same step. The returned EngineCall gives their results, or the first error."""
         call = EngineCall(prompts, make_params, read)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
@@ -110,11 +110,11 @@ class EngineThread:
         return self.submit(load) if in_flight else self._submit_drained(load)
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
-        """Release the device's memory when the running requests have ended. Calls that come are refused until `wake`. See sleeping.py."""
+        """Release the device's memory when the running requests have ended. Later calls are refused until `wake`. See sleeping.py."""
         return self._submit_drained(partial(self._fall_asleep, level))
 
     def wake(self) -> "Future[DeviceMemory]":
-        """Take the memory again."""
+        """Take the memory back that `sleep` released."""
         return self.submit(self._wake_up)
 
     def _submit_drained(self, function: Callable[[], T]) -> "Future[T]":
@@ -177,7 +177,7 @@ class EngineThread:
         )
 
     def _break(self, why: str) -> None:
-        """Refuse all requests, those of now and those of later, until a pull has replaced all weights."""
+        """Refuse all requests, the present and the later ones, until a pull has replaced all weights."""
         self.broken = why
         for call in {id(request.call): request.call for request in self.requests.values()}.values():
             self._abort_call(call, self._no_weights())
@@ -188,7 +188,7 @@ class EngineThread:
         )
 
     def _set_version(self, version: int) -> None:
-        """Give tokens of later steps this version."""
+        """Set the version that the tokens of later steps get."""
         self.version = version
         self.engine.set_weight_version(str(version))
 
@@ -242,7 +242,7 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Give all callers, those of now and those of later, an error.
+        """Give all callers, the present and the later ones, an error.
 
         The thread goes on, because a process of vLLM ends with the thread that started it.
         """
@@ -261,7 +261,7 @@ class EngineThread:
         self.commands.put(Command(end, lambda _: None))
 
     def _serve(self) -> None:
-        """Run a command if one waits, otherwise a step of the engine. Without requests wait for a command."""
+        """Run a command if one waits, otherwise a step of the engine. Without requests, waits for a command."""
         if self.waiting and not self.requests:
             self._end_drain()
         elif not self.requests or not self.commands.empty():

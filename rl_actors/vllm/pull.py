@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
 
 ADAPTER_ID = 1
-"""vLLM's number of the adapter. There is one."""
+"""The number of the adapter in vLLM. There is only one adapter."""
 TIMED_OUT = "RPC call to answer timed out."
 """Text of vLLM's error when a worker does not answer. A core in a process of its own sends only the text of an error."""
 ANSWER_SECONDS = 10.0
-"""A worker whose own time is over, because a trainer hangs for example, has so much longer to give up and answer with its error."""
+"""Seconds beyond its own time limit in which a worker must answer. A worker whose trainer hangs then still answers with its own error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
     """A version that all workers have open."""
 
-    path: str  # of the bytes
-    reason: str  # for the path
+    path: str  # by which the bytes come
+    reason: str  # why they come by this path
     num_bytes: int
     seconds: float  # of the slowest worker
 
@@ -47,7 +47,10 @@ class WholeWeights:
         """Does nothing: the engine keeps the weights that it was started with."""
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the weights by those of the open version. Returns seconds. If it fails, the model may hold weights of two versions."""
+        """Replace the weights by those of the open version. Returns the seconds of the slowest worker.
+
+        If it fails, the model may hold weights of two versions.
+        """
         return max(_ask(engine, source, "load", "load_version"))
 
 
@@ -62,17 +65,17 @@ class OneAdapter:
         self.shapes = shapes
 
     def begin(self, engine: "LLMEngine") -> None:
-        """Load an adapter of zeros. A request that is added before the first pull refers to it, and so continues with the pulled weights."""
+        """Load an adapter of zeros. Requests from before the first pull refer to it, and so continue with the pulled weights."""
         from vllm.lora.request import LoRARequest
 
         source = LoadedTensors({name: torch.zeros(shape) for name, shape in self.shapes.items()})
         with opened(engine, source):
             self.load(engine, source)
-        # vLLM finds the adapter by its number. It would read the path only if there was none.
+        # vLLM finds the adapter by its number. It would read the path only if it did not find one.
         self.request = LoRARequest("adapter", ADAPTER_ID, "in memory")
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
-        """Replace the adapter by the tensors of the open version. Returns seconds."""
+        """Replace the adapter by the tensors of the open version. Returns the seconds of the slowest worker."""
         lora = self.config.lora
         return max(
             _ask(engine, source, "load", "load_adapter", ADAPTER_ID, lora.rank, lora.alpha, adapters.modules(lora))

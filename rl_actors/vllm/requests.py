@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 NO_VERSION = -1
-"""policy_version of weights that no pull brought."""
+"""policy_version of weights that no pull has brought."""
 
 
 class EngineCall(Generic[T]):
-    """One call. Its requests finish in any order; a prompt has finished when all its requests have.
+    """One call of generate or compute_logprobs. Its requests finish in any order; a prompt has finished when all its requests have.
 
     The engine's thread puts results in, and any other thread takes them out.
     """
@@ -35,8 +35,8 @@ class EngineCall(Generic[T]):
     ) -> None:
         """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result."""
         self.prompts, self.make_params, self.read = prompts, make_params, read
-        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
-        self._finished: list[tuple[int, list[T]]] = []  # that nobody has taken
+        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts, by index and place
+        self._finished: list[tuple[int, list[T]]] = []  # finished prompts that nobody has taken
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
         self._waiter: tuple[int, Future[list[tuple[int, list[T]]]]] | None = None
@@ -80,7 +80,7 @@ class EngineCall(Generic[T]):
                 self._answer()
 
     def _answer(self) -> None:
-        """Answer the waiter if there is enough for it. A failed call gives its error in the place of prompts that nobody has taken."""
+        """Answer the waiter if there is enough for it. A failed call gives its error instead of prompts that nobody has taken."""
         if self._waiter is None:
             return
         at_least, future = self._waiter
@@ -106,7 +106,7 @@ class Request(Generic[T]):
 def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
     """Parameters of one vLLM request for each completion, so that each has its own seed and its own policy versions.
 
-    prompt: index of the prompt in its call.
+    prompt: the p from which the seeds are computed; see SamplingParams.
     """
     from vllm import SamplingParams as VLLMParams
     from vllm.sampling_params import RequestOutputKind

@@ -1,7 +1,7 @@
-"""vLLM's sleep mode: an engine without requests gives the memory of its weights and its cache back to the device, and takes it again.
+"""vLLM's sleep mode: an engine without requests gives the memory of its weights and its cache back to the device, and takes it again later.
 
-Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull brings them. The keys and values are dropped at both levels.
-vLLM takes this memory from an allocator of its own, which keeps the addresses: CUDA graphs are valid after a wake.
+Level 1 copies the weights to the host and back. Level 2 drops them, so the next pull must bring them. Both levels drop the cached keys and
+values. vLLM takes this memory from an allocator of its own, which keeps the addresses. So CUDA graphs stay valid.
 A CPU has no sleep mode. There the calls and their refusals are the same, but no memory is released.
 """
 
@@ -39,7 +39,7 @@ def require_possible(config: GeneratorConfig, level: int, *, has_transport: bool
 
 
 def fall_asleep(engine: "LLMEngine", level: int) -> int:
-    """Release the memory. Returns bytes, over all ranks: 0 on a CPU."""
+    """Release the memory. Returns the number of bytes over all ranks; 0 on a CPU."""
     engine.reset_prefix_cache()
     num_bytes = _releasable_bytes(engine)
     if torch.cuda.is_available():
@@ -48,13 +48,14 @@ def fall_asleep(engine: "LLMEngine", level: int) -> int:
 
 
 def wake_up(engine: "LLMEngine") -> int:
-    """Take the memory again. Returns bytes, over all ranks: 0 on a CPU."""
+    """Take the memory back. Returns the number of bytes over all ranks; 0 on a CPU."""
     if torch.cuda.is_available():
         engine.wake_up()
     return _releasable_bytes(engine)
 
 
 def asleep(call: str) -> RuntimeError:
+    """The error of a call that comes while the generator sleeps."""
     return RuntimeError(f"{call} is not possible while the generator sleeps: call wake first")
 
 

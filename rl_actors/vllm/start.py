@@ -60,9 +60,9 @@ def require_machine(config: GeneratorConfig) -> None:
 
 
 def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine":
-    """Start an LLMEngine. It has the weights of config.hf_path, or without a path random ones until the first pull.
+    """Start an LLMEngine. It has the weights of config.hf_path. Without a path it has random ones until the first pull.
 
-    core: where its engine core runs; None: where the config says. The engine takes one token more than config.max_model_len. vLLM samples a
+    core: the place of its engine core; None: the one that the config asks for. The engine takes one token more than config.max_model_len. vLLM samples a
     token after every prompt, so without this room it would refuse to compute logprobs of a sequence of max_model_len tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
@@ -84,7 +84,7 @@ def start_async_vllm(config: GeneratorConfig) -> "AsyncLLM":
 
 @contextlib.contextmanager
 def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
-    """vLLM's arguments, for a start inside the context. Sets up the process."""
+    """vLLM's arguments. The engine must be started inside this context, which also sets up the process."""
     machine = this_machine()
     machine.require_possible(config)
     os.environ.update(ENGINE_ENV | machine.ENV)
@@ -99,7 +99,7 @@ def _arguments(config: GeneratorConfig, core: Core) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def model_directory(config: GeneratorConfig) -> Iterator[str]:
-    """A directory with the model's config.json: config.hf_path, or a temporary one."""
+    """A directory with the model's config.json: config.hf_path, or a temporary directory without weights."""
     if config.hf_path:
         yield config.hf_path
         return

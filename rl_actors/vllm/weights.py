@@ -57,8 +57,8 @@ class WeightsExtension:
     def end_with_core(self) -> int:
         """Let this process end with the core that started it, also in the middle of a collective. Returns its pid.
 
-        On a CPU vLLM's ranks share memory that has names, and a process that is killed does not remove them. All ranks have opened the memory
-        by now, so the names are removed here. The memory is freed with the processes.
+        On a CPU vLLM's ranks share memory that has names, and a process that is killed does not remove these names. By now all ranks have
+        opened the memory, so the names are removed here. The memory is freed when the processes end.
         """
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if ident := os.environ.get("VLLM_DIST_IDENT"):
@@ -75,7 +75,7 @@ class WeightsExtension:
         return get_mem_allocator_instance().get_current_usage()
 
     def answer(self, method: str, *arguments: object) -> tuple[object, bytes]:
-        """Call a method below. Returns (its result, b"") or (None, its error, pickled)."""
+        """Call a method below. Returns (its result, b""), or (None, its pickled error) if it fails."""
         try:
             return getattr(self, method)(*arguments), b""
         except Exception as error:
@@ -107,7 +107,10 @@ class WeightsExtension:
         return self.version
 
     def load_version(self) -> float:
-        """Replace all weights by those of the open version. Returns seconds. If it fails, the model may hold weights of two versions."""
+        """Replace all weights by those of the open version. Returns the seconds that it took.
+
+        If it fails, the model may hold weights of two versions.
+        """
         begin = time.perf_counter()
         version, model = self._open_version(), self.get_model()
         plan = self._plan_for(version, model)
@@ -138,7 +141,7 @@ class WeightsExtension:
                 raise
 
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
-        """Replace the adapter by the tensors of the open version. Returns seconds.
+        """Replace the adapter by the tensors of the open version. Returns the seconds that it took.
 
         vLLM's own call reads an adapter from a directory. This one makes vLLM's object of an adapter from tensors.
         """
@@ -151,7 +154,7 @@ class WeightsExtension:
         mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             adapter_id,
-            # Copies, because the adapter stays, and the tensors of a version may be views that end.
+            # Copies, because the adapter stays, and the tensors of a version may be views that are valid only while it is open.
             {name: tensor.to(dtype, copy=True) for name, tensor in self._open_version().tensors()},
             PEFTHelper(r=rank, lora_alpha=alpha, target_modules=modules),
             device="cpu",
@@ -167,7 +170,7 @@ class WeightsExtension:
 
 
 def pickled(error: Exception) -> bytes:
-    """The error, or one with its text if it cannot be pickled and made again."""
+    """The pickled error, or a RuntimeError with its text if it cannot be pickled and unpickled."""
     try:
         data = pickle.dumps(error)
         if type(pickle.loads(data)) is type(error):
@@ -185,7 +188,7 @@ def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str
 
 
 def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
-    """Make another reload possible after one that failed. The model then holds weights of two versions."""
+    """Make another reload possible after a failed one. The model may then hold weights of two versions."""
     from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload
 
     logger = logging.getLogger(RELOAD_LOGGER)
