@@ -1,4 +1,4 @@
-"""Configs by name. For each config there is a function that makes it. The function of a variant edits the result of another one."""
+"""Configs by name. A function makes each config. The function of a variant edits the result of another function."""
 
 from configs import qwen3
 from configs.blank import blank, blank_sft

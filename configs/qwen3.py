@@ -1,4 +1,4 @@
-"""GRPO with models of Qwen3's shapes, for Hopper GPUs of 140 GB. Trainer and generator have GPUs of their own, or they share them.
+"""GRPO with models of Qwen3's shapes, for Hopper GPUs of 141 GB. Trainer and generator have GPUs of their own, or they share them.
 
 The weights are random and the task is that of the tiny run, so a run needs no download. With `--trainer.hf-path DIR` the weights are read
 from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
@@ -41,7 +41,7 @@ class _Own(TypedDict):
 
 
 def qwen3() -> GRPOConfig:
-    """A model of your own. `--trainer.hf-path` takes a directory or an id, and the config.json there gives the size.
+    """A model of your own. `--trainer.hf-path` takes a directory or a Hugging Face id, and the config.json there gives the size.
 
     Trainer and generator share one GPU. Without a GPU they run on the CPU.
     """
@@ -70,7 +70,10 @@ def _own() -> _Own:
 
 
 def qwen3_0_6b() -> GRPOConfig:
-    """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations, and needs 68 GiB by estimate."""
+    """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations.
+
+    By --plan it needs 68 GiB.
+    """
     config = _apart("0_6b", tokens_per_row=32_768)
     config.trainer.activation_checkpointing = "none"
     return config
@@ -102,9 +105,11 @@ def qwen3_4b_one_gpu() -> GRPOConfig:
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first. Weights, gradients and moments take 122 GiB, too much for one GPU.
+    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first.
 
-    A third GPU takes the generator with `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
+    Weights, gradients and moments take 122 GiB, which leaves too little of one GPU for activations and vLLM.
+
+    The generator runs on a third GPU with `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
     config.trainer.parallelism.data_parallel_shard_degree = 2
@@ -112,17 +117,17 @@ def qwen3_8b() -> GRPOConfig:
 
 
 def qwen3_8b_one_gpu() -> GRPOConfig:
-    """One GPU of 139 GiB, in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU while it generates.
+    """One GPU of 139 GiB, used in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU while it generates.
 
-    While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU. The host
-    also holds two pushed versions of the weights (31 GiB together, in bfloat16).
+    While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU.
+    The host also holds two pushed versions of the weights (31 GiB together, in bfloat16).
     A checkpoint copies weights and moments (92 GiB) to the host before it is written. A host with less memory needs `--checkpoint-every 0`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.65)
     config.trainer.logprob_chunk_tokens = 4096
     config.turns = TurnsConfig(enabled=True)
     config.generator.sleep_mode = True
-    config.weights.path = "shared_memory"  # on the GPU the pushed versions would take memory from both
+    config.weights.path = "shared_memory"  # on the GPU the pushed versions would take memory from trainer and vLLM
     return config
 
 

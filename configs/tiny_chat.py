@@ -16,7 +16,7 @@ ROW_LENGTH = 2048
 
 
 def tiny_chat() -> ServeConfig:
-    """A server of random weights, for two cores."""
+    """A server of a model with random weights, for two cores."""
     return ServeConfig(
         name="tiny_chat",
         write_base=write_tiny_chat,

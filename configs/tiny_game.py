@@ -11,7 +11,7 @@ from controllers.schedules import ScheduleConfig
 
 
 def tiny_game() -> GRPOConfig:
-    """A secret digit is found by four guesses of one token each, from random weights."""
+    """The model learns from random weights to find a secret digit by at most four guesses of one token each."""
     return replace(
         tiny(),
         alphabet="0123456789?+-=",

@@ -1,6 +1,7 @@
 """A Monarch program of your own. It spawns a trainer, a generator and a judge, which is an actor of the program, and takes GRPO steps.
 
-The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn about a half.
+The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn
+about 0.5.
 
 python examples/judge_actor.py [STEPS]
 """
@@ -27,7 +28,7 @@ class Judge(Actor):
 
 
 async def sample(generator: rl.GeneratorClient, judge: Judge, seed: int) -> tuple[list[rl.Sample], float]:
-    """The completions of all prompts as samples with advantages, and their mean reward. The judge scores a group while others are generated."""
+    """Samples of completions of all prompts, with advantages, and the mean reward. The judge scores a group while others are generated."""
     params = rl.SamplingParams(n=GROUP_SIZE, max_tokens=8, seed=seed)
     samples, rewards = [], []
     async for index, group in generator.generate_each(PROMPTS, params):

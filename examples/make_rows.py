@@ -1,4 +1,4 @@
-"""Rows of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl). This program writes them.
+"""Write the rows of two tasks: boolean expressions (booleans.jsonl) and short conversations (conversations.jsonl).
 
 python examples/make_rows.py DIRECTORY
 """
@@ -10,7 +10,7 @@ from random import Random
 
 
 def expression(random: Random, depth: int) -> str:
-    """expression(…, 2) -> "(T&!F)" """
+    """expression(…, 2) -> "(!T&(F|T))" """
     if depth == 0:
         return random.choice(["T", "F"])
     if random.random() < 0.2:

@@ -23,7 +23,7 @@ class NextNumber:
         return self.training[index % len(self.training)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1 for the right number, and 0.1 less for every unit of distance from it. 0 for a distance of 10 or more, and for other texts."""
+        """1 for the right number, and 0.1 less for every unit of distance from it. 0 from a distance of 10 on, and for other texts."""
         try:
             distance = abs(int(completion) - int(problem.answer))
         except ValueError:

@@ -1,9 +1,9 @@
-"""Certificates for a service and its clients: a private authority, and one certificate with which every machine shows that it belongs.
+"""Certificates for a service and its clients: a private authority, and a certificate for all machines of a run.
 
 python scripts/certificates.py certificates --host gpu-1 --host 10.0.0.5
 
-Copy the folder, without its subfolder `authority`, to every machine of the run, over a connection that you trust. Whoever has it can run code in
-the service. A second call with other hosts makes a new certificate of the same authority.
+Copy the folder, without its subfolder `authority`, to every machine of the run, over a connection that you trust. Whoever has the folder
+can run code in the service. A second call with other hosts makes a new certificate of the same authority.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 ALWAYS = ("localhost", "127.0.0.1", "::1")
-BACKDATED = datetime.timedelta(hours=1)  # clocks of machines differ
+BACKDATED = datetime.timedelta(hours=1)  # validity begins before now, because clocks differ
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of the certificates; it is made")
+    parser.add_argument("folder", type=Path, help="folder of the certificates; it is made if it does not exist")
     parser.add_argument("--host", action="append", default=[], help="name or address of a machine; may be repeated")
     parser.add_argument("--days", type=int, default=365, help="time for which the certificate is valid (default: 365)")
     given = parser.parse_args()
@@ -78,7 +78,7 @@ def _certificate(
     *,
     days: int,
 ) -> x509.Certificate:
-    """A certificate of both sides of a connection, for these hosts."""
+    """A certificate for these hosts. Either side of a connection may show it."""
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "rl-actors")])
     of_authority = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key())
     both_sides = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])

@@ -23,7 +23,7 @@ CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
 STACK = ("torch", "transformers", "vllm", "monarch.actor", "torchtitan", "torchstore", "reasoning_gym")
 SHARED_MEMORY_BYTES = 1 << 30
 
-# This program runs inside .venv and prints one line of JSON. It imports one module at a time, so that a broken one does not hide the others.
+# This program runs inside .venv and prints one line of JSON. It imports one module after another, so a broken one does not hide the others.
 PROBE = """
 import importlib, json, platform, sys
 report = {"python": platform.python_version(), "errors": {}}
@@ -43,6 +43,8 @@ print("\\n" + json.dumps(report))
 
 
 class Report:
+    """Prints the results of the checks, and counts the problems."""
+
     def __init__(self) -> None:
         self.problems = 0
 
@@ -151,7 +153,7 @@ def check_leftovers(report: Report) -> None:
 
 
 def stale_segments(open_files: str) -> list[Path]:
-    """This user's shared-memory segments that no process maps. Those of the last minute do not count: a segment is created before it is mapped."""
+    """This user's shared-memory segments that no process maps. Segments of the last minute do not count: they may be mapped soon."""
     stale = []
     for pattern in ("-tp:*", "psm_*", "torch_*", "rl_actors*"):
         for path in Path("/dev/shm").glob(pattern):

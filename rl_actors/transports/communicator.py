@@ -103,7 +103,10 @@ class HostPieces:
 
 
 class GPUPieces:
-    """Pieces for NCCL, which reads and writes the memory of a GPU. The copies have a stream of their own, so that they do not wait for the training."""
+    """Pieces for NCCL, which reads and writes the memory of a GPU.
+
+    The copies have a stream of their own, so that they do not wait for the training.
+    """
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         self.stream = torch.cuda.Stream(device)

@@ -24,8 +24,7 @@ SERVED, GONE = b"\0", b"\1"
 """The first byte of an answer. After SERVED come the layout of the slot and its bytes, and after GONE the text of the error."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
 """The reader sends a receipt for the bytes. The server accepts it while it still holds the lock of the slot. A reader whose receipt is not
-accepted drops the bytes. The slot may have been rewritten while they came, because sendfile returns before all bytes of a file have arrived.
-"""
+accepted drops the bytes. The slot may have been rewritten while they came, because sendfile returns before all bytes have arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

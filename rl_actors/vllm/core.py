@@ -1,7 +1,7 @@
 """The place of vLLM's engine core: the engine's thread, or a process of its own. Knows no requests and no weights.
 
-In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster (docs/loop.md).
-On a CPU the two processes share the cores, so an own process is not faster, and it takes 10 s longer to start.
+In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster; see
+docs/loop.md. On a CPU the two processes share the cores, so this is not faster, and the start takes 10 s longer.
 """
 
 import atexit
@@ -34,9 +34,9 @@ NEWS_TIMEOUT = 1.0
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
 
-# A program that the core's process runs first. It makes the kernel end the core with its parent. vLLM's core would not notice that its parent
-# was killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal, which would end it in the middle of a step. The
-# program also removes variables that describe the actor's process group, not vLLM's.
+# A program that the core's process runs first. It makes the kernel end the core with its parent. vLLM's core would not notice that its
+# parent was killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal. A Ctrl-C would end it in the
+# middle of a step. The program also removes variables that describe the actor's process group, not vLLM's.
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()

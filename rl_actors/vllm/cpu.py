@@ -59,7 +59,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 @contextlib.contextmanager
 def reloading(model: "nn.Module") -> Iterator[None]:
-    """Context manager for a reload of all weights. It makes vLLM's CPU kernels pack the weights again, because they compute with packed copies."""
+    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of weights, so these are packed again."""
     _forget_packed_experts(model)
     yield
     _repack_tied_head(model)

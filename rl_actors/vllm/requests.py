@@ -35,7 +35,7 @@ class EngineCall(Generic[T]):
     ) -> None:
         """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result."""
         self.prompts, self.make_params, self.read = prompts, make_params, read
-        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts, by index and place
+        self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that nobody has taken
         self._failure: BaseException | None = None
         self._lock = threading.Lock()

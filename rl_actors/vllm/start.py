@@ -62,8 +62,8 @@ def require_machine(config: GeneratorConfig) -> None:
 def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine":
     """Start an LLMEngine. It has the weights of config.hf_path. Without a path it has random ones until the first pull.
 
-    core: the place of its engine core; None: the one that the config asks for. The engine takes one token more than config.max_model_len. vLLM samples a
-    token after every prompt, so without this room it would refuse to compute logprobs of a sequence of max_model_len tokens.
+    core: the place of its engine core; None: the one that the config asks for. The engine takes one token more than config.max_model_len.
+    vLLM samples a token after every prompt, so without this room it would refuse to compute logprobs of a sequence of max_model_len tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
     core = core or core_of(config)
