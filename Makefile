@@ -9,7 +9,7 @@ endif
 help: ## show this list
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-16s %s\n", $$1, $$2}'
 
-setup: ## make .venv from this machine's lock (does nothing when it is done)
+setup: ## make .venv from the lock of this machine's device (does nothing when .venv is finished)
 	@scripts/setup.sh
 
 doctor: ## print versions, devices and problems, each problem with the command that fixes it
@@ -20,8 +20,8 @@ check: setup ## lint, formatting, types, direction of imports
 	.venv/bin/mypy
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
 
-# Two processes of tests with one thread each: more threads than cores make every kernel wait.
-test: setup ## the quick tests: minutes
+# Two test processes with one thread each, for two cores: more threads than cores make every kernel wait.
+test: setup ## the quick tests, which take minutes
 	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadscope -m "not slow and not gpu" $(ARGS)
 
 test-all: setup ## every test that needs no GPU
@@ -30,10 +30,10 @@ test-all: setup ## every test that needs no GPU
 grpo: setup ## the main job: GRPO on a tiny model
 	$(PYTHON_IN_VENV) -m controllers.grpo --config tiny $(ARGS)
 
-ppo: setup ## PPO with a value model on the same task
+ppo: setup ## PPO with a value model, on the task of `make grpo`
 	$(PYTHON_IN_VENV) -m controllers.ppo --config tiny_ppo $(ARGS)
 
-sft: setup ## supervised training of the same model
+sft: setup ## supervised training of the tiny model
 	$(PYTHON_IN_VENV) -m controllers.sft --config tiny $(ARGS)
 
 service: setup ## a service that owns trainer and generator; ADDRESS=tcp://127.0.0.1:4400, ARGS="--config tiny"
@@ -51,7 +51,7 @@ serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs 
 cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook
 	@scripts/cookbook.sh
 
-test-cookbook: cookbook ## the SDK and recipes of the cookbook against the Tinker server: half an hour
+test-cookbook: cookbook ## the SDK and recipes of the cookbook against the Tinker server, in half an hour
 	.venv-cookbook/bin/python -m pytest tests/serve tests/cookbook $(ARGS)
 
 bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from this kind of machine

@@ -85,8 +85,8 @@ if [[ $device == cpu ]]; then
     fi
     say "$torch installed after $((SECONDS - started)) s"
 fi
-# uv installs the same packages in a fifth of pip's time. It does not read pip's settings, so the index is passed on. Where uv itself
-# or a package cannot be got this way, pip installs the rest.
+# uv installs the same packages in a fifth of pip's time. It does not read pip's settings, so the index is passed on. If uv cannot be
+# installed, or fails to install a package, pip installs the rest.
 uv_folder=.venv/uv
 index=$(.venv/bin/python -m pip config get global.index-url 2>/dev/null || echo "${PIP_INDEX_URL:-}")
 [[ -z $index ]] || export UV_DEFAULT_INDEX=$index
@@ -100,8 +100,8 @@ fi
 rm -rf "$uv_folder"
 pip --no-build-isolation --editable . || failed "cannot install the project into .venv"
 say "packages installed after $((SECONDS - started)) s, compiling and importing them"
-# Compile on all cores; pip would use one. Without compiled files and with PYTHONDONTWRITEBYTECODE set, every process would compile the
-# stack again: +30 s a run.
+# Compile on all cores; pip would use one. Without compiled files, and with PYTHONDONTWRITEBYTECODE set, every process would compile all
+# packages again, which takes 30 s of each run.
 .venv/bin/python -m compileall -q -j 0 .venv/lib >> "$log" 2>&1 || true     # some packages ship templates that are not Python
 .venv/bin/python -c 'import torch, transformers, vllm, monarch.actor, torchtitan, torchstore, reasoning_gym' >> "$log" 2>&1 ||
     failed "the installed packages do not import"

@@ -272,7 +272,7 @@ async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
 
 
 async def _awaited(work: Awaitable[Value]) -> Value:
-    """The result of an awaitable, as a coroutine: wait_for does not take Monarch's futures."""
+    """The result of an awaitable, as a coroutine, which wait_for needs for Monarch's futures."""
     return await work
 
 
