@@ -120,7 +120,7 @@ class ModelClient(Client):
         model starts with the weights of config.hf_path, or with random ones.
         hosts: those of `rl_actors.processes.hosts.connect`, over which new processes are spread evenly. None: this host.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
-        `processes` has not as many processes as the config needs.
+        `processes` has another number of processes than the config needs.
         """
         require_config(f"{cls.__name__}.spawn", config, TrainerConfig)
         config = cls._own_config(config)

@@ -93,8 +93,8 @@ class TrainerClient(ModelClient):
         """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward pass.
 
         loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample; a value model gives
-        values in its place. Samples may have any
-        columns, because columns are not sent. The output has the metrics of the loss, and loss:sum.
+        values in its place. Samples may have any columns, because columns are not sent. The output
+        has the metrics of the loss, and loss:sum.
 
         >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
         """
