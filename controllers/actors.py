@@ -28,15 +28,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0
+"""Seconds that each part of closing a run may take."""
 DEATH_TIMEOUT = 1.0
-"""Seconds after an error of a call within which the watch of the processes must say that one has died. Otherwise the error is the run's own."""
+"""Seconds to wait for the report of a death after a call has failed. If none comes and the store answers, the error is the run's own."""
 END_TIMEOUT = 60.0
 """Seconds in which the work of the run must end after a death."""
 BEYOND_LIMIT = (
     "the first of {num_deaths} deaths within an hour; survival.max_restarts_per_hour={limit}; the last one: {last}"
 )
 KILL_TIMEOUT = 30.0
-"""Seconds in which killed processes must be gone, and others closed."""
+"""Seconds in which killed processes must be gone."""
 
 Setup = Callable[[str], AbstractContextManager[None]]
 """Function that shows a phase of the start, as in `with setup("starting trainer"): ...`."""
@@ -45,7 +46,7 @@ AnyClient = TypeVar("AnyClient", bound=TrainerClient | ReferenceClient | Generat
 
 
 class Death(Exception):
-    """The end of some work by the death of an actor. `error` says who died."""
+    """Some work has ended because an actor has died. `error` says which actor."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -55,8 +56,8 @@ class Death(Exception):
 class Actors:
     """The transport, the trainers and the generator of a run. They are watched, replaced when they have died, and closed together.
 
-    A role is "trainer", "generator", "reference", "critic" or "store", the place of the transport. Spawning a role returns the client that it
-    has, or makes a new one if it has none any more.
+    A role is "trainer", "generator", "reference", "critic" or "store". The store is the process of the transport. A method that spawns a
+    role returns the role's client, and makes a new client only if the role has none.
     """
 
     def __init__(self, config: "RunConfig", folder: RunFolder, *, verbose: bool) -> None:
@@ -76,10 +77,10 @@ class Actors:
         """Function that gets a line of text at the death and the return of a generator."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
-        self.deaths: dict[str, Exception] = {}  # of roles that have died and were not replaced yet
+        self.deaths: dict[str, Exception] = {}  # role -> its error, for roles that have died and are not replaced yet
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # Before the transport, because Monarch must know its address before it is used.
+        # The hosts come before the transport, because they set the address of this process, and Monarch must not be in use by then.
         self.placement = config.hosts.connect()
         # The transport's modules are imported while the processes of the actors start.
         self._open_transport()
@@ -123,7 +124,7 @@ class Actors:
         return self._client("generator", spawn)
 
     def _client(self, role: str, spawn: Callable[[], AnyClient]) -> AnyClient:
-        """The client of a role. It is spawned, and watched from then on, if there is none."""
+        """The client of a role. If there is none, it is spawned and from then on watched."""
         if role not in self.clients:
             client = spawn()
             self.clients[role] = client
@@ -136,7 +137,7 @@ class Actors:
             self.report(role, death)
 
     async def _watch_store(self) -> None:
-        with contextlib.suppress(Exception):  # of a transport that does not open: the actors raise its error
+        with contextlib.suppress(Exception):  # if the transport does not open, the actors raise its error
             transport = await self.transport
             self.report("store", ActorDiedError(await transport.death(), "store"))
 
@@ -148,7 +149,7 @@ class Actors:
         self._died.set()
 
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
-        """The result of the work. Raises Death as soon as an actor has died; the work is cancelled then. Raises the work's own error."""
+        """The result of the work. Cancels the work and raises Death as soon as an actor has died. Raises the work's own error."""
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
         try:
@@ -196,7 +197,7 @@ class Actors:
         return ""
 
     async def bury(self, others: Collection[str] = ()) -> set[str]:
-        """Kill what is left of the roles that have died, and close the `others`. Returns all these roles, which can be spawned again."""
+        """Kill what is left of the roles that have died, and kill the `others`. Returns all these roles, which can be spawned again."""
         roles = {*self.deaths, *others}
         if "store" in roles:  # every actor has the address of the store
             roles |= self.clients.keys()
@@ -220,7 +221,7 @@ class Actors:
         return roles
 
     async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """`start`, and again after every death meanwhile, within the limits of the config."""
+        """Call `start`. If an actor dies meanwhile, call it again, as often as the config allows."""
         while True:
             try:
                 return await self.until_death(self.start(setup))
@@ -245,7 +246,7 @@ class Actors:
         return trainer, generator
 
     async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn trainer and generator. If they share a GPU, the trainer is ready first, because vLLM measures the free memory when it starts."""
+        """Spawn trainer and generator. If they share a GPU, the trainer is ready first, because vLLM measures free memory at its start."""
         config = self.config
         if not config.has_generator:
             # The controller of a config without a generator never uses the generator of its run.

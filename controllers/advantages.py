@@ -1,4 +1,5 @@
-"""Advantages: pure functions from rewards [G, N] to advantages [G, N]. They know nothing of tokens, losses or which groups are kept.
+"""Advantages: pure functions from rewards [G, N] to advantages [G, N]. They know nothing of tokens and losses,
+nor of which groups are kept.
 
 G groups (prompts), N completions of each.
 """

@@ -1,6 +1,7 @@
 """Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets the fields as the paper does, before all other flags.
 
-A preset sets the objective, the advantages, refills and the penalty on long completions. It leaves learning rate, batch sizes and model as they are.
+A preset sets the objective, the advantages, the refills and the penalty on long completions. It leaves learning rate, batch sizes and model
+as they are.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     paper: str
-    fields: "Callable[[RunConfig], Mapping[str, object]]"  # dotted names and values
+    fields: "Callable[[RunConfig], Mapping[str, object]]"  # the fields of the preset: dotted names and values
 
     def apply(self, config: "RunConfig") -> Mapping[str, object]:
         """Set the fields of the config, in place. Returns them."""

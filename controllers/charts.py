@@ -26,7 +26,7 @@ DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
 SIZE = (5.2, 2.9)
-"""Inches. A page shows a chart about 420 pixels wide, which nearly keeps the size of its text."""
+"""Width and height in inches. A page shows a chart about 420 pixels wide, so the text of the chart nearly keeps its size."""
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the font of the page
     "svg.hashsalt": "report",
@@ -176,7 +176,10 @@ def of_phases(records: Records, *phases: str) -> Records:
 
 
 def validation_metrics(records: Records) -> dict[str, str]:
-    """Every metric of a validation and its name in a chart: {"validation/accuracy": "accuracy", "validation/hard/pass@4": "hard/pass@4"}."""
+    """The validation metrics of the records, with their names in a chart.
+
+    {"validation/accuracy": "accuracy", "validation/hard/pass@4": "hard/pass@4"}
+    """
     names = dict.fromkeys(name for record in records for name in record if name.startswith("validation/"))
     return {name: name.removeprefix("validation/") for name in names}
 
@@ -194,7 +197,7 @@ def curves(plan: Plan, records: Records) -> list[Curve]:
 
 
 def draw_curves(axes: Axes, drawn: Sequence[Curve], plan: Plan) -> None:
-    """Plot the curves. If the plan asks for a logarithmic axis, there is one only where all values are positive."""
+    """Plot the curves. The axis of values is logarithmic if the plan asks for it and all values are positive."""
     shown = [value for curve in drawn for value in curve.values]
     for curve in drawn:
         marker = "o" if plan.has_markers or len(curve.steps) == 1 else None
@@ -211,7 +214,7 @@ def draw_curves(axes: Axes, drawn: Sequence[Curve], plan: Plan) -> None:
 
 
 def draw_spread(axes: Axes, records: Records) -> None:
-    """A band of one standard deviation around the mean reward."""
+    """Draw a band of one standard deviation around the mean reward."""
     steps, low, high = [], [], []
     for record in records:
         mean, std = record.get("reward/mean"), record.get("reward/std")
@@ -226,7 +229,7 @@ def draw_spread(axes: Axes, records: Records) -> None:
 
 
 def draw_times(axes: Axes, records: Records) -> None:
-    """Stacked seconds of each step. `other` fills the rest up to the step's wall time."""
+    """Draw the seconds of each step as stacked areas. The area `other` fills the rest up to the step's wall time."""
     edges = [record["step"] - 0.5 for record in records] + [records[-1]["step"] + 0.5]
     below = [0.0] * len(records)
     for name, color in {"generate": "blue", "train": "orange", "sync": "green", "other": "gray"}.items():
@@ -240,9 +243,9 @@ def draw_times(axes: Axes, records: Records) -> None:
 
 
 def timeline_chart(lines: Records) -> str:
-    """A chart in SVG of the spans of one step: that of median length in the second half of the run. Empty without spans.
+    """The spans of one step as a chart in SVG. Empty without spans.
 
-    lines: those of timeline.jsonl.
+    The step is the one of median length in the second half of the run. lines: the lines of timeline.jsonl.
     """
     later = sorted((line for line in lines[len(lines) // 2 :] if line["spans"]), key=lambda line: line["seconds"])
     if not later:
@@ -318,8 +321,10 @@ def inline_svg(figure: Figure) -> str:
 
 
 def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
-    """One chart as SVG. If `records` are given, all curves are of one run, and the chart also shows the reward's spread and the supervised
-    phase from its records. Without records each curve is another run.
+    """One chart as SVG.
+
+    With `records`, the records of one run, all curves belong to that run. The chart of the reward then also shows the reward's spread, and
+    a chart of all phases marks the supervised phase. Without `records` each curve belongs to another run.
     """
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:
@@ -358,7 +363,7 @@ def run_charts(records: Records, timeline: Records = ()) -> list[str]:
 
 @matplotlib.rc_context(STYLE)
 def compared_charts(runs: dict[str, Records]) -> list[str]:
-    """Charts with a curve for each run. There is one for the first metric of every plan, and one for every metric of a validation."""
+    """Charts with a curve for each run: for the first metric of every plan, every validation metric, and the time of a step."""
     reward = Plan(title="Reward", unit="mean reward", metrics={"reward/mean": ""})
     plans = [plan for plan in PLANS[1:] if "validation/accuracy" not in plan.metrics]
     validated = dict.fromkeys(name for records in runs.values() for name in validation_metrics(records))
@@ -383,7 +388,7 @@ def compared_charts(runs: dict[str, Records]) -> list[str]:
 
 @matplotlib.rc_context(STYLE)
 def save_reward_png(records: Records, file: Path) -> None:
-    """Rewards and validation accuracies in one picture."""
+    """Draw rewards and validation accuracies in one picture, and write it to a PNG file."""
     figure, axes = new_chart("reward and validation accuracy", "", size=(9, 3.8))
     chosen = around_rewards(records)
     draw_spread(axes, chosen)
@@ -397,7 +402,7 @@ def save_reward_png(records: Records, file: Path) -> None:
 
 
 def around_rewards(records: Records) -> Records:
-    """The records that the picture shows. If there are GRPO steps, at most half of the records are supervised steps.
+    """The records that the picture shows. If there are GRPO or PPO steps, at most half of the records are others.
 
     Supervised steps come first and have no reward. If all were shown, many of them would leave no room for the curve of rewards.
     """

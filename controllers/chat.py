@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Mark that templates for transformers may have around the assistant's text."""
+"""Mark that a template may have around the assistant's text. transformers then says which tokens are the assistant's."""
 
 FORMER_TURN = "former turn of the assistant"
-"""Text in the place of a turn whose tokens are known."""
+"""Text that `continuation` puts in the place of the assistant's former turn, because the tokens of that turn are known already."""
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class ChatConfig:
     """Use of the model's chat template."""
 
     enabled: bool = False
-    """Make a user's message from each prompt. A problem with messages of its own goes through the template in any case."""
+    """Make each prompt a user's message. A problem with messages of its own goes through the template in any case."""
     system: str = ""
     """System message before each conversation that has none."""
     thinking: bool | None = None
@@ -34,7 +34,8 @@ class Turns:
     """The tokens of a conversation, up to the last trained one."""
 
     tokens: list[int]
-    is_trained: list[bool]  # True for the assistant's tokens, and for the token that ends a turn of the assistant
+    # True for the assistant's tokens. If the template has no marks, these include the token that ends a turn of the assistant.
+    is_trained: list[bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +62,9 @@ class ChatTemplate:
         return self._tokens(conversation, starts_turn=True)
 
     def continuation(self, messages: Sequence[Message], *, has_ended: bool) -> list[int]:
-        """The tokens between a turn of the assistant and its next one, with these messages between them. The former turn is not encoded.
+        """The tokens that follow a turn of the assistant: these messages, and the beginning of the assistant's next turn.
 
-        has_ended: True if the former turn has the stop token already. Otherwise the tokens begin with it.
+        has_ended: True if the tokens of the former turn already end with a stop token. False: the returned tokens begin with one.
         """
         former = [Message(role="user", content="?"), Message(role="assistant", content=FORMER_TURN)]
         text = self._apply_template([*former, *messages], tokenize=False, add_generation_prompt=True)
@@ -80,8 +81,8 @@ class ChatTemplate:
     def turns(self, messages: Sequence[Message]) -> Turns:
         """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
 
-        The template's own marks say which tokens these are. In a template without marks a turn begins where the template would let the
-        assistant begin, and ends with a stop token. Raises ValueError if the template writes a turn differently when other turns follow.
+        If the template has marks, they say which tokens these are. Without marks a turn begins where the template asks the assistant for
+        it, and ends with a stop token. Raises ValueError if the template writes what precedes a turn differently when turns follow.
         """
         conversation = self._with_system(messages)
         if GENERATION_MARK.search(self._text()):
@@ -106,8 +107,8 @@ class ChatTemplate:
             before = self._tokens(conversation[:index], starts_turn=True)
             if tokens[: len(before)] != before:
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path} writes the turns before turn {index} of {_shown(conversation)} "
-                    "differently when turns follow, so the assistant's tokens cannot be found"
+                    f"the chat template of {self.hf.name_or_path} writes what precedes turn {index} of {_shown(conversation)} "
+                    "differently when turns follow, so the tokens of that turn cannot be found"
                 )
             ends = [i for i in range(len(before), len(tokens)) if tokens[i] in self.stop_token_ids]
             if not ends:

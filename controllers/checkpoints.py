@@ -1,7 +1,7 @@
 """Checkpoints of a run: the trainers' weights and the controller's own state.
 
 checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. A run with
-a critic also has checkpoints/step-N/critic. checksums.json has the checksums of all of them.
+a critic also has checkpoints/step-N/critic. checkpoints/step-N/checksums.json has the checksums of all these files.
 state.json is written last, so a checkpoint with a state.json is complete.
 """
 
@@ -32,7 +32,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int = 0) -> None:
         self.folder, self.keep, self.keep_every = folder, keep, keep_every
-        self.saved_step = 0  # of the newest checkpoint that this run has completed
+        self.saved_step = 0  # step of the newest checkpoint that this run has completed
         self._copying: asyncio.Task[list[SavedCheckpoint]] | None = None
         self._writing: asyncio.Task[None] | None = None
 
@@ -84,7 +84,7 @@ class Checkpoints:
         checksums.write_durably(path / STATE, text)  # the trainer's part is also synced to disk
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
-            # This file goes first, so that a checkpoint that is only partly removed does not count as complete.
+            # state.json goes first, so that a checkpoint that is only partly removed does not count as complete.
             (found[step] / STATE).unlink()
             shutil.rmtree(found[step])
         self.saved_step = _step(path)
@@ -94,7 +94,7 @@ def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[i
     """The steps whose checkpoints are to be removed. steps: the steps of all checkpoints, in ascending order.
 
     The newest `keep` checkpoints are kept for now. With `keep_every`, a checkpoint is kept for good if it is at least `keep_every` steps
-    after the last one that is kept for good.
+    after step 0 and after the last checkpoint that is kept for good.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0
@@ -124,9 +124,9 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def set_aside_damaged(folder: Path) -> list[str]:
-    """Rename complete checkpoints whose files have changed since they were written, down to the newest one that verifies.
+    """Rename the complete checkpoints that are newer than the newest undamaged one. Damaged: files have changed since they were written.
 
-    step-9 becomes damaged-step-9. Returns a line about each. Raises ValueError if no complete checkpoint verifies; then none is renamed.
+    step-9 becomes damaged-step-9. Returns a line about each. If all complete checkpoints are damaged, raises ValueError and renames none.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(complete(folder)):

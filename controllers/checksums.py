@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: written before its state.json, compared before it is read. Knows no trainers."""
+"""Checksums of a checkpoint's files. They are written before state.json, and compared before the checkpoint is read. Knows no trainers."""
 
 import hashlib
 import json
@@ -46,13 +46,16 @@ def fault(folder: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file that is on disk, whole, when this returns. A reader finds the former content or this one. Raises OSError naming the file."""
+    """Write a file whole or not at all. It is on disk when this function returns. A reader finds the former content or the new content.
+
+    Raises OSError naming the file.
+    """
     temporary = path.with_name(f"{path.name}.tmp")
     with naming(temporary):
         with temporary.open("w") as file:
             file.write(text)
             file.flush()
-            # Without this, a crash of the machine could leave the file without its content.
+            # Without fsync, a crash of the machine could leave the file without its content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""Fields that a resumed run cannot change. Otherwise its weights might not fit, or its held-out problems might be ones that it trained on."""
+"""Fields that a resumed run cannot change. Otherwise its weights might not fit, or it might have trained on its held-out problems."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
@@ -45,7 +45,7 @@ class Invocation:
 
 
 class _Flags(Protocol):
-    """Fields of the class that `_flags` makes. `config_name`, `resume` and `eval_only` are read before that class exists."""
+    """Fields of the class that `_flags` makes. `_chosen` has read `config_name`, `resume` and `eval_only` before."""
 
     config: "RunConfig"
     output_dir: Path | None
@@ -64,7 +64,7 @@ def parse(
 ) -> Invocation:
     """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
-    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit fields of this config.
+    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit its fields.
     configs_by_controller: the configs of all controllers. The error about a config of another controller names that controller.
     Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
     """
@@ -224,7 +224,7 @@ def _flag(
 
 
 def _require_same(before: Mapping[str, object], after: Mapping[str, object], fixed: Sequence[str]) -> None:
-    """Raise ValueError if a value has changed whose dotted name is one of `fixed` or lies under one of them."""
+    """Raise ValueError if a value has changed and its dotted name is one of `fixed` or lies under one of them."""
     for name in sorted(before.keys() | after.keys()):
         is_fixed = any(f"{name}.".startswith(f"{prefix}.") for prefix in fixed)
         if is_fixed and before.get(name) != after.get(name):

@@ -36,7 +36,7 @@ COMMAND = "rl-actors"
 
 
 def main() -> None:
-    """Start the program that the first argument names. Exits with 2 and one line for a name that is unknown."""
+    """Start the program that the first argument names. Exits with status 2 and one line if the name is unknown or the import fails."""
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(usage())

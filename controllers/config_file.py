@@ -30,7 +30,7 @@ def to_json(config: "DataclassInstance") -> str:
 
 
 def from_json(cls: type[Config], text: str) -> Config:
-    """The config of a text that `to_json` returned. A missing field takes its default. Raises ValueError, naming an unknown or ill-typed field."""
+    """A config from a text of JSON. A missing field takes its default. Raises ValueError, naming an unknown or ill-typed field."""
     try:
         values = json.loads(text)
     except json.JSONDecodeError as error:
@@ -39,8 +39,11 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 
 def from_values(cls: type[Config], values: object) -> Config:
-    """A config from the values of a file. Types are strict: "3" and true are no integers. Raises ValueError with a line for each wrong field."""
-    # pydantic gives a dataclass that has no settings of its own the settings of the model around it.
+    """A config from the values of a file. Types are strict: "3" and true are no integers.
+
+    Raises ValueError with a line for each wrong field.
+    """
+    # A dataclass without pydantic settings of its own takes those of the model around it.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
         # The values go through JSON, because pydantic's strict mode takes a list for a tuple and a string for a path only in JSON.
@@ -149,7 +152,11 @@ def _path_to_str(value: object) -> str:
 
 
 def _without_none(config: "DataclassInstance", values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """The values that are not null. Raises ValueError for a null whose field has another default: `read` would take the default."""
+    """The values that are not null.
+
+    Raises ValueError for a null inside a value, and for a field that is None although its default is not, because `read` would take the
+    default.
+    """
     kept: dict[str, object] = {}
     for each in dataclasses.fields(config):
         name, value, inner = f"{prefix}{each.name}", values[each.name], getattr(config, each.name)

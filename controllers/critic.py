@@ -1,4 +1,4 @@
-"""The critic of a PPO run: a value model in processes of its own. Gives values, and is trained on returns. Knows nothing of policies.
+"""The critic of a PPO run: a value model in processes of its own. It gives values and is trained on returns. Knows nothing of policies.
 
 T positions of a sample.
 """
@@ -28,13 +28,13 @@ FOLDER = "critic"
 @dataclass(kw_only=True)
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
-    """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's, ten times its policy's."""
+    """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's default, ten times its policy's rate."""
     gpu: int | None = None
     """Index of the first GPU of the critic's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
     clip: float | None = 0.5
-    """Change of a value in one step beyond which its loss falls no further. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
+    """Largest change of a value in one step that can still lower its loss. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
     warmup_steps: int = 0
-    """Steps before the first policy step, in which only the critic is trained, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
+    """Steps before the first policy step. They train only the critic, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -137,7 +137,7 @@ def _with_last_state(sample: Sample) -> Sample:
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
     """Start the critic with the weights of the policy and a head of zeros, or with its part of the checkpoint that is resumed.
 
-    has_begun: True if a part of the run that is resumed has trained the critic.
+    has_begun: True if the run is resumed and has already trained the critic.
     """
     async with run.turns.borrowed():
         with run.log.setup("starting critic"):

@@ -76,7 +76,7 @@ def describe(config: "RunConfig") -> str:
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
     """Raise ValueError if the processes of a run take more memory than a GPU has, or than the machine has if it has no GPU.
 
-    trains: False for an evaluation, which has only the generator. The memory of other hosts is not known here.
+    trains: False for an evaluation, which has only the generator. With hosts nothing is checked, because their memory is not known here.
     """
     if config.hosts.addresses:
         return
@@ -88,7 +88,7 @@ def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
 
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
-    """The memory that a run takes. There is one Demand for each GPU that the run uses, or one for a machine without GPUs."""
+    """The memory that a run takes: a Demand for each GPU that the run uses and each phase of a step, or one for a machine without GPUs."""
     models = config.models() if trains else {}
     phases = _phases(config) if trains else [_Phase(name="", held={})]
     if torch.cuda.is_available():
@@ -132,7 +132,7 @@ class _Phase:
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
-    """The phases of a step: one, or those of trainer and generator in turns."""
+    """The phases of a step. There is only one, unless trainer and generator take turns."""
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
@@ -158,7 +158,7 @@ def _phases(config: "RunConfig") -> list[_Phase]:
 
 
 def _turns(config: "RunConfig") -> list[str]:
-    """Lines about the memory that a rank of the trainer holds in each phase, and about its parts that are on the host while the generator works."""
+    """Lines about the memory of a trainer rank in each phase, and about the trainer's parts on the host while the generator works."""
     if not config.turns.enabled:
         return []
     held = memory_estimate.memory(config.trainer).on_device()
@@ -167,7 +167,7 @@ def _turns(config: "RunConfig") -> list[str]:
     lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
     lines += [f"  {phase.name.strip():<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
-    return [*lines, f"  {'on the host':<20} {listed}, while the generator works; the memory is pinned beside a GPU"]
+    return [*lines, f"  {'on the host':<20} {listed}, while the generator works; pinned memory if there is a GPU"]
 
 
 def _demand_line(demand: Demand) -> str:
@@ -188,7 +188,7 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 
 
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
-    """One line for each rank, with its index in every dimension whose degree is above 1.
+    """One line for each of the first RANKS_SHOWN ranks, with its index in every dimension whose degree is above 1.
 
     The index in the last dimension changes from each rank to the next. With expert parallelism neighbouring ranks hold different experts.
     """
@@ -210,13 +210,12 @@ def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
 
 
 def _checkpoints(config: "RunConfig") -> list[str]:
-    """A line with the size of a checkpoint on disk. A checkpoint has all trained parameters and their optimizer state in every layout."""
+    """A line with the size of a checkpoint on disk. In every layout a checkpoint holds all trained parameters and their optimizer state."""
     if not config.checkpoint_every:
         return []
     wholes = [_whole_model(model) for model in config.models().values()]
-    size = sum(
-        whole.gradients + whole.optimizer for whole in wholes
-    )  # gradients are as large as the trained parameters
+    # The gradients stand for the trained parameters, which are as large.
+    size = sum(whole.gradients + whole.optimizer for whole in wholes)
     every, kept = config.checkpoint_every, config.keep_checkpoints
     return [f"checkpoints: {size_text(size)} each on disk, every {every} steps; the newest {kept} are kept"]
 

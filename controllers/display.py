@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live panel, or one line a step when stdout is a file or a pipe. Measures nothing."""
+"""Terminal output of a run: a live panel, or one line a step if stdout is no terminal or logs are shown. Measures nothing."""
 
 import sys
 from collections.abc import Iterator
@@ -28,16 +28,16 @@ COLUMNS = (  # title, width, key of the record, format
     ("loss", 9, "loss", ".3g"),
     ("grad_norm", 9, "grad_norm", ".3g"),
     ("lr", 8, "learning_rate", ".2e"),
-    ("tokens/s", 8, "tokens/s", ",.0f"),  # trained tokens over the whole step
+    ("tokens/s", 8, "tokens/s", ",.0f"),  # trained tokens a second of the whole step
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
-    # Policy versions from the oldest weights that sampled a token to the weights of the step's last update.
+    # Versions between the weights that sampled the batch's oldest token and the weights that the step's last update began with.
     ("lag", 3, "policy_lag", ".2g"),
 )
 PANEL_COLUMNS = (
     *COLUMNS,
-    # Shares of the step in which the trainer and the generator had a call.
+    # Share of the step's time in which the actor had a call.
     ("trainer", 4, "busy/trainer", ".0%"),
     ("generator", 4, "busy/generator", ".0%"),
 )
@@ -116,7 +116,7 @@ class LineDisplay:
 
 
 class LiveDisplay(LineDisplay):
-    """A panel at the bottom of a terminal. Every step with a validation leaves a line above the panel."""
+    """A panel at the bottom of a terminal. Every step with a validation accuracy leaves a line above the panel."""
 
     def __init__(self, console: Console, total_steps: int | None):
         super().__init__(console, total_steps)

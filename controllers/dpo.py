@@ -25,7 +25,7 @@ def _no_pairs() -> EnvironmentConfig:
 @dataclass(kw_only=True)
 class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
-    """Pairs. answer_column is the column of the chosen answer, and rejected_column is that of the rejected one."""
+    """The pairs. answer_column is the column of the chosen answers, and rejected_column is the column of the rejected ones."""
     beta: float = 0.1
     """The reward of a completion is beta times log(policy / reference). A larger beta keeps the policy nearer to the reference."""
     pairs_per_step: int = 64
@@ -77,7 +77,7 @@ class DPOConfig(RunConfig):
 
 
 async def train(run: Run[DPOConfig]) -> None:
-    """Take all steps of the run, with a validation and a checkpoint every so many steps."""
+    """Take all steps of the run. Validates and writes checkpoints as often as the config says."""
     config, loss = run.config, DPO(beta=run.config.beta)
     run.log.display.total_steps = config.steps
     reference = await start_frozen(run, has_begun=bool(run.state), is_saved=not config.trainer.hf_path)
@@ -122,7 +122,7 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set, by the prefix of its metrics. They get the reference's logprobs once, because these never change."""
+    """The pairs of every validation set, by the prefix of its metrics. The reference's logprobs never change, so they are added here."""
     found = {}
     for one in run.validation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
@@ -147,7 +147,7 @@ async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[st
 
 
 def _means(partials: metrics.Partials, num_pairs: int) -> dict[str, float]:
-    """The metrics of DPO, and the mean loss of a pair."""
+    """The metrics of DPO, and the mean loss over the pairs."""
     found = metrics.finish(partials)
     values = {name.removesuffix(":mean"): value for name, value in found.items() if name.endswith(":mean")}
     return {"loss": found["loss:sum"] / num_pairs, **values}

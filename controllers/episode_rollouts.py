@@ -13,7 +13,7 @@ from rl_actors import Completion, GeneratorClient
 
 
 class EpisodeRollouts(Rollouts):
-    """Plays group_size episodes of every problem, all at the same time. The seeds of an episode depend only on its problem's index."""
+    """Plays group_size episodes of every problem, all at once. Their seeds depend only on the run's seed and the problem's index."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `tasks` is not needed, because the next turn of an episode waits for its reply."""
+        """Play the episodes of these problems. `tasks` is not used, because the rewards come with the replies during the play."""
 
         async def play(place: int, index: int) -> None:
             keep(first + place, await self._play(index, sender))

@@ -34,10 +34,10 @@ T = TypeVar("T")
 @dataclass(kw_only=True)
 class EpisodeConfig:
     max_turns: int = 8
-    """Largest number of turns of an episode. One that is not over by then is cut off."""
+    """Largest number of turns of an episode. An episode that is not over by then is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode: its beginning, turns and replies. A turn begins only if max_tokens of the run are left. 0: as
-    many as trainer and generator take."""
+    """Largest number of tokens of an episode: its beginning, turns and replies. A turn begins only if there is room for the run's
+    max_tokens. 0: as many tokens as both trainer and generator take."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -61,7 +61,7 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A message of one side."""
+    """A message of the environment or of the policy."""
 
     role: str  # "environment" or "policy"
     text: str
@@ -97,7 +97,7 @@ class PlayedEpisode:
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
-        """A sample that trains the policy's own tokens. The advantage is 0 at all others."""
+        """A sample that trains the policy's own tokens. The advantage is 0 at all other tokens."""
         weights = self._weights()
         return Sample.from_tokens(
             self.prompt,
@@ -168,7 +168,7 @@ class _Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """Plays episodes. One that raises an exception or hangs is played again from its beginning, as often as the scorer's limits say."""
+    """Plays episodes. An episode that raises an exception or takes too long is played again, up to the scorer's max_retries times."""
 
     tokenizer: Tokenizer
     limits: EpisodeLimits
@@ -284,7 +284,7 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError for a task of episodes without demonstrations, which a supervised phase would train."""
+    """Raises ValueError for a task of episodes that has no demonstrations. A supervised phase would train on them."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
             f"{type(environment).__name__} has no method demonstration, so it has no supervised phase; use --sft-steps 0"
@@ -302,7 +302,7 @@ class Scripted:
             raise ValueError(f"a demonstration of {len(self.texts)} turns ended before its episode: {self.texts}")
         tokenizer = self.player.tokenizer
         said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
-        said = said[: self.player.limits.max_tokens_per_turn]  # as if it were sampled
+        said = said[: self.player.limits.max_tokens_per_turn]  # cut off as a sampled turn would be
         zeros = [0] * len(said)
         return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
 
@@ -322,7 +322,7 @@ class TurnSender:
         params: SamplingParams,
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """params: those of every turn. call: gives a context manager, which is held during each call."""
+        """params: for the sampling of every turn. call: function that gives a context manager, which is held during one call."""
         self.generator, self.params, self.call = generator, params, call
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -336,7 +336,7 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion. number: index of the turn, from which its seed is made. So the turns that share its call do not change it."""
+        """A completion of the tokens. number: index of the turn, which gives its seed, so the other turns of a call do not matter."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
         if len(self._waiting) == 1:

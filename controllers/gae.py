@@ -1,7 +1,7 @@
 """Advantages and returns from rewards and values: generalised advantage estimation (arXiv 1506.02438). Knows nothing of tokens or losses.
 
 An action is a token that the policy sampled. Other positions, such as those of a prompt or of an environment's answer, are skipped: the
-state after an action is the one before the next action, and no discount lies between them.
+state after an action is the state before the next action, and skipped positions add no discount.
 
 N sequences, T_n positions of sequence n, T the largest of them, A_n actions of sequence n.
 """
@@ -19,7 +19,7 @@ STD_EPS = 1e-8
 @dataclass(kw_only=True)
 class GAEConfig:
     gamma: float = 1.0
-    """Discount, applied once for each action by which a reward comes later. 1: none, as is usual with one reward at the end of an answer."""
+    """Discount. A reward that comes n actions later counts gamma^n times. 1: no discount, as is usual with one reward at the end."""
     actor_lambda: float = 0.95
     """λ of the policy's advantages. 1: returns minus values, without bias. Lower: less variance, and more trust in the values. 0.95 is the
     choice of VC-PPO (arXiv 2503.01491)."""
@@ -30,8 +30,8 @@ class GAEConfig:
     of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
 
     bootstrap: bool = True
-    """True: the last state of a sequence that a limit has cut off has the critic's value, as if the sequence went on (arXiv 1712.00378).
-    False: it has the value 0, as at any other end."""
+    """True: if a limit has cut a sequence off, its last state has the critic's value, as if the sequence went on (arXiv 1712.00378).
+    False: the last state has the value 0, as at any other end."""
     whiten: bool = True
     """Advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
 
@@ -88,7 +88,7 @@ def estimate(
 def _advantages(
     values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
-    """The advantages, computed from the last position to the first. A position that is no action passes on the numbers of the next action."""
+    """The advantages, computed from the last position to the first. Positions that are no actions pass on the next action's numbers."""
     found_NT = torch.zeros_like(values_NT)
     next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)
     for t in reversed(range(values_NT.shape[1])):
@@ -101,9 +101,10 @@ def _advantages(
 
 
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance is a sum divided by the number of actions minus 1.
+    """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance divides by the number of actions minus 1.
 
-    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become different numbers. One action gives 0.
+    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become different numbers. A single action
+    becomes 0.
     """
     if not rows:
         return []

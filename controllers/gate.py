@@ -14,7 +14,7 @@ class GateMissedError(Exception):
 
 
 class Gate:
-    """The first validation at or after `step` must be at least `reward`. A later one need not be."""
+    """The accuracy of the first validation at or after `step` must be at least `reward`. Later validations do not count."""
 
     def __init__(self, step: int, reward: float) -> None:
         self.step, self.reward = step, reward

@@ -38,14 +38,14 @@ class GRPOConfig(RunConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
-    """Rule that makes one number from the losses of an update's tokens. token_mean: the mean over all tokens. sequence_mean: each sample's mean
-    over its tokens, then the mean over samples. sequence_sum: each sample's sum over its tokens, then the mean over samples. constant: the
-    sum over all tokens, divided by samples * max_tokens."""
+    """Rule that makes one number from the losses of an update's tokens. token_mean: the mean over all tokens. sequence_mean: each sample's
+    mean over its tokens, then the mean over samples. sequence_sum: each sample's sum over its tokens, then the mean over samples. constant:
+    the sum over all tokens, divided by samples * max_tokens."""
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy in the objective. 0: no entropy in the objective."""
     reference_kl: float = 0.0
-    """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO, and a second trainer holds it.
-    0: no KL divergence and no second trainer."""
+    """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO. A second model, which is
+    not trained, holds it. 0: no KL divergence and no second model."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
     """loss: the divergence of every token is added to its loss. reward: the divergence of a completion, summed over its tokens, is
     subtracted from its reward before advantages are computed."""
@@ -98,7 +98,7 @@ class GRPOConfig(RunConfig):
         self.kl_control.validate()
         if self.kl_control.target is not None and not self.reference_kl:
             raise ValueError(
-                f"kl_control.target={self.kl_control.target} with reference_kl=0; reference_kl must be the first weight, above 0"
+                f"kl_control.target={self.kl_control.target} with reference_kl=0; the first weight is reference_kl, so it must be above 0"
             )
         self.make_loss()
         if self.updates_per_step < 1:
@@ -113,8 +113,8 @@ class GRPOConfig(RunConfig):
             )
         if self.turns.enabled and self.rollouts.max_staleness:
             raise ValueError(
-                f"turns.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer works, so "
-                "nothing can run ahead; use 0"
+                f"turns.enabled=True with rollouts.max_staleness={self.rollouts.max_staleness}: the generator sleeps while the trainer "
+                "works, so nothing can run ahead; use 0"
             )
         if self.sft_steps < 0:
             raise ValueError(f"sft_steps={self.sft_steps}; it must be at least 0")
@@ -134,7 +134,7 @@ class GRPOConfig(RunConfig):
         return KL(coefficient=self.reference_kl, estimator=estimator)
 
     def make_loss(self, kl: KL | None = None) -> PolicyLoss:
-        """The loss that these fields describe. Raises ValueError for an option that the loss does not have or that is out of its limits.
+        """The loss that these fields describe. Raises ValueError for an option that the loss lacks or that is out of its limits.
 
         kl: used instead of the fields' KL divergence, if the loss has a KL term.
         """
@@ -163,7 +163,7 @@ class Update:
 
 
 async def train(run: Run[GRPOConfig]) -> None:
-    """Take supervised steps until the policy is worth sampling, then GRPO steps. A GRPO step generates, trains and syncs the weights."""
+    """Take the supervised steps, if there are any, then the GRPO steps. A GRPO step generates, trains and syncs the weights."""
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -215,7 +215,7 @@ def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict
 
 
 def make_queue(run: Run[ConfigOfLoop], cursor: int, reference: Reference | None, *, steps_done: int) -> RecordedQueue:
-    """The queue of rollouts, which go on where the resumed run was. A recovered run gets the batches of repeated steps again."""
+    """The queue of rollouts. It goes on where the resumed run stopped. A recovered run gets the batches of repeated steps again."""
     config = run.config
     rollouts = make_rollouts(
         run,
@@ -237,7 +237,7 @@ def parts_of(config: GRPOConfig, samples: Sequence[Sample]) -> Iterator[Sequence
 async def train_step(
     run: Run[ConfigOfLoop], parts: Iterable[Sequence[Sample]], loss: PolicyLoss, learning_rate: float
 ) -> list[Update]:
-    """Take one optimizer step on each part. Its gradient is the sum over the tokens of the part, divided by `config.divisor(part)`."""
+    """Take one optimizer step on each part. A part's gradient is the sum over its tokens, divided by `config.divisor(part)`."""
     config, updates = run.config, []
     for part in parts:
         outputs = []
@@ -278,7 +278,7 @@ async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample
 
 
 async def sync(run: Run[ConfigOfLoop]) -> int:
-    """Publish the trainer's weights, and load them into the generator. The weights never pass through the controller. Returns their version."""
+    """Publish the trainer's weights and load them into the generator. They never pass through the controller. Returns their version."""
     with run.timer("sync"):
         await run.turns.to_trainer()
         version = await run.trainer.push_model_state_dict()

@@ -11,16 +11,17 @@ class HostsConfig:
     """Workers that `make worker` has started, on which the processes of a run live."""
 
     addresses: str = ""
-    """Addresses of the workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. process://2 starts two workers on this machine by
-    Monarch's ProcessJob, to try it. Empty: all processes are on this machine. The run folder must be on a disk that all hosts share."""
+    """Addresses of the workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. process://2 starts two workers on this
+    machine by Monarch's ProcessJob, for a trial of hosts on one machine. Empty: all processes are on this machine. The run folder must be
+    on a disk that all hosts share."""
     trainer: int = 0
-    """Number of hosts, from the first one, over which the ranks of the trainer, and of a value model and a reference, are spread evenly. The
-    generators have the other hosts, or the last host if there is no other. 0: all hosts but the last."""
+    """Number of hosts of the trainer, the value model and the reference, counted from the first host. The ranks of each are spread evenly
+    over them. The generators have the other hosts, or the last host if there is no other. 0: all hosts but the last, or the only host."""
     certificates: str = ""
     """Folder of certificates for addresses tls://. It must have the same path on all hosts."""
 
     def names(self) -> list[str]:
-        """The hosts in their order. Empty without hosts. Raises ValueError if the field has none."""
+        """The hosts in their order. Empty without hosts. Raises ValueError if `addresses` is wrong."""
         if not self.addresses:
             return []
         if self.addresses.startswith(JOB):
@@ -41,7 +42,7 @@ class HostsConfig:
         return range(min(len(self.of_trainer()), count - 1), count)
 
     def validate(self, num_ranks: int) -> None:
-        """Raises ValueError naming the field for hosts that cannot have the ranks of the trainer."""
+        """Raises ValueError, naming the field, for wrong addresses or certificates, and for hosts that cannot share num_ranks evenly."""
         try:
             count = len(self.names())
         except ValueError as error:

@@ -1,6 +1,7 @@
-"""Control of the KL divergence from a reference: a penalty on the reward of every token, and a coefficient that keeps the divergence near a target.
+"""Control of the KL divergence from a reference.
 
-Starts no reference; reference.py does. `rl_actors.KL` has the estimators and the term of the loss.
+A penalty reduces the reward of every token. A coefficient changes so that the divergence stays near a target. Starts no reference;
+reference.py does. `rl_actors.KL` has the estimators and the term of the loss.
 
 N sequences, T_n positions of sequence n.
 """
@@ -20,7 +21,7 @@ class KLControlConfig:
     """Rule by which the coefficient of the KL divergence changes from step to step (arXiv 1909.08593, section 2.2)."""
 
     target: float | None = None
-    """Mean KL divergence of a token that the coefficient is to keep. None: the coefficient is fixed."""
+    """Mean KL divergence of a token, in nats, that the coefficient steers to. None: the coefficient is fixed."""
     gain: float = 0.1
     """Relative change of the coefficient for a relative error of 1. 0.1 is the paper's value."""
     max_error: float = 0.2
@@ -34,8 +35,8 @@ class KLControlConfig:
                 raise ValueError(f"kl_control.{name}={value}; it must be finite and above 0")
         if self.gain * self.max_error >= 1:
             raise ValueError(
-                f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; it must be below "
-                "1, or the coefficient could become 0 or negative"
+                f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; it must be "
+                "below 1, or the coefficient could become 0 or negative"
             )
 
     def next_coefficient(self, coefficient: float, divergence: float) -> float:

@@ -130,7 +130,7 @@ def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[Valid
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", it gets the characters of its problems as alphabet, and a vocabulary of that size."""
+    """The config. If its alphabet is "auto", it gets the characters of its problems, and the model a vocabulary of that size."""
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)
@@ -304,7 +304,7 @@ async def _train_until_asked(run: Run, train: Train) -> None:
     """Train to the end, and wait until the last checkpoint is on disk.
 
     Raises Interrupted after a signal. Unless checkpoint_every=0, the checkpoint of the last step is on disk by then. Raises ValueError,
-    naming step and environment, for a reward that is not a finite number.
+    naming step and environment, for a reward or an episode that fails.
     """
     try:
         await train_to_end(run, train)
@@ -329,7 +329,7 @@ async def _evaluate(
     scorer: Scorer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems. A generator gets the exported weights of the checkpoint. Writes only a log."""
+    """Score a checkpoint on the held-out problems. A generator gets the exported weights of the checkpoint. Only a log is written."""
     # This import stands here because it loads torchtitan, which the controller of a training run does not need.
     from rl_actors.engine.export import export_checkpoint, policy_version
 

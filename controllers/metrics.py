@@ -1,7 +1,7 @@
-"""The logger of a run. It writes metrics to a display, metrics.jsonl, rollouts.jsonl, timeline.jsonl and trackers. Makes no decision about the run.
+"""The logger of a run. It writes metrics to a display, to the files of the run's folder and to trackers. Makes no decision about the run.
 
-Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised and GRPO steps
-share one count. Step 0 is the validation before the first step.
+Training steps are numbered from 1, so the number of the last finished step is the number of steps done. Supervised steps and
+the steps after them share one count. Step 0 is the validation before the first step.
 A record is the line of one step in metrics.jsonl.
 """
 
@@ -115,7 +115,7 @@ class MetricsLogger(AbstractContextManager):
         self._open_files()
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)
         self._tracked_step = self._last_step  # the last step that the trackers have
-        self._tables: dict[str, int] = {}  # the last step of every table that they have
+        self._tables: dict[str, int] = {}  # name of a table -> the last step of it that the trackers have
         console = console or Console()
         live = console.is_terminal and not prints_lines
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
@@ -139,13 +139,13 @@ class MetricsLogger(AbstractContextManager):
         return max(0, self._last_step)
 
     def rewind(self, steps_done: int) -> None:
-        """Go back to the end of a step. The lines of later steps are removed, because they are written again. The trackers keep what they have."""
+        """Go back to the end of a step. Removes the lines of later steps, which are written again. The trackers keep what they have."""
         self._close_files()
         self._last_step = steps_done or -1
         self._open_files()
 
     def restart(self, record: Record) -> None:
-        """Write the line of a restart."""
+        """Add the record of a restart to restarts.jsonl."""
         with self.folder.restarts.open("a") as file:
             file.write(to_json(record) + "\n")
 
@@ -157,7 +157,7 @@ class MetricsLogger(AbstractContextManager):
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step of phase "start", "sft", "grpo", "ppo" or "dpo". In the record, `nonfinite` lists the metrics that were NaN or infinite."""
+        """Record one step of phase "start", "sft", "grpo", "ppo" or "dpo". Its `nonfinite` lists the metrics that were NaN or infinite."""
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"
@@ -177,8 +177,9 @@ class MetricsLogger(AbstractContextManager):
             self._trackers.log(step, scalars)
 
     def rollouts(self, step: int, groups: Sequence[Record]) -> None:
-        """Write some of the step's groups, evenly spaced. A group is one line: a prompt, and lists with an item for each completion,
-        {"prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}.
+        """Write some of the step's groups, evenly spaced. A group is one line: a prompt, and lists with an item for each completion.
+
+        {"prompt": str, "completions": [str, …], "rewards": [float, …], "advantages": …, "lengths": …}
         """
         stride = max(1, len(groups) // self._groups_per_step)
         kept = [{"step": step, **group} for group in groups[::stride][: self._groups_per_step]]
@@ -218,7 +219,7 @@ class MetricsLogger(AbstractContextManager):
     def __exit__(self, kind, error, traceback) -> None:
         self.display.close()
         if isinstance(error, Exception):
-            with suppress(OSError):  # of a full disk, which would hide the error of the run
+            with suppress(OSError):  # the error of a full disk would hide the error of the run
                 self._write_outcome("failed", f"{kind.__name__}: {error}")
         elif error is not None:  # Interrupted, CancelledError, KeyboardInterrupt, SystemExit
             self._write_outcome("interrupted", str(error) or kind.__name__)

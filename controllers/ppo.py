@@ -56,17 +56,15 @@ class PPOConfig(GRPOConfig):
             raise ValueError(f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'")
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
-                f"generator.max_model_len={self.generator.max_model_len} exceeds trainer.max_sequence_length={self.trainer.max_sequence_length}: "
-                "the critic also reads the last token of a completion"
+                f"generator.max_model_len={self.generator.max_model_len} exceeds "
+                f"trainer.max_sequence_length={self.trainer.max_sequence_length}: the critic also reads the last token of a completion"
             )
         if self.trainer.lora.rank:
             raise ValueError(f"trainer.lora.rank={self.trainer.lora.rank}; PPO needs 0: a value model has no adapters")
 
 
 async def train(run: Run[PPOConfig]) -> None:
-    """Take supervised steps until the policy is worth sampling, then PPO steps. In the first critic.warmup_steps of them only the critic
-    is trained.
-    """
+    """Take the supervised steps, if there are any, then the PPO steps. The first critic.warmup_steps PPO steps train only the critic."""
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -160,7 +158,7 @@ def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iter
 async def with_rewards(
     run: Run[PPOConfig], batch: RolloutBatch, reference: Reference | None, kl: KL
 ) -> tuple[Sequence[Sample], list[Tensor], dict[str, float]]:
-    """(the samples of the batch with the columns that the policy's loss reads, the rewards for their tokens, metrics)."""
+    """The samples of the batch with the columns that the policy's loss reads, the rewards for their tokens, and metrics."""
     samples = await with_columns_of_loss(run, batch.samples, reference)
     rewards, measured = await token_rewards(run.config, batch, samples, reference, kl)
     return samples, rewards, measured
@@ -190,7 +188,7 @@ async def token_rewards(
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:
-    """For each completion: True if a limit of tokens or turns has ended it."""
+    """For each completion of the batch: True if a limit of tokens or turns has ended the completion."""
     return [is_truncated for group in batch.groups for is_truncated in group.truncated]
 
 

@@ -17,7 +17,7 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """Two problems: the given one, and the same with the rejected answer. Raises ValueError, naming the prompt, without a rejected answer."""
+    """Two problems: the given one, and the same with the rejected answer. Raises ValueError, naming the prompt, if there is none."""
     if rejected_column not in problem.metadata:
         raise ValueError(f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r}")
     return [problem, replace(problem, answer=str(problem.metadata[rejected_column]))]
@@ -48,7 +48,7 @@ class DPO:
     beta: float = 0.1
 
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
-        """logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
+        """The loss and the sums of its metrics. logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
         if len(samples) % 2:
             raise ValueError(f"{len(samples)} samples are no pairs; samples alternate between chosen and rejected")
         rewards = []

@@ -1,9 +1,9 @@
 """Survival inside a run: after the death of an actor the run goes on from its newest complete checkpoint. Trains nothing itself.
 
-A recovery is a resume in the same process. The dead actor is replaced, the others stay. The random states, the trainers and the
-controller's state are those of the checkpoint, and the training function is called again, which publishes the weights and brings the
-generators to their version. Steps since the checkpoint train on the rollouts that they had before (see survival.RecordedQueue).
-Without a checkpoint the run begins again from the weights that its seed or hf_path gives.
+A recovery is a resume in the same process. The dead actor is replaced. The others stay, unless they share GPUs or the store has died. The
+random states, the trainers and the controller's state become those of the checkpoint. Then the training function is called again. It
+publishes the weights and brings the generators to their version. Steps since the checkpoint train on the rollouts that they had before
+(see survival.RecordedQueue). Without a checkpoint the run begins again from the weights that its seed or hf_path gives.
 
 An error that no death has caused ends the run.
 """
@@ -24,7 +24,7 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 async def train_to_end(run: Run[Any], train: Train) -> None:
     """Train to the last step, and write the last checkpoint. Goes on after deaths of actors, as often as the config allows.
 
-    Raises the first death of the last hour if there were too many, and every error that no death has caused.
+    Raises the first death of the last hour if that hour had too many deaths, and every error that no death has caused.
     """
     if run.actors is None:
         await _train(run, train)
@@ -51,7 +51,7 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Tell of the death, and wait before the restart. Raises the first death of the hour if there were too many."""
+    """Report the death, end the actors that are to be replaced, and wait. Raises the first death of an hour that had too many."""
     pause = actors.restarts.pause_after(death)
     run.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour
@@ -73,7 +73,7 @@ async def _restore(run: Run[Any], actors: Actors) -> None:
     if newest is None:
         await actors.bury({"trainer", "critic"})  # only a new trainer has the first weights
     elif not (newest / CRITIC).is_dir():
-        await actors.bury({"critic"})  # it begins with a head of zeros
+        await actors.bury({"critic"})  # a new critic begins with a head of zeros
     run.trainer, run.generator = await actors.start(run.log.setup)
     run.turns = make_turns(run.config, run.trainer, run.generator, run.timer)
     run.partners.clear()

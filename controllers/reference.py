@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class FrozenPolicy:
-    """Computes logprobs of a policy that does not change, also as a column of samples."""
+    """A policy that does not change. It computes logprobs of samples, also as a column of them."""
 
     model: ReferenceClient
     samples_per_forward: int
@@ -64,7 +64,7 @@ class Reference(FrozenPolicy):
         divides the reward by a standard deviation divides the penalty, too. With k1 the penalty is the log ratio of the whole completion,
         and the expected gradient is that of the KL divergence. With k2 and k3 it is not.
 
-        One group, two completions of two tokens, rewards 1 and 0, old - ref 0.5 and 0 at each token, coefficient 0.1:
+        One group, two completions of two tokens, rewards 1 and 0, k1, old - ref 0.5 and 0 at each token, coefficient 0.1:
         R = 0.9 and 0.
         """
         samples: list[Sample] = []
@@ -95,8 +95,8 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     """Start a model that only infers, with the policy that a phase of the run begins with.
 
     is_saved: True if the policy is kept in run/reference. False if trainer and reference read it from hf_path.
-    has_begun: False if the phase begins now. Then the current weights of the trainer are saved in run/reference. True if the phase
-    began before the run was resumed. Then they are already saved. The reference loads the saved weights in both cases.
+    has_begun: False if the phase begins now. With is_saved the trainer's current weights are then saved in run/reference. True if the phase
+    began before the run was resumed. The weights are then in run/reference already.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

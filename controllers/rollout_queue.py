@@ -9,13 +9,14 @@ Why no group becomes too old. A group that is drawn at step s must be trained on
 ahead = max_staleness // versions_per_step. A step that was skipped changes no weights, so groups are then younger than allowed. The queue
 compares the versions of the tokens with max_staleness before every step, and raises RuntimeError if it is exceeded.
 
-Why one long completion does not hold a step. A step takes the first `size` finished groups in the order in which they were drawn. An
-unfinished group may be passed by younger ones, as long as all that wait can still be trained on in time: for every k, at most
-k * size groups that must be trained on within the next k steps may be left behind. If more would be left, the step waits.
+Why one long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
+younger groups may overtake an unfinished one. The condition is that all groups left behind can still be trained on in time: for every k,
+at most k * size of them must be trained on within the next k steps. If more would be left behind, the step waits.
 
 Why the queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
-(ahead + 1) * size. So when every group has finished, the first `size` of them always satisfy it. Groups finish without the trainer,
-because a generator needs no new weights to go on. With ahead=0 a step trains on all groups that it drew: that is the synchronous loop.
+(ahead + 1) * size. So when every group has finished, the first `size` of them always satisfy the condition. Groups finish without the
+trainer, because a generator needs no new weights to go on. With ahead=0 a step trains on all groups that it drew. That is the synchronous
+loop.
 
 A group whose rewards are all equal has no gradient. When all groups of a draw have finished, such groups are replaced by new problems, at
 most max_refills times. A replacement takes the place of a group that it replaces, so a draw never takes more places.
@@ -101,7 +102,7 @@ class RolloutQueue:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Drop what is under way."""
+        """Cancel the draws that are under way."""
         for draw in self._draws:
             draw.cancel()
         await asyncio.gather(*self._draws, return_exceptions=True)
@@ -116,7 +117,7 @@ class RolloutQueue:
         """Draw the problems that may be drawn now, and wait for groups_per_step groups with a signal.
 
         The batch has fewer groups if max_refills refills did not find so many, and no samples if no group has a signal.
-        version: of the weights that the trainer has now, and the generator too. Raises the error of a rollout that cannot be completed,
+        version: the version of the trainer's weights, which the generator has, too. Raises the error of a rollout that cannot be completed,
         and RuntimeError if a token is older than max_staleness versions.
         """
         self.step += 1
@@ -143,7 +144,7 @@ class RolloutQueue:
     def update(self) -> AbstractAsyncContextManager[None]:
         """Context manager for an update of the generator's weights.
 
-        With in_flight_updates=False the requests that are running are waited for first, and no other begins before the end.
+        With in_flight_updates=False it first waits for the running requests, and no new one begins until it ends.
         """
         return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
 
@@ -190,7 +191,7 @@ class RolloutQueue:
             places = self._draw(len(filtered))
 
     async def _complete(self, places: list[Place]) -> None:
-        """Complete the problems. One that fails is asked for again. Raises the generator's error when its last retry has failed."""
+        """Complete the problems. One whose generation fails is asked for again. Raises the generator's error if the last retry fails."""
 
         def deliver(position: int, group: Group) -> None:
             places[position].group = group

@@ -1,4 +1,4 @@
-"""Rollouts: problems -> completions -> rewards -> advantages -> samples. Only this module makes a Sample of a completion. Trains nothing.
+"""Rollouts: problems -> completions -> rewards -> advantages -> samples. Trains nothing.
 
 G groups (problems), N completions of each.
 """
@@ -116,8 +116,9 @@ class Group:
 
     @property
     def rewards_per_token(self) -> list[list[float]]:
-        """For each completion and each of its tokens: its part of `rewards`. A turn's reward is at the turn's last token, and the penalties
-        are at the completion's.
+        """For each completion and each of its tokens: the token's part of `rewards`.
+
+        A turn's reward is at the turn's last token. The penalties are at the last token of the completion.
         """
         rows = []
         for place, completion in enumerate(self.completions):
@@ -184,7 +185,7 @@ class RolloutBatch:
         return min(group.oldest_version for group in self.groups)
 
     def ages(self) -> list[int]:
-        """Versions between the oldest token of each group that is trained on and the weights when the step begins."""
+        """For each group that is trained on: the version of the weights when the step begins, minus that of the group's oldest token."""
         return [self.version - group.oldest_version for group in self.groups if group.has_signal()]
 
     def metrics(self) -> dict[str, float]:
@@ -305,7 +306,7 @@ Deliver = Callable[[int, Group], None]
 
 
 class Rollouts:
-    """Completes problems of the environment and scores the completions. The seeds of a problem's completions depend only on its index."""
+    """Completes problems of the environment and scores the completions. The seeds depend only on the run's seed and a problem's index."""
 
     def __init__(
         self,
@@ -326,7 +327,7 @@ class Rollouts:
         self.generating = Generating(timeline or Timeline())
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
-        """Give `deliver` the groups of these problems, in order of finishing. With a penalty it gets all at the end.
+        """Give `deliver` the groups of these problems, in the order in which they finish. With a penalty it gets all of them at the end.
 
         Raises GenerationError if the generator fails. Groups that have finished by then are delivered. Raises the error of a reward.
         """
@@ -354,7 +355,7 @@ class Rollouts:
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
         """Complete problems with consecutive indices, in one call of the generator. Each group is scored in a task of its own.
 
-        first: place of the first of them in the list of `complete`.
+        first: place of the first problem in the list that `complete` has.
         """
         problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]

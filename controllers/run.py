@@ -119,7 +119,7 @@ class RunConfig:
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
     """Measurement of pass@k on every set, beside the greedy accuracy."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints. The last step always writes one. 0: no checkpoint is written, and the run cannot be resumed."""
+    """Steps between two checkpoints. The last step of a phase always writes one. 0: none is written, and the run cannot be resumed."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
@@ -129,7 +129,7 @@ class RunConfig:
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """Adds wandb to the trackers, with this project. None: as trackers and tracker_project say."""
+    """Project that takes the place of tracker_project. It also adds wandb to the trackers. None: it changes nothing."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
     """Values of --algorithm."""
@@ -161,7 +161,7 @@ class RunConfig:
 
     @property
     def has_reference(self) -> bool:
-        """True if the run starts a second trainer, which holds the reference policy."""
+        """True if the run starts a second model, which holds the reference policy and is not trained."""
         return False
 
     @property
@@ -170,7 +170,7 @@ class RunConfig:
         return False
 
     def models(self) -> dict[str, TrainerConfig]:
-        """The configs of the models that torchtitan runs, by name: the trainer's, and those of the reference and the critic if there are any."""
+        """The configs of the models that torchtitan runs, by name: the trainer, and the reference and the critic if the run has them."""
         models = {"trainer": self.trainer}
         if self.has_reference:
             models["reference"] = replace(self.trainer, optimizer=None, gpu=self.or_trainers(self.reference.gpu))
@@ -184,7 +184,7 @@ class RunConfig:
         return overlap(critic.gpus(), self.trainer.gpus()) or overlap(critic.gpus(), self.generator.gpus())
 
     def or_trainers(self, gpu: int | None) -> int | None:
-        """The index of a GPU; the trainer's if it is None."""
+        """The index `gpu`, or the trainer's if `gpu` is None."""
         return self.trainer.gpu if gpu is None else gpu
 
     @property
@@ -243,7 +243,7 @@ class RunConfig:
                 raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
         if self.trainer.lora.syncs_adapter and self.generator.hf_path != self.trainer.hf_path:
             raise ValueError(
-                f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}, which the adapters belong to"
+                f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}; the adapters belong to it"
             )
         self.episodes.validate()
         self.weights.validate()
@@ -315,17 +315,15 @@ class Run(Generic[Config]):
     recording: Recording = field(default_factory=Recording)
     recoveries: Recoveries = field(default_factory=Recoveries)
     saved_step: int = 0  # step of the last checkpoint
-    transfers: tuple[Transfer | None, Transfer | None] = (
-        None,
-        None,
-    )  # the last push and the last pull that are in a record
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)
+    """The last push and the last pull that are in a record."""
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
         return await make_validator(self.config, self.validation_sets, self.generator, self.tokenizer, self.scorer)()
 
     def player(self) -> Player:
-        """Plays the episodes of a task that takes several turns."""
+        """A player for the episodes of a task that takes several turns."""
         return Player(tokenizer=self.tokenizer, limits=self.config.episode_limits(), scorer=self.scorer)
 
     async def validate(self, step: int) -> dict[str, float]:
@@ -380,10 +378,10 @@ class Run(Generic[Config]):
         return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it. Training goes on meanwhile.
+        """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it.
 
-        Raises Interrupted if a signal has asked for the end of the run, except after the last step of a phase. Raises RuntimeError or
-        OSError if the previous checkpoint could not be written.
+        The checkpoint is on disk only later. Raises Interrupted if a signal has asked for the end of the run, except after the last step of
+        a phase. Raises RuntimeError or OSError if the previous checkpoint could not be written.
         """
         # A dropped rollout may have drawn random numbers, so their state is noted here and not when the checkpoint is written.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}

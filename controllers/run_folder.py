@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
-"""One line of metrics.jsonl or rollouts.jsonl: numbers, texts, booleans, null, or lists of them, by name."""
+"""One line of a file such as metrics.jsonl: values of JSON by name."""
 
 
 class RunFolder:
@@ -39,7 +39,7 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def drop_after(self, step: int) -> None:
-        """Remove the lines of later steps from metrics, rollouts, validation and timeline, and a last line that a killed run wrote only in part.
+        """Remove the lines of later steps from the files of `step_files`, and lines that a killed run wrote only in part.
 
         A new file replaces the old one by a rename, so a crash meanwhile loses nothing.
         """

@@ -1,4 +1,4 @@
-"""A service: the trainer and the generator of a config, for programs that attach to them, call them, and leave. It trains nothing by itself.
+"""A service: the trainer and the generator of a config. Programs attach to them, call them, and leave. It trains nothing by itself.
 
 python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
 python -m controllers.serve_actors status tcp://127.0.0.1:4400
@@ -58,7 +58,7 @@ class Options:
 
 
 def main() -> None:
-    """Serve, or ask a running service: status, stop, logs."""
+    """Serve, or send `status`, `stop` or `logs` to a running service."""
     prog, argv = started_as(PROGRAM), sys.argv[1:]
     if argv and argv[0] in ("status", "stop", "logs"):
         sys.exit(_ask(prog, argv))
@@ -108,7 +108,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _configs() -> cli.Configs:
-    """The configs of GRPO and PPO by name. They differ in their value model."""
+    """The configs of GRPO and PPO by name. Only those of PPO have a value model."""
     by_loop = import_module("configs").CONFIGS
     return by_loop["controllers.grpo"] | by_loop["controllers.ppo"]
 
@@ -118,7 +118,7 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
-    """Raises ValueError for an address that nobody should serve at."""
+    """The options. Raises ValueError for an address that --tls does not fit, or that is open to other machines without protection."""
     address = Address.parse(own.address)
     if address.tls != bool(own.tls):
         raise ValueError(
@@ -201,7 +201,7 @@ async def _keep_door_open(
     folder: RunFolder,
     ending: "asyncio.Future[tuple[int, str]]",
 ) -> None:
-    """Serve at the address until `ending` is known."""
+    """Serve at the address until `ending` has a result."""
     loop = asyncio.get_running_loop()
     service = Service(members)
     coordinator = await asyncio.to_thread(spawn_coordinator, service)
@@ -225,7 +225,7 @@ async def _keep_door_open(
 
 
 def _watch_signals(ending: "asyncio.Future[tuple[int, str]]") -> None:
-    """The first Ctrl-C or SIGTERM ends the service in order."""
+    """Make the first Ctrl-C or SIGTERM end the service in order."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _end, ending, 128 + number, number.name)

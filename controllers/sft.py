@@ -28,7 +28,7 @@ class SFTPhaseConfig:
     stop_at_answer_probability: float = 1.0
     """Stop when the mean probability that a sampled completion is the answer exceeds this value. 1: never stop."""
     stop_window: int = 5
-    """Number of last steps over which the probability of the answer is averaged. A step measures it on its problems before it trains on them."""
+    """Number of last steps over which the answer's probability is averaged. A step measures it on its problems before it trains on them."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -103,13 +103,13 @@ class SFTPhase:
 
 
 def answer_probability(samples: list[Sample], logprobs: list[torch.Tensor]) -> float:
-    """The mean over samples of exp(sum of the completion's logprobs). It is the probability that sampling at temperature 1 gives the answer."""
+    """The mean over samples of exp(sum of the completion's logprobs): the probability that sampling at temperature 1 gives the answer."""
     pairs = zip(samples, logprobs, strict=True)
     return fmean(float((row * sample.columns["loss_weights"]).sum().exp()) for sample, row in pairs)
 
 
 async def train(run: Run[SFTConfig]) -> None:
-    """Take all supervised steps of the run, with a validation and a checkpoint every so many steps."""
+    """Take all supervised steps of the run. Validates and writes checkpoints as often as the config says."""
     config = run.config
     run.log.display.total_steps = config.steps
     phase = SFTPhase(run, config.sft, total_steps=config.steps)

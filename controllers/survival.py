@@ -14,17 +14,17 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
 
 BYTES_PER_TOKEN = 200
-"""Memory of one recorded token: its number, logprob, version and texts in the group, and its position in five columns of the sample."""
+"""Estimated bytes of a recorded token: its id, logprob, version and text in the group, and its numbers in the tensors of the sample."""
 
 
 @dataclass(kw_only=True)
 class SurvivalConfig:
     max_restarts_per_hour: int = 10
-    """Largest number of restarts in an hour. At the next death the run ends with the error of the first death of that hour. 0: the first death
-    ends the run."""
+    """Largest number of restarts in an hour. At the next death the run ends with the error of the first death of that hour. 0: the first
+    death ends the run."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
-    first death there is none."""
+    first death there is no pause."""
     silent_after: float = 30.0
     """Seconds in which every process of an actor must answer, also while it runs a call. A process that does not answer is killed.
     While a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
@@ -77,7 +77,7 @@ class Recording:
         self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
 
     def after(self, step: int) -> dict[int, RecordedStep]:
-        """The batches of the steps step + 1, step + 2, … up to the last one. If step + 1 is not there, all are dropped, and the answer is empty."""
+        """The batches of step + 1, step + 2 and so on, up to the first step that is missing. All other batches are dropped."""
         found: dict[int, RecordedStep] = {}
         while step + 1 in self.steps:
             step += 1
@@ -137,7 +137,7 @@ class Recoveries:
         self._began = 0.0
 
     def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
-        """A restart begins. step: the last one that was recorded. If the former restart did not reach a step, its line is written now."""
+        """Note that a restart begins. step: the last recorded step. If the former restart reached no step, its line is written now."""
         if self._line is not None:
             write(self._line | {"first_step": None, "seconds": None})
         self.num_restarts += 1
@@ -146,7 +146,7 @@ class Recoveries:
         self._line = {"restart": self.num_restarts, "time": now, "after_step": step, "cause": str(death)}
 
     def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
-        """Metrics of a step. With the first step after a restart, the line of the restart is written."""
+        """Metrics of a step. Also writes the line of a restart if this is the first step after it."""
         found: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
         if self._line is not None:
             found["time/recovery"] = time.monotonic() - self._began
@@ -157,7 +157,7 @@ class Recoveries:
     def of_generators(
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
-        """Metrics of a step. Writes a line for each return that has none. returns: all of the generators' client."""
+        """Metrics of a step. Writes a line for each return that has none. returns: all returns that the generators' client has noted."""
         # The client itself may be another one. Then all its returns are new.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns

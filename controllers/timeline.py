@@ -36,7 +36,7 @@ class Timeline:
     """Records spans. A span that goes on when a step ends is divided: each step has its part."""
 
     def __init__(self) -> None:
-        self._began = time.perf_counter()  # of the step
+        self._began = time.perf_counter()  # when the step began
         self._ended: list[Span] = []
         self._open: dict[int, tuple[str, float]] = {}  # number of a span -> (its phase, when it or the step began)
         self._numbers = itertools.count()

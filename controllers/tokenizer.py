@@ -50,9 +50,9 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 
 
 def alphabet_of(texts: Iterable[str]) -> str:
-    """The characters of the texts in ascending order, with all digits if there is a digit, and all letters of a case if there is one of them.
+    """The characters of the texts in ascending order.
 
-    The added characters may occur in texts that were not given.
+    A digit adds all digits, and a letter of ASCII adds all letters of its case. They may occur in texts that were not given.
 
     alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
     """
@@ -92,14 +92,14 @@ class Tokenizer:
         return self.hf.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, problem: Problem) -> list[int]:
-        """The tokens that a completion of this problem continues. A problem with messages goes through the chat template."""
+        """The tokens that a completion of this problem continues. Messages, and prompts if chat.enabled, go through the chat template."""
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
         """The tokens that the policy reads before a turn. Token ids stay as they are.
 
-        after: the last token of the policy's turn before; None if this is its first turn. Messages continue that turn by the chat template.
+        after: the last token of the policy's former turn; None before its first turn. The chat template puts messages after that turn.
         """
         messages = observation
         if isinstance(observation, str):
@@ -141,7 +141,7 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
     """The tokenizer of a local Hugging Face directory.
 
-    Raises ValueError if the directory holds no tokenizer, if no file of it names the token that ends a text, and if its chat template does
+    Raises ValueError if the directory holds no tokenizer, if no file of it names the token that ends a text, or if its chat template does
     not support the options of `chat`.
     """
     config = Path(directory) / "tokenizer_config.json"
@@ -158,7 +158,7 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
 def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
     """is_ours: True for a tokenizer of build_character_tokenizer."""
     if is_ours:
-        # AutoTokenizer would choose this class, too, but its module imports torch's compiler and code of models for a second.
+        # AutoTokenizer would choose this class, too. But its module imports torch's compiler and code of models, which takes a second.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)

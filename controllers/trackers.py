@@ -105,7 +105,7 @@ def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> d
 
 
 def _flat(values: Mapping[str, object], prefix: str = "") -> dict[str, bool | int | float | str | None]:
-    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. Every other value becomes a text."""
+    """_flat({"a": {"b": 1}}) -> {"a.b": 1}. A value that is no number, bool, text or None becomes a text."""
     flat: dict[str, bool | int | float | str | None] = {}
     for key, value in values.items():
         if isinstance(value, Mapping) and value:

@@ -1,8 +1,8 @@
 """Trainer and generator in the memory of the same GPUs, one after the other. The choice is made once, when a run is opened.
 
-In the trainer's turn vLLM sleeps. The trainer's calls bring back what they need: forward_backward the weights, optim_step the optimizer's
-state. In the generator's turn the parts of TurnsConfig.offload are in the host's memory. A critic on these GPUs works in the trainer's
-turn, before the trainer, and is in the host's memory otherwise.
+In the trainer's turn vLLM sleeps. The trainer's calls bring back what they need: forward_backward brings back the weights, and optim_step
+the optimizer's state. In the generator's turn the trainer's parts that TurnsConfig.offload names are in the host's memory. A critic on
+these GPUs works in the trainer's turn, before the trainer. Otherwise the critic is in the host's memory.
 """
 
 import asyncio
@@ -117,7 +117,7 @@ class InTurn:
         # the adapter, so the weights under it are copied to the host (level 1).
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
-        self.critic: TrainerClient | None = None  # that shares the GPUs
+        self.critic: TrainerClient | None = None  # the critic that shares the GPUs
         self.is_trainers = False
         self.slept, self.woken = DeviceMemory(), DeviceMemory()  # since the last record
         self.offloaded, self.onloaded = HostMove(), HostMove()  # the trainer's totals at the last record

@@ -1,6 +1,6 @@
 """Validation: greedy accuracy and pass@k on sets of held-out problems, and some completions to read. Trains nothing.
 
-A completion passes if its reward is at least `PassAtKConfig.threshold`.
+The accuracy is the mean reward of greedy completions. For pass@k a completion passes if its reward is at least `PassAtKConfig.threshold`.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from controllers.tokenizer import Tokenizer
 from rl_actors import GeneratorClient, SamplingParams
 
 SAMPLES_KEPT = 8
-"""Problems of a set whose completions are written to validation.jsonl. They are the same ones at every validation."""
+"""Number of problems of a set whose completions are written to validation.jsonl. They are the same problems at every validation."""
 
 Sets = dict[str, EnvironmentConfig]
 
@@ -146,7 +146,7 @@ class Validator:
     max_tokens: int
     seed: int
     pass_at_k: PassAtKConfig
-    player: Player  # of tasks that take several turns
+    player: Player  # for tasks that take several turns
     scorer: Scorer = field(default_factory=Scorer)
 
     async def __call__(self) -> Scores:

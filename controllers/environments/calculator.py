@@ -1,4 +1,4 @@
-"""A tool and a task that needs it: a calculator that computes nothing but arithmetic, and products that the policy asks it for."""
+"""A tool and a task that needs it. The tool is a calculator that computes only arithmetic. The task is to find products."""
 
 import ast
 import operator
@@ -28,8 +28,8 @@ class CalculatorError(ValueError):
 def calculate(expression: str) -> int:
     """The value of an expression of whole numbers, + - * // % and parentheses: calculate("12*34") -> 408
 
-    Names, calls, powers and everything else that Python has are refused, so no expression runs code, or takes long: an expression has at
-    most LONGEST_EXPRESSION characters, and no number in between may exceed LARGEST_NUMBER. Raises CalculatorError.
+    Names, calls, powers and everything else that Python has are refused, so no expression runs code. An expression has at most
+    LONGEST_EXPRESSION characters, and no intermediate number may exceed LARGEST_NUMBER, so none takes long. Raises CalculatorError.
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise CalculatorError(
@@ -57,7 +57,7 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculation:
-    """One problem. A turn that begins with "c" asks the calculator for the rest of its text. Any other turn is the answer, and the end.
+    """One problem. A turn that begins with "c" gives the rest of its text to the calculator. Any other turn is the answer, and the end.
 
     The calculator answers "=", the value and "?", or "=?" if it refuses the expression.
     """
@@ -78,7 +78,7 @@ class Calculation:
 
 
 class Products:
-    """Products of two numbers of two digits, such as "47*83?". The reward is 1 for the right number. An eighth of them is held out."""
+    """Products of two numbers of two digits, such as "47*83?". The reward is 1 for the right number. num_held_out products are held out."""
 
     def __init__(self, *, seed: int, num_held_out: int) -> None:
         self.seed = seed

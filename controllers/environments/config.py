@@ -74,12 +74,12 @@ class EnvironmentConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """Limits of the reward python."""
     reward_workers: int = 0
-    """Number of processes that call the rewards. A reward that takes long then leaves the controller free, and several are computed at
-    once. 0: the controller calls them itself. An `async` reward stays with the controller in any case."""
+    """Number of processes that call the reward functions. A slow function then leaves the controller free, and several run at once. 0: the
+    controller calls them itself. An `async` function stays with the controller in any case."""
     reward_timeout: float = 60.0
-    """Seconds for the answer of a reward function that is `async` or that a process calls. One that takes longer is asked again."""
+    """Seconds for the answer of a reward function that is `async` or that a process calls. If it takes longer, it is asked again."""
     reward_retries: int = 2
-    """Number of new attempts at such a reward that failed or took too long. If the last one fails too, the run ends."""
+    """Number of new attempts after such a reward function has failed or taken too long. If the last one fails too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of answers of `async` reward functions that are waited for at once."""
     num_held_out: int = 512
@@ -149,7 +149,8 @@ class EnvironmentConfig:
     def _validate_reward(self) -> None:
         if (self.reward == "regex") != bool(self.reward_pattern):
             raise ValueError(
-                f"reward={self.reward!r} with reward_pattern={self.reward_pattern!r}; the reward regex needs a pattern, and no other takes one"
+                f"reward={self.reward!r} with reward_pattern={self.reward_pattern!r}; the reward regex needs a pattern, and no other "
+                "takes one"
             )
         if self.reward not in REWARDS and ":" not in self.reward:
             raise ValueError(f"reward={self.reward!r}; it must be one of {', '.join(REWARDS)}, or module:function")

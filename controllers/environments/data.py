@@ -25,8 +25,8 @@ class DataEnvironment:
         Raises ValueError for a bad row, with its place, and for too few problems, with their numbers.
         """
         self.config, self.reward = config, text_score(config)
-        # All problems of a file may be held out if no problem of that file is trained on: if the held-out problems have a file of their own,
-        # or if trains is False.
+        # All problems of a file may be held out if none of them is trained on: if the held-out problems have a file of their own, or if
+        # trains is False.
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -149,7 +149,7 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
-    """The rows as entries. Raises ValueError, naming the row, for a missing column and for a value of another type than in the first row."""
+    """The rows as entries. Raises ValueError, naming the row, for a missing column and for a value of another type than in rows before."""
     kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the first row that had the column
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:

@@ -47,7 +47,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry with a conversation: the text up to the turn that the completion takes. One question is its own key."""
+    """Key of an entry with a conversation: its text up to the turn of the completion. If that is one question, the key is its text."""
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
         return asked[0]["content"]
@@ -63,7 +63,7 @@ def operands_or_text(entry: Entry) -> str:
 
 
 def text_score(config: EnvironmentConfig) -> Score:
-    """The score of a completion against the problem's answer, as `reward` says. The reward "task" has none.
+    """The function that scores a completion against the problem's answer, by the rule `config.reward`. generated.py has the rule "task".
 
     Raises ValueError for a function that cannot be imported, or that takes other arguments.
     """

@@ -23,7 +23,7 @@ class Episode(Protocol):
     """One conversation with the policy. Both methods may return an awaitable, so that a tool may take its time."""
 
     def reset(self) -> Observation | Awaitable[Observation]:
-        """The beginning, which is called once, before the first turn."""
+        """The beginning of the conversation. Called once, before the first turn."""
 
     def step(self, completion: str) -> Reply | Awaitable[Reply]:
         """The reply to a turn. completion: its text, without the token that ends it."""
@@ -32,7 +32,10 @@ class Episode(Protocol):
 @runtime_checkable
 class EpisodeEnvironment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`, as in Environment. Its prompt is what `reset` says: reports show it, and its length is checked."""
+        """Training problem number `index`, as in Environment. Its prompt is the text that `reset` gives.
+
+        Reports show the prompt, and its length is checked before a run.
+        """
 
     def held_out(self) -> list[Problem]:
         """`num_held_out` problems with distinct keys."""

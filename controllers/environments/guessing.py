@@ -1,4 +1,4 @@
-"""A guessing game over several turns: the policy finds a secret digit by hints that say where it is."""
+"""A guessing game over several turns: the policy finds a secret digit by hints that say whether it is larger or smaller."""
 
 from random import Random
 
@@ -30,7 +30,8 @@ class Game:
 class GuessingGame:
     """Games with the ten secrets in equal shares. The reward of a game is 1 if the secret is found within `num_guesses` guesses.
 
-    There are only ten different games, so none can be held out of training: the held-out problems are one game of every secret.
+    There are only ten different games, so none can be held out of training. The held-out problems are the games of the secrets below
+    num_held_out, which training has, too.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

@@ -27,10 +27,10 @@ from controllers.environments.base import Environment
 from controllers.environments.pool_worker import START
 
 START_TIMEOUT = 120.0
-"""Seconds until a new process must have imported the reward functions."""
+"""Seconds in which a new process must import the reward functions."""
 
 END_TIMEOUT = 5.0
-"""Seconds in which a process that has closed its connection ends."""
+"""Seconds to wait for the exit status of a process that has closed its connection."""
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from controllers.environments.base import Problem
 CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
-"""A program may take this many times its CPU seconds by the clock."""
+"""Factor from the CPU seconds that a program may use to the seconds that it may take by the clock."""
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
-# Where a process may not make a namespace, the program runs with the network. `prctl` ends the process together with its parent, even if the
-# parent is killed. It comes after `unshare`, because a new namespace would undo it. A program can end itself before its tests, with `exit()`
-# for example. So passed tests have an exit status of their own, which the program does not see.
+# Where a process may not make a namespace, the program runs with the network. `prctl` ends the process together with its parent, even if
+# the parent is killed. It comes after `unshare`, because a new namespace would undo it. A program can end itself before its tests, with
+# `exit()` for example. So passed tests have an exit status of their own, which the program does not see.
 LIMITED = """
 import ctypes, os, resource, runpy, signal, sys
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
@@ -70,7 +70,10 @@ class Sandbox:
     config: SandboxConfig
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """1.0 if the program and then the tests run to their end without an error, else 0.0. The problem's answer holds the tests, such as assertions."""
+        """1.0 if the program and then the tests run to their end without an error, else 0.0.
+
+        The problem's answer holds the tests, such as assertions.
+        """
         with tempfile.TemporaryDirectory() as folder:
             program = Path(folder) / "program.py"
             program.write_text(f"{program_of(completion)}\n\n{problem.answer}\n", encoding="utf-8", errors="replace")

@@ -22,8 +22,8 @@ TOTAL = "reward"
 """Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
 
 LONGEST_PAUSE = 30.0
-"""Seconds. The pause before an `async` reward is asked for again begins with one second and doubles up to this one. A server that starts
-again, or that has too much to do, then has time."""
+"""Longest pause, in seconds, before an `async` reward is asked for again. The first pause is one second, and each later one is twice as
+long. The pauses give time to a server that starts again or has too much to do."""
 
 Answer = float | Mapping[str, float]
 
@@ -43,7 +43,8 @@ class Scorer:
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
-    slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))  # answers that are waited for
+    # Its count is the largest number of answers that are waited for at once.
+    slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
     pool: RewardPool | None = None  # calls the rewards of some environments; the caller starts and closes it
 
     @staticmethod
@@ -108,7 +109,7 @@ class Scorer:
         )
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
-        """The answer, and how often it was asked for again. A function that answers at once is asked once."""
+        """The answer, and how often it was asked for again. A function that answers at once in this process is asked once."""
         limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
         pauses = True
@@ -121,9 +122,8 @@ class Scorer:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))
             try:
                 answer = ask()
-            except (
-                Exception
-            ) as error:  # a bug of a function that answers at once; its traceback gets the place in the data
+            except Exception as error:
+                # A bug of a function that answers at once. The traceback gets the place in the data.
                 error.add_note(f"The reward of completion {completion!r} of prompt {problem.prompt!r} raised this.")
                 raise
             if not inspect.isawaitable(answer):
