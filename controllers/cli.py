@@ -8,7 +8,7 @@ import difflib
 import os
 import shlex
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
 from datetime import datetime
@@ -84,30 +84,14 @@ def _parse(
     fixed_on_resume: Sequence[str],
     configs_by_controller: Mapping[str, Configs],
 ) -> Invocation:
-    # These flags choose the config whose fields the other flags edit. So they are read first, and a second time with the other flags.
-    source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    source.add_argument("--config")
-    source.add_argument("--resume", type=Path)
-    source.add_argument("--eval-only", "--eval_only", type=Path)
-    source.add_argument("--algorithm")
-    chosen, _ = source.parse_known_args(argv)
-    if chosen.resume and (chosen.config or chosen.eval_only or chosen.algorithm):
-        others = "--config, --algorithm or --eval-only"
-        raise ValueError(f"--resume uses the config of its run, so it cannot be combined with {others}")
-    if chosen.eval_only and not chosen.eval_only.is_dir():
-        raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
-
+    chosen = _chosen(prog, argv)
     _require_own(chosen.config, configs, configs_by_controller)
     name, base = _base(configs, chosen.config, chosen.resume, chosen.eval_only)
     before = config_file.leaves_of(base)
     if chosen.algorithm:
         _apply_preset(base, chosen.algorithm)
     argv = _without_short_flags(argv, base.short_flags)
-    about = (
-        "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
-    )
-    for short, whole in base.short_flags.items():
-        about += f" {short} is short for {whole}."
+    about = _about(base.short_flags)
     flags = cast(_Flags, tyro.cli(_flags(configs, name, base), prog=prog, description=about, args=argv))
     config = flags.config.with_local_models()
     if chosen.resume:
@@ -120,9 +104,8 @@ def _parse(
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     _require_writable(output_dir)
-    if not chosen.resume and RunFolder(output_dir).holds_run:
-        command = f"{prog} --resume {shlex.quote(str(output_dir))}"
-        raise ValueError(f"{output_dir} holds a run; to continue it: {command}")
+    if not chosen.resume:
+        _require_no_run(prog, output_dir)
     return Invocation(
         config=config,
         config_name=name,
@@ -134,6 +117,35 @@ def _parse(
         plan=flags.plan,
         verbose=flags.verbose,
     )
+
+
+def _chosen(prog: str, argv: list[str]) -> Namespace:
+    """The flags that choose the config whose fields the other flags edit. They are read first, and a second time with the other flags.
+
+    Raises ValueError for flags that exclude each other, and for an --eval-only that is not a folder.
+    """
+    source = ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    source.add_argument("--config")
+    source.add_argument("--resume", type=Path)
+    source.add_argument("--eval-only", "--eval_only", type=Path)
+    source.add_argument("--algorithm")
+    chosen, _ = source.parse_known_args(argv)
+    if chosen.resume and (chosen.config or chosen.eval_only or chosen.algorithm):
+        others = "--config, --algorithm or --eval-only"
+        raise ValueError(f"--resume uses the config of its run, so it cannot be combined with {others}")
+    if chosen.eval_only and not chosen.eval_only.is_dir():
+        raise ValueError(f"--eval-only {chosen.eval_only} is not a folder")
+    return chosen
+
+
+def _about(short_flags: Mapping[str, str]) -> str:
+    """The text at the top of the help."""
+    about = (
+        "Any field of the config can be set by its dotted name, with - or _. The defaults below are those of --config."
+    )
+    for short, whole in short_flags.items():
+        about += f" {short} is short for {whole}."
+    return about
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
@@ -242,6 +254,13 @@ def _require_writable(output_dir: Path) -> None:
         raise ValueError(f"--output-dir {output_dir}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
         raise ValueError(f"--output-dir {output_dir}: {existing} is not writable")
+
+
+def _require_no_run(prog: str, output_dir: Path) -> None:
+    """Raise ValueError, with the command that continues it, if the folder holds a run."""
+    if RunFolder(output_dir).holds_run:
+        command = f"{prog} --resume {shlex.quote(str(output_dir))}"
+        raise ValueError(f"{output_dir} holds a run; to continue it: {command}")
 
 
 def print_config(config: "RunConfig") -> None:
