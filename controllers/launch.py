@@ -62,24 +62,10 @@ def main(controller: str) -> None:
     try:
         if invocation.plan:
             print(describe_plan.describe(invocation.config), flush=True)
-        if not invocation.eval_only and not invocation.config.hosts.addresses:
-            for name, model in invocation.config.models().items():
-                validation.require_gpus(model, name)
-        if invocation.config.has_generator:
-            validation.require_gpu(invocation.config.generator)
-            require_machine(invocation.config.generator)
-        elif invocation.eval_only:
-            raise ValueError(f"--eval-only scores completions, but {controller} has no generator that makes them")
-        describe_plan.require_memory(invocation.config, trains=not invocation.eval_only)
+        _require_devices(invocation, controller)
         if invocation.plan:
             return
-        if invocation.eval_only:
-            invocation = replace(invocation, eval_only=checkpoints.find(invocation.eval_only))
-        if invocation.resume:
-            if not invocation.dry_run:
-                for line in checkpoints.set_aside_damaged(RunFolder(invocation.resume).checkpoints):
-                    print(line, flush=True)
-            invocation.config.validate_resumed(RunFolder(invocation.resume))
+        invocation = _with_checkpoint(invocation)
         environment, validation_sets = _task(invocation.config)
         invocation = replace(invocation, config=_with_alphabet(invocation.config, environment, validation_sets))
         tokenizer = _tokenizer(invocation.config, environment, validation_sets)
@@ -100,6 +86,36 @@ def main(controller: str) -> None:
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     sys.exit(status)
+
+
+def _require_devices(invocation: cli.Invocation, controller: str) -> None:
+    """Raise ValueError if this machine lacks the devices or the memory of the run, or if the controller cannot evaluate."""
+    config = invocation.config
+    if not invocation.eval_only and not config.hosts.addresses:
+        for name, model in config.models().items():
+            validation.require_gpus(model, name)
+    if config.has_generator:
+        validation.require_gpu(config.generator)
+        require_machine(config.generator)
+    elif invocation.eval_only:
+        raise ValueError(f"--eval-only scores completions, but {controller} has no generator that makes them")
+    describe_plan.require_memory(config, trains=not invocation.eval_only)
+
+
+def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
+    """The invocation, with a checkpoint as eval_only. Before a resume it also checks the run and sets damaged checkpoints aside.
+
+    Raises ValueError if eval_only holds no whole checkpoint, or if the run cannot be resumed with this config.
+    """
+    if invocation.eval_only:
+        invocation = replace(invocation, eval_only=checkpoints.find(invocation.eval_only))
+    if invocation.resume:
+        folder = RunFolder(invocation.resume)
+        if not invocation.dry_run:
+            for line in checkpoints.set_aside_damaged(folder.checkpoints):
+                print(line, flush=True)
+        invocation.config.validate_resumed(folder)
+    return invocation
 
 
 def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
