@@ -226,6 +226,26 @@ class RunConfig:
         for name in ("checkpoint_every", "keep_checkpoint_every"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be at least 0")
+        self._validate_tokens()
+        self.episodes.validate()
+        self.weights.validate()
+        self.hosts.validate(self.trainer.num_processes())
+        self.survival.validate()
+        self.turns.validate(
+            has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
+        )
+        self.environment.validate()
+        validate_sets(self.validation)
+        self.pass_at_k.validate()
+        if self.gate:
+            Gate.parse(self.gate)
+            if not self.has_generator:
+                raise ValueError(f"gate={self.gate!r}, but this run samples nothing, so it has no held-out reward")
+        validate_trackers(self.all_trackers())
+        self._validate_models()
+
+    def _validate_tokens(self) -> None:
+        """Check the source of the tokenizer, the room for a prompt, and that generator and adapters have the same model."""
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
@@ -245,21 +265,8 @@ class RunConfig:
             raise ValueError(
                 f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}; the adapters belong to it"
             )
-        self.episodes.validate()
-        self.weights.validate()
-        self.hosts.validate(self.trainer.num_processes())
-        self.survival.validate()
-        self.turns.validate(
-            has_generator=self.has_generator, trainer=self.trainer.gpus(), generator=self.generator.gpus()
-        )
-        self.environment.validate()
-        validate_sets(self.validation)
-        self.pass_at_k.validate()
-        if self.gate:
-            Gate.parse(self.gate)
-            if not self.has_generator:
-                raise ValueError(f"gate={self.gate!r}, but this run samples nothing, so it has no held-out reward")
-        validate_trackers(self.all_trackers())
+
+    def _validate_models(self) -> None:
         self.generator.validate()
         for name, model in self.models().items():
             if model.gpu is not None and model.gpu < 0:
@@ -315,8 +322,7 @@ class Run(Generic[Config]):
     recording: Recording = field(default_factory=Recording)
     recoveries: Recoveries = field(default_factory=Recoveries)
     saved_step: int = 0  # step of the last checkpoint
-    transfers: tuple[Transfer | None, Transfer | None] = (None, None)
-    """The last push and the last pull that are in a record."""
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the last push and pull that are in a record
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
