@@ -80,7 +80,7 @@ class Actors:
         self.deaths: dict[str, Exception] = {}  # role -> its error, for roles that have died and are not replaced yet
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # The hosts come before the transport, because they set the address of this process, and Monarch must not be in use by then.
+        # The hosts come before the transport, because Monarch must not be in use before they have set the address of this process.
         self.placement = config.hosts.connect()
         # The transport's modules are imported while the processes of the actors start.
         self._open_transport()

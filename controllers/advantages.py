@@ -1,5 +1,6 @@
-"""Advantages: pure functions from rewards [G, N] to advantages [G, N]. They know nothing of tokens and losses,
-nor of which groups are kept.
+"""Advantages: pure functions from rewards [G, N] to advantages [G, N].
+
+They know nothing of tokens and losses, nor of which groups are kept.
 
 G groups (prompts), N completions of each.
 """

@@ -363,7 +363,7 @@ def run_charts(records: Records, timeline: Records = ()) -> list[str]:
 
 @matplotlib.rc_context(STYLE)
 def compared_charts(runs: dict[str, Records]) -> list[str]:
-    """Charts with a curve for each run: for the first metric of every plan, every validation metric, and the time of a step."""
+    """Charts with a curve for each run. They show the first metric of every plan, every validation metric and the time of a step."""
     reward = Plan(title="Reward", unit="mean reward", metrics={"reward/mean": ""})
     plans = [plan for plan in PLANS[1:] if "validation/accuracy" not in plan.metrics]
     validated = dict.fromkeys(name for records in runs.values() for name in validation_metrics(records))

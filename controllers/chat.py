@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Mark that a template may have around the assistant's text. transformers then says which tokens are the assistant's."""
+"""Mark that a template may put around the assistant's text, so that transformers can tell which tokens are the assistant's."""
 
 FORMER_TURN = "former turn of the assistant"
 """Text that `continuation` puts in the place of the assistant's former turn, because the tokens of that turn are known already."""

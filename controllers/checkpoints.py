@@ -124,9 +124,10 @@ def remove_incomplete(folder: Path) -> None:
 
 
 def set_aside_damaged(folder: Path) -> list[str]:
-    """Rename the complete checkpoints that are newer than the newest undamaged one. Damaged: files have changed since they were written.
+    """Rename the complete checkpoints that are newer than the newest undamaged one: step-9 becomes damaged-step-9.
 
-    step-9 becomes damaged-step-9. Returns a line about each. If all complete checkpoints are damaged, raises ValueError and renames none.
+    A checkpoint is damaged if its files have changed since they were written. Returns a line about each renamed checkpoint. If all complete
+    checkpoints are damaged, raises ValueError and renames none.
     """
     damaged: dict[Path, str] = {}
     for checkpoint in reversed(complete(folder)):

@@ -1,4 +1,4 @@
-"""Terminal output of a run: a live panel, or one line a step if stdout is no terminal or logs are shown. Measures nothing."""
+"""Terminal output of a run: a live panel, or one line a step with --verbose or without a terminal. Measures nothing."""
 
 import sys
 from collections.abc import Iterator

@@ -78,7 +78,7 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The checkpoint's generation_config.json, if any, with the run's stop tokens. A server then ends completions as the run did."""
+    """The checkpoint's generation_config.json, if it has one, with the run's stop tokens. A server then ends completions as the run did."""
     file = checkpoint / "generation_config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}
     values["eos_token_id"] = list(tokenizer.stop_token_ids)

@@ -146,7 +146,7 @@ def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[Valid
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", it gets the characters of its problems, and the model a vocabulary of that size."""
+    """The config. If its alphabet is "auto", it becomes the characters of the problems, and vocab_size fits it."""
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)

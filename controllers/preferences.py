@@ -17,7 +17,10 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """Two problems: the given one, and the same with the rejected answer. Raises ValueError, naming the prompt, if there is none."""
+    """Two problems: the given one, and the same with the rejected answer.
+
+    Raises ValueError, naming the prompt, if there is no rejected answer.
+    """
     if rejected_column not in problem.metadata:
         raise ValueError(f"the problem with the prompt {problem.prompt[:80]!r} has no {rejected_column!r}")
     return [problem, replace(problem, answer=str(problem.metadata[rejected_column]))]

@@ -51,7 +51,7 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that are to be replaced, and wait. Raises the first death of an hour that had too many."""
+    """Report the death, end the actors that are to be replaced, and wait. Raises the hour's first death if there were too many."""
     pause = actors.restarts.pause_after(death)
     run.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour

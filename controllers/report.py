@@ -16,7 +16,7 @@ from controllers.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, 
 from controllers.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
-"""Number of completions beyond which a page leaves out steps, so that a browser opens it at once. rollouts.jsonl has all that were kept."""
+"""Number of completions above which a page leaves out steps, so that a browser opens the page at once. rollouts.jsonl has all steps."""
 
 UNITS = {
     "step": "steps",

@@ -129,7 +129,7 @@ class RunConfig:
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """Project that takes the place of tracker_project. It also adds wandb to the trackers. None: it changes nothing."""
+    """Project that takes the place of tracker_project. It also adds wandb to the trackers. None: tracker_project and trackers hold."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
     """Values of --algorithm."""

@@ -31,7 +31,7 @@ class GuessingGame:
     """Games with the ten secrets in equal shares. The reward of a game is 1 if the secret is found within `num_guesses` guesses.
 
     There are only ten different games, so none can be held out of training. The held-out problems are the games of the secrets below
-    num_held_out, which training has, too.
+    num_held_out. Training has these games, too.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

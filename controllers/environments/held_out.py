@@ -18,8 +18,8 @@ def hold_out(
 
     The `number` keys with the lowest hashes are held out. If several problems have the same key, the first one is held out. Reading stops
     when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half of all
-    keys. With may_be_all every number is legal: if there are fewer keys, all of them are held out. Then ValueError says that there is
-    no problem at all.
+    keys. With may_be_all every number is legal: if there are fewer keys, all of them are held out. Only a source without any problem then
+    raises ValueError.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

@@ -23,7 +23,7 @@ class Part:
 def read_parts(config: EnvironmentConfig) -> list[Part]:
     """The parts of a mixture, each with its share of the held-out problems. Raises ValueError, naming the part, for a wrong part.
 
-    A field that a part does not set has the value that `config` has.
+    A field that a part does not set takes its value from `config`.
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(

@@ -20,7 +20,7 @@ from controllers.environments.base import Problem
 CODE_BLOCK = re.compile(r"```(?:python|py)?\n(.*?)```", re.DOTALL)
 MAX_FILE_BYTES = 1 << 20
 CLOCK_FACTOR = 4
-"""Factor from the CPU seconds that a program may use to the seconds that it may take by the clock."""
+"""Seconds by the clock that a program may take, for each CPU second that it may use."""
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
 # Where a process may not make a namespace, the program runs with the network. `prctl` ends the process together with its parent, even if
