@@ -19,7 +19,7 @@ STD_EPS = 1e-8
 @dataclass(kw_only=True)
 class GAEConfig:
     gamma: float = 1.0
-    """Discount. A reward that comes n actions later counts gamma^n times. 1: no discount, as is usual with one reward at the end."""
+    """Discount. A reward that comes n actions later is multiplied by gamma^n. 1: no discount, as is usual with one reward at the end."""
     actor_lambda: float = 0.95
     """λ of the policy's advantages. 1: returns minus values, without bias. Lower: less variance, and more trust in the values. 0.95 is the
     choice of VC-PPO (arXiv 2503.01491)."""

@@ -96,7 +96,7 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
 
     is_saved: True if the policy is kept in run/reference. False if trainer and reference read it from hf_path.
     has_begun: False if the phase begins now. With is_saved the trainer's current weights are then saved in run/reference. True if the phase
-    began before the run was resumed. The weights are then in run/reference already.
+    began before the run was resumed. With is_saved the weights are then there already.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

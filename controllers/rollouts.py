@@ -39,7 +39,7 @@ class RolloutConfig:
     """Rule that makes advantages from the rewards of a group. Only PPO takes gae: a value model makes the advantages, every group is
     trained on, and a group may have one completion."""
     max_refills: int = 1
-    """Largest number of times in a step that further groups are generated because groups had equal rewards."""
+    """Largest number of refills in a step. A refill replaces the groups whose rewards are all equal by groups of new problems."""
     max_staleness: int = 0
     """Largest age of a group when a step trains on it: the trainer's version minus the version that sampled the group's oldest token. The
     generator runs ahead as far as this allows. 0: generation, training and weight sync take turns."""
@@ -47,7 +47,7 @@ class RolloutConfig:
     """True: requests go on when the generator gets new weights, and every token has the version that sampled it. False: the update waits
     for the requests that are running."""
     max_retries: int = 2
-    """Times that the completions of a problem are asked for again after an error of the generator. Then the run ends with the error."""
+    """Number of times that a problem's completions are asked for again after an error of the generator. Then the run ends with the error."""
     overlong_buffer: int = 0
     """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
     punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
