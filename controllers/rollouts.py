@@ -47,7 +47,7 @@ class RolloutConfig:
     """True: requests go on when the generator gets new weights, and every token has the version that sampled it. False: the update waits
     for the requests that are running."""
     max_retries: int = 2
-    """Number of times that a problem's completions are asked for again after an error of the generator. Then the run ends with the error."""
+    """Number of times that a problem's completions are asked for again after a generator error. Then the run ends with the error."""
     overlong_buffer: int = 0
     """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
     punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
