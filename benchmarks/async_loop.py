@@ -57,7 +57,7 @@ class SlowAddition:
 
 
 def slow_addition(*, seed: int, num_held_out: int, seconds: float) -> SlowAddition:
-    """The environment of a run. Rewards of held-out problems take as long as others, so a validation takes a few seconds."""
+    """The environment of a run. Rewards of held-out problems take as long as those of other problems, so a validation takes a few seconds."""
     config = replace(tiny().environment, seed=seed, num_held_out=num_held_out)
     return SlowAddition(build_environment(config), seconds)
 

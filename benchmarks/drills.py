@@ -1,10 +1,11 @@
-"""Runs whose processes are killed or stopped at random moments. Each must end by itself as the undisturbed run does. Measures the seconds to the next step.
+"""Runs whose processes are killed or stopped at random moments. Each must end by itself as the undisturbed run does.
 
 A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
-kind at a random moment. In every second round another process follows while the run recovers. The run must end with status 0, with all steps, the data
-position of the undisturbed run and its problems, and leave no process and no shared memory.
+kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0. It must
+have all steps, the data position of the undisturbed run and as many problems, none of them twice; a synchronous run must have the same
+problems. It must leave no process and no shared memory. The program also measures the seconds from the signal to the next step.
 
-Every round is a line of drills.jsonl in the folder. The same command goes on after the last of them.
+Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
 """
 
 import argparse
@@ -33,18 +34,18 @@ KINDS = ("trainer", "critic", "reference", "generator", "engine", "store")
 LOOPS, MODES = ("grpo", "ppo"), ("sync", "async")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PROCESS_NAMES = {"store": "memory", "engine": "generator"}
-"""The names of the processes of a kind, if they are not the kind's own."""
+"""Kind -> the name of its processes, for kinds whose processes have another name."""
 BARS = {"generator": 20.0, "engine": 20.0}
-"""Largest median of the seconds to the next step after one kill; 40 for the other kinds. The worst may be twice that."""
+"""Kind -> limit of the median seconds from a kill to the next step, as the table shows it. Other kinds have 40 s."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
-SHARED_MEMORY_PAUSE = 2.0  # seconds: a program has the name of a semaphore for a moment
+SHARED_MEMORY_PAUSE = 2.0  # seconds before the check, because a program keeps the name of a semaphore for a moment
 LONGEST_START = 15.0  # seconds between the start of a run and a death before its first step, at most
 LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The events of a round. Everything is drawn from the round's number."""
+    """The events of a round. Everything is drawn from the seed and the round's number."""
 
     number: int
     kind: str
@@ -53,7 +54,7 @@ class Round:
     mode: str
     after_step: int  # -1: while the actors start
     delay: float  # seconds after the record of that step
-    second: str = ""  # the kind of the process that dies during the recovery. Empty: none does.
+    second: str = ""  # the kind of the process that is killed as the second one; "" if there is none
     second_delay: float = 0.0
 
     @property
@@ -117,7 +118,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
 
 
 def victims(run: Controller, kind: str) -> list[psutil.Process]:
-    """The processes of a kind."""
+    """The processes of a kind. An "engine" is vLLM's core: its parent is a process of the generator."""
     found = run.actors(PROCESS_NAMES.get(kind, kind))
     if kind not in ("engine", "generator"):
         return found
@@ -126,7 +127,7 @@ def victims(run: Controller, kind: str) -> list[psutil.Process]:
 
 
 def wait_until(condition: Callable[[], object], run: Controller, what: str, pause: float = 0.02) -> None:
-    """Raises RuntimeError if the run ends before the condition holds."""
+    """Wait until the condition holds. Raises RuntimeError if the run ends before, or after RUN_TIMEOUT."""
     deadline = time.monotonic() + RUN_TIMEOUT
     while not condition():
         if run.process.poll() is not None or time.monotonic() > deadline:
@@ -152,7 +153,7 @@ def carry_out(drawn: Round, run: Controller, folder: RunFolder) -> float:
     moment = strike(run, drawn.kind, drawn.sent, draw)
     if drawn.second:
         time.sleep(drawn.second_delay)
-        with contextlib.suppress(RuntimeError, psutil.Error):  # the run was at its end
+        with contextlib.suppress(RuntimeError, psutil.Error):  # the run may have ended before
             strike(run, drawn.second, "kill", draw)
     return moment
 
@@ -204,7 +205,7 @@ def shared_memory() -> set[str]:
 
 
 def left_in_shared_memory(before: set[str]) -> list[str]:
-    """The names that have come since `before` and that no running process has mapped: those of other programs of this machine are left out."""
+    """Names that were not in `before` and that no running process has mapped. Memory that other programs use is so left out."""
     time.sleep(SHARED_MEMORY_PAUSE)
     left = shared_memory() - before
     if left:
@@ -267,7 +268,7 @@ def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder
 
 
 def table(lines: Sequence[Record]) -> str:
-    """A row for each kind and signal: rounds, those without a fault, and the seconds of those with one death."""
+    """A row for each kind and signal: rounds, rounds without a fault, and the seconds to the next step in rounds with one death."""
     rows = [f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'worst s':>8}  {'bar s':>6}"]
     for kind in KINDS:
         for sent in SIGNALS:
@@ -308,7 +309,7 @@ def main() -> None:
             continue
         drawn = draw_round(number, args.seed, kinds, loops, modes)
         leftover = RunFolder(args.folder / f"round-{number}")
-        if leftover.path.exists():  # of a command that was broken off
+        if leftover.path.exists():  # of a command that was interrupted
             leftover.path.rename(args.folder / f"broken-off-{number}-{time.time():.0f}")
         line = run_round(drawn, args.folder, args)
         with file.open("a") as output:

@@ -1,9 +1,9 @@
 """Speed of generation through GeneratorClient, compared with vLLM at its best with the same settings.
 
 All requests are submitted at once. A request has 128 prompt tokens and 256 new tokens on a GPU, and 16 and 64 on a CPU. Both sides return
-the logprobs of the sampled tokens. The other side is each of the ways to run vLLM in WAYS, one after the other, in a process of its own, and
-the fastest one counts. The client and that process take turns, so that a slow moment of the machine affects both. On a GPU each of the two may
-use two fifths of the memory. With --replicas N the other side is the client of one replica, and gets one N-th of the requests.
+the logprobs of the sampled tokens. The other side is vLLM in a process of its own. It runs in each of WAYS, one after the other, and the
+fastest way counts. The client and that process take turns, so that a slow moment of the machine affects both. On a GPU each of the two may
+use two fifths of the memory. With --replicas N the other side is a client with one replica, which gets one N-th of the requests.
 """
 
 import argparse
@@ -128,7 +128,7 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
 
 @contextmanager
 def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
-    """A process that runs vLLM in one of WAYS, and the function that measures it."""
+    """Start a process that runs vLLM in one of WAYS, and yield the function that measures it."""
     context = multiprocessing.get_context("spawn")
     pipe, other_end = context.Pipe()
     child = context.Process(target=serve_bare, args=(way, config, other_end))
@@ -158,7 +158,7 @@ def bare(way: str, config: GeneratorConfig) -> Iterator[Measure]:
 
 @contextmanager
 def through_client(config: GeneratorConfig) -> Iterator[Measure]:
-    """A client, and the function that measures it. A call has 16 prompts."""
+    """Start a client, and yield the function that measures it. A call has 16 prompts."""
 
     def measure(prompts: Prompts, params: SamplingParams) -> float:
         start = time.perf_counter()
@@ -199,7 +199,7 @@ class Rounds:
         return answers
 
     def figures(self, count: int, ours: list[float], theirs: list[float]) -> dict[str, object]:
-        """A rate comes from the median time."""
+        """The figures of a result. Rates are computed from median times."""
         our_rate = count * self.share * self.new_tokens / statistics.median(ours)
         their_rate = count * self.new_tokens / statistics.median(theirs)
         return {
@@ -214,7 +214,7 @@ class Rounds:
 
 
 def beside_vllm(arguments: argparse.Namespace, config: GeneratorConfig) -> None:
-    """Record one result for each number of requests, beside the way that was the fastest with it."""
+    """Record one result for each number of requests. The other side is the way that was fastest with that number."""
     rounds = Rounds(arguments, config.model.vocab_size)
     by_way = {}
     with through_client(config) as client:

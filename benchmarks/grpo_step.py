@@ -2,7 +2,7 @@
 
 The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two GPUs the trainer has the first and the
 generator the second; otherwise both share one. The weights are random and nothing is to be learned, so the reward is arbitrary: the parity
-of a completion's tokens. nvidia-smi reports the share of the last sixth of a second in which a GPU was busy.
+of a completion's tokens. nvidia-smi reports the share of its last sampling period in which a GPU was busy.
 """
 
 import argparse

@@ -1,8 +1,9 @@
 """Speed of a trainer's offload and onload, beside plain copies of as many bytes through pinned memory in the same run.
 
-The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made without a forward
-pass. A round moves everything to the host and back and then makes the plain copies, in blocks of BLOCK; the best round of each counts. On a
-CPU nothing is pinned and both sides are copies from memory to memory. The GPU part was not run yet.
+The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made
+without a forward pass. A round moves everything to the host and back, and then makes the plain copies in blocks of BLOCK bytes. The shortest
+time of each move and of each copy counts. On a CPU nothing is pinned, and both sides copy from memory to memory. This program has not been
+run on a GPU yet.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def make_engine(model: ModelConfig) -> TrainEngine:
 
 
 def plain_copies(num_bytes: int) -> tuple[float, float]:
-    """Seconds of copies of so many bytes to the host, and back."""
+    """(seconds of plain copies of num_bytes to the host, seconds of those back)."""
     on_gpu = torch.cuda.is_available()
     block = min(BLOCK, num_bytes)
     host = torch.empty(block, dtype=torch.uint8, pin_memory=on_gpu)

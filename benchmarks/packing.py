@@ -1,4 +1,6 @@
-"""Speed of training with samples packed into rows, compared with every sample padded to 4,096, and the seconds and the padding of plans.
+"""Speed of training with samples packed into rows, compared with samples that are each padded to 4,096 positions.
+
+The program also prints how long plans take to compute and how much padding they have.
 
 Speed is in tokens of samples a second; padding does not count. Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0).
 One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The ways of packing take turns, so that a

@@ -1,4 +1,4 @@
-"""Times of the parts of a PPO step, and the time of the step beside the sum of the parts of the slowest GPU.
+"""Times of the parts of a PPO step, and the time of the step compared with the sum of the parts of the slowest GPU.
 
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
@@ -60,7 +60,7 @@ ACTORS = {
 
 
 class Digits:
-    """Problems that are `length` random digits. No answer is right."""
+    """Prompts of `length` random digits. The answer plays no role: the reward is the parity of the completion's length."""
 
     def __init__(self, seed: int, num_held_out: int, length: int) -> None:
         self.seed, self.num_held_out, self.length = seed, num_held_out, length
@@ -99,7 +99,7 @@ def make_config(name: str, *, samples: int, prompt_tokens: int, new_tokens: int,
 
 
 def devices(config: PPOConfig) -> dict[str, list[str]]:
-    """The devices of every actor: {"trainer": ["GPU 0"], "critic": ["GPU 1"], …}. Without a GPU it is the same one."""
+    """The devices of every actor: {"trainer": ["GPU 0"], "critic": ["GPU 1"], …}. Without a GPU all actors have the device "CPU"."""
     gpus = {name: model.gpus() for name, model in config.models().items()} | {"generator": config.generator.gpus()}
     if not torch.cuda.is_available():
         return {name: [results.CPU] for name in gpus}
@@ -141,7 +141,7 @@ class Spawned:
 
 
 class Stopwatch:
-    """Seconds of named parts, of every time that they ran."""
+    """Seconds of named parts: for each part a list with one number for every time that it ran."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, list[float]] = {}

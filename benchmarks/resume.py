@@ -41,7 +41,7 @@ FLAGS = {
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
 _MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # a group has one completion
-# By config. Random weights earn the rewards now and then, so the steps have groups with different rewards.
+# Config -> its flags. Random weights earn these rewards now and then, so the steps have groups with different rewards.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns

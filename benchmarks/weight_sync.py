@@ -3,12 +3,13 @@
 On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
 out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
 copies it into shared memory, and the other one copies it out.
-TCP and gloo, from point to point, go over the loopback address. All ways take turns, so that a slow moment of the machine affects all of them.
+The ways "tcp" and "point to point", which uses gloo, go over the loopback address. All ways take turns, so that a slow moment of the machine
+affects all of them.
 
-With --actors a real trainer and a real generator follow: a push and a pull as their callers see them, with the parts of both. On GPUs there is
-only this part. There a plain copy of as many bytes follows: twice between the two GPUs, or to pinned memory and back, because a push and a pull
-copy once each. With --path point_to_point --network NCCL may use neither access between GPUs nor shared memory, so its bytes take the way that
-they take between hosts. The GPU part was not run yet.
+With --actors the program also times a push and a pull of a real trainer and a real generator, as their callers see them, and the parts of
+both. On a machine with GPUs it measures only these actors, and then a plain copy of as many bytes: between the two GPUs and back, or to
+pinned memory and back, because a push and a pull copy once each. With --path point_to_point --network NCCL may use neither direct access
+between GPUs nor shared memory, so its bytes take the way that they take between hosts. This has not been run on a GPU yet.
 """
 
 import argparse
@@ -68,7 +69,7 @@ class Writer:
         self.server = SlotServer(self.snapshots[SHARED_MEMORY].find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
 
     def write(self, way: str, version: int) -> tuple[float, Manifest]:
-        """(seconds, where a reader finds the version)."""
+        """(seconds of the write, the manifest by which a reader finds the version)."""
         kind = PLAIN if way == PLAIN else SHARED_MEMORY
         tensors = self.tensors[kind]
         begin = time.perf_counter()
@@ -80,7 +81,7 @@ class Writer:
 
 
 def read_versions(connection: Connection, num_threads: int) -> None:
-    """The reader's process: copy every version into memory of its own, and answer with (seconds, sum of the numbers)."""
+    """The reader's process: copy every version into memory of its own, and answer with (seconds, {tensor: sum of its values})."""
     torch.set_num_threads(num_threads)
     kept: dict[str, Tensor] = {}  # memory of the reader, made at the first version
     while (manifest := connection.recv()) is not None:

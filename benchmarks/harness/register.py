@@ -52,9 +52,16 @@ class TableRow:
         return has_name and all(line.get(name) == value for name, value in wanted.items())
 
 
+READABLE = {
+    "kl": "KL",
+    "within": "all differences within their limits",
+    "ratio_to_first": "ratio to the run that waits",
+}
+
+
 def plain(name: str) -> str:
-    """A field's name for readers: "tokens_per_second" -> "tokens/s"."""
-    return name.replace("_per_second", "/s").replace("_", " ")
+    """A field's name for readers: "tokens_per_second" -> "tokens/s", "kl" -> "KL"."""
+    return READABLE.get(name) or name.replace("_per_second", "/s").replace("_", " ")
 
 
 # --- texts about a line, for the column "measured" ----------------------------------------------------------------
@@ -105,14 +112,14 @@ def _ppo_step(line: Line) -> str:
 
 
 def _busy_or_idle(line: Line, *, idle: bool = False) -> str:
-    """ " (busy 96%, 3%)": a share for each GPU; "" for a line without GPUs."""
+    """ " (GPUs busy 96% and 3%)": a share for each GPU; "" for a line without GPUs."""
     shares = [line[name] for name in sorted(line) if name.endswith("_busy")]
     if not shares:
         return ""
     if idle:
         shares = [1 - share for share in shares]
-    text = ", ".join(f"{share:.0%}" for share in shares)
-    return f" ({'idle' if idle else 'busy'} {text})"
+    text = " and ".join(f"{share:.0%}" for share in shares)
+    return f" (GPUs {'idle' if idle else 'busy'} {text})"
 
 
 def _bytes(line: Line) -> str:
@@ -130,7 +137,7 @@ def _ahead(line: Line) -> str:
     [waiting] = (other for name, other in line["file"].items() if name.startswith("staleness 0,"))
     return (
         f"{line['rollouts_per_second']:.0f} beside {waiting['rollouts_per_second']:.0f} rollouts/s; held-out accuracy "
-        f"{line['accuracy']:.3f} beside {waiting['accuracy']:.3f}; largest age {line['age_max']}"
+        f"{line['accuracy']:.3f} beside {waiting['accuracy']:.3f}; largest age {line['age_max']} versions"
     )
 
 
@@ -153,7 +160,7 @@ def _learns(line: Line) -> str:
 
 
 def _startup(line: Line) -> str:
-    parts = ", ".join(f"{plain(part)} {line[part]:.1f}" for part in ("imports", "spawn", "engines", "first_step"))
+    parts = ", ".join(f"{plain(part)} {line[part]:.1f} s" for part in ("imports", "spawn", "engines", "first_step"))
     return f"first line of metrics.jsonl after {line['first_line']:.1f} s ({parts}); closing {line['closing']:.1f} s"
 
 
@@ -162,21 +169,21 @@ def _whole_run(line: Line) -> str:
 
 
 def _run(line: Line) -> str:
-    parts = ", ".join(f"{part} {line[f'{part}_seconds']:.3g}" for part in ("generate", "train", "sync"))
-    peaks = f"; peak {', '.join(f'{x:.0f}' for x in line['peak_gib'])} GiB" if "peak_gib" in line else ""
-    share = f", vLLM's share {line['generator_share']:g}" if "generator_share" in line else ""
+    parts = ", ".join(f"{part} {line[f'{part}_seconds']:.3g} s" for part in ("generate", "train", "sync"))
+    peaks = f"; peak {' and '.join(f'{x:.0f}' for x in line['peak_gib'])} GiB" if "peak_gib" in line else ""
+    share = f", of which vLLM may take {line['generator_share']:.0%} of a GPU" if "generator_share" in line else ""
     return (
         f"{line['updates']} updates; mean difference of logprobs {line['difference_mean']:.1e}, worst token "
-        f"{line['difference_max']:.1e}; {parts} s a step; {line['seconds']:.0f} s in all{peaks}{share}"
+        f"{line['difference_max']:.1e}; shortest times: {parts}; {line['seconds']:.0f} s in all{peaks}{share}"
     )
 
 
 def _layout(line: Line) -> str:
-    """The difference that is nearest to its limit."""
+    """Text about the difference that is nearest to its limit."""
     shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
     nearest = max(shares, key=lambda name: (shares[name], name))
     name = nearest.removesuffix("_of_limit")
-    return f"nearest to its limit: {plain(name)}, {line[name]:.1e}, {shares[nearest]:.0%} of it"
+    return f"the difference nearest to its limit is {plain(name)}: {line[name]:.1e}, which is {shares[nearest]:.0%} of the limit"
 
 
 def _float8(line: Line) -> str:
@@ -187,7 +194,7 @@ def _float8(line: Line) -> str:
 
 
 def _trainer_twice(line: Line) -> str:
-    return f"{line['differing']} of {line['numbers']:,} numbers differ"
+    return f"{line['differing']} of {line['numbers']:,} values differ"
 
 
 def _generator_twice(line: Line) -> str:
@@ -299,7 +306,7 @@ def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
 
 def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what=f"a PPO step beside the parts of its slowest device, each timed alone: {_model(model)}",
+        what=f"a PPO step beside the sum of the parts of its slowest device, each part timed alone: {_model(model)}",
         num_gpus=num_gpus,
         command=("ppo_step", "--config", config, *arguments),
         line=config,
@@ -345,7 +352,7 @@ def _network_row(model: str) -> TableRow:
 
 def _offload_row(model: str) -> TableRow:
     return TableRow(
-        what=f"offload and onload of weights, gradients and Adam's state beside plain pinned copies, the slower way: {_model(model)}",
+        what=f"offload and onload of weights, gradients and Adam's state beside plain copies of as many bytes: {_model(model)}",
         num_gpus=1,
         command=("offload", model),
         line=f"offload, {model}",
@@ -356,7 +363,7 @@ def _offload_row(model: str) -> TableRow:
 
 def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what="samples packed into rows beside each padded to 4,096",
+        what="training with samples packed into rows beside samples that are each padded to 4,096 tokens",
         num_gpus=num_gpus,
         command=("packing", *arguments),
         line="packed",
@@ -367,7 +374,7 @@ def _packing_row(num_gpus: int, *arguments: str) -> TableRow:
 
 def _agreement_row(model: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"logprobs of the generator beside the trainer's in bfloat16, the worst of all steps: {_model(model)}",
+        what=f"differences between the generator's and the trainer's logprobs in bfloat16, the largest of all steps: {_model(model)}",
         num_gpus=num_gpus,
         command=("logprob_agreement", "--model", model),
         line=f"{model} worst of all steps",
@@ -391,7 +398,7 @@ def _run_row(config: str, num_gpus: int) -> TableRow:
 
 def _layout_row(layout: str, num_gpus: int) -> TableRow:
     return TableRow(
-        what=f"{layout} in bfloat16 on {num_gpus} GPUs beside one GPU",
+        what=f"differences between {layout} on {num_gpus} GPUs and one GPU, both in bfloat16",
         num_gpus=num_gpus,
         command=("layouts",),
         line=f"{layout}, bfloat16",
@@ -400,9 +407,9 @@ def _layout_row(layout: str, num_gpus: int) -> TableRow:
     )
 
 
-def _overhead_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
+def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -> TableRow:
     return TableRow(
-        what=f"{line}: the client beside the engine without actors",
+        what=f"{what}: the client beside the engine without actors",
         num_gpus=0,
         command=("overhead", "--repeats", "9"),
         argument=part,
@@ -446,7 +453,7 @@ TABLE = {
     **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
     **{f"weights-{model}-network": _network_row(model) for model in ("0_6b", "4b")},
     "ahead-cpu": TableRow(
-        what="rollouts at most two versions ahead beside rollouts that wait, in an environment whose rewards take 1.5 s on average: the tiny model",
+        what="rollouts at most two versions ahead of the trainer beside rollouts that wait for it; rewards take 1.5 s on average: the tiny model",
         num_gpus=0,
         command=("async_loop", "--staleness", "0", "2", "--steps", "60", "--seconds", "1.5"),
         line="staleness 2, rewards of 1.5 s",
@@ -458,7 +465,7 @@ TABLE = {
     "agreement-0_6b": _agreement_row("0_6b", 1),
     "agreement-cpu": _agreement_row("tiny", 0),
     "learns-small": TableRow(
-        what="SFT and GRPO of 13 million parameters on three-digit addition",
+        what="supervised steps and GRPO of a model of 13 million parameters on three-digit addition",
         num_gpus=1,
         command=("learns", "--config", "small"),
         line="small",
@@ -467,7 +474,7 @@ TABLE = {
         at_most={"seconds": 480},
     ),
     "startup-cpu": TableRow(
-        what="from the command to the first line of metrics.jsonl, config `tiny`, median of three",
+        what="the start of a run, from the command to the first line of metrics.jsonl: config `tiny`, median of three",
         num_gpus=0,
         command=("startup",),
         line="start",
@@ -487,7 +494,7 @@ TABLE = {
     **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
     "layout-FSDP2xTP2": _layout_row("FSDP2xTP2", 4),
     "checkpoint-4-to-2": TableRow(
-        what="a checkpoint of FSDP2xTP2 on four GPUs continues under FSDP2 on two with the same loss",
+        what="the step after a checkpoint of FSDP2xTP2 on four GPUs, there and under FSDP2 on two GPUs",
         num_gpus=4,
         command=("layouts",),
         line="checkpoint FSDP2xTP2 to FSDP2",
@@ -510,16 +517,20 @@ TABLE = {
         at_least={"bit_equal": True},
     ),
     "generator-twice": TableRow(
-        what="seeded requests alone and among others, in vLLM's batch-invariant mode",
+        what="the same seeded requests alone and together with others, in vLLM's batch-invariant mode",
         num_gpus=1,
         command=("determinism",),
         line="generator batch-invariant, long prompts, alone and among others",
         measured=_generator_twice,
         at_most={"other_tokens": 0},
     ),
-    "overhead-step-cpu": _overhead_row(STEP, "training", at_most={"ratio": 1.1}),
-    "overhead-generate-cpu": _overhead_row(ONE_CALL, "generation", at_least={"ratio": 0.9}),
-    "overhead-callers-cpu": _overhead_row(CALLERS, "generation", at_least={"ratio": 0.7}),
+    "overhead-step-cpu": _overhead_row(STEP, "training", "a training step of 1,024 samples", at_most={"ratio": 1.1}),
+    "overhead-generate-cpu": _overhead_row(
+        ONE_CALL, "generation", "one generate of 256 prompts, 64 new tokens each", at_least={"ratio": 0.9}
+    ),
+    "overhead-callers-cpu": _overhead_row(
+        CALLERS, "generation", "32 callers with one prompt each, 64 new tokens a prompt", at_least={"ratio": 0.7}
+    ),
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 

@@ -1,7 +1,7 @@
 """Results of benchmarks: files with one line of JSON a result. Measures nothing, and imports no torch.
 
-A line has the figures of a result, and the command, versions and device that are needed to repeat it. It stays as its program printed it:
-nobody edits it, and only a new measurement replaces it.
+A line has the figures of a result, and the command, date, device and versions of its measurement. This module only appends lines, and
+nobody edits one.
 """
 
 import json
@@ -44,9 +44,10 @@ def kind(line: dict[str, Any]) -> str:
 
 @cache
 def gpus() -> tuple[str, ...]:
-    """Names of the GPUs that this process may use, by nvidia-smi and CUDA_VISIBLE_DEVICES.
+    """Names of the GPUs that this process may use: the first names of nvidia-smi, as many as CUDA_VISIBLE_DEVICES names GPUs.
 
-    torch could tell them as well, but its CUDA context would take memory on the GPU that is measured.
+    The names are right only if all GPUs of the machine have the same name. torch could tell the names of the visible GPUs, but its CUDA
+    context would take memory on the GPU that is measured.
     """
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
@@ -58,7 +59,7 @@ def gpus() -> tuple[str, ...]:
 
 
 def visible(count: int) -> list[str]:
-    """Indices of the GPUs that CUDA_VISIBLE_DEVICES names, in its order. If it is not set, all `count` GPUs are visible."""
+    """The first `count` GPUs that CUDA_VISIBLE_DEVICES names, in its order and as it names them. If it is not set: "0" to `count - 1`."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
 

@@ -20,15 +20,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
 SIGNED = "/download/"
-"""Beginning of addresses that a signature protects in the place of a key."""
+"""Beginning of the paths that a signature protects instead of a key."""
 WORK = frozenset({"asample", "forward_backward", "optim_step", "create_model", "load_weights", "save_weights"})
-"""Calls that count for the rate. Others are cheap, and the SDK repeats them by itself."""
+"""Last parts of the paths of calls that the rate limits. Other calls are cheap, and the SDK repeats them by itself."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
-LONGEST_WAIT = 60.0
+LONGEST_WAIT = 60.0  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """SHA-256 of a key -> its owner. A line of the file has both: "alice 9f86d0…". Raises ValueError naming a line that is not one.
+    """SHA-256 of a key -> its owner. A line of the file has both: "alice 9f86d0…". Raises ValueError naming a wrong line.
 
     Lines that are empty or begin with # are left out. An owner may have several keys.
     """
@@ -56,10 +56,10 @@ def hash_of(key: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """Tokens of one owner. Each request takes one; they come back at a rate."""
+    """The tokens of one owner. A request for work takes one, and tokens come back at a constant rate."""
 
     tokens: float
-    filled: float
+    filled: float  # time.monotonic of the last refill
 
     def wait(self, rate: float, burst: float, now: float) -> float:
         """Take a token and return 0, or return the seconds until there is one."""
@@ -92,8 +92,8 @@ class Access:
         burst: float = 100.0,
         log: TextIO | None = None,
     ) -> None:
-        """owners: SHA-256 of a key -> its owner; None: no key is asked for, and `anyone` owns everything. rate: requests for work of
-        one owner in a second, after the first `burst` of them; None: any number.
+        """owners: SHA-256 of a key -> its owner; None: no key is asked for, and `anyone` owns everything. rate: requests for work
+        that an owner may send in a second, after a burst of `burst`; None: no limit.
         """
         self.app, self.owners, self.anyone = app, owners, anyone
         self.rate, self.burst, self.log = rate, burst, log

@@ -1,7 +1,7 @@
 """The protobuf messages of Tinker's protocol, as SDK 0.38 sends and reads them. Knows no HTTP and no actors.
 
-Numbers travel as raw little-endian bytes. A message and its fields have the numbers that the SDK uses; the table MESSAGES is our own
-description of them.
+Arrays travel as raw little-endian bytes. The fields of a message have the SDK's field numbers. The table MESSAGES is our own description
+of them.
 
 T positions of one datum, K targets of one position, N tokens of a prompt.
 """
@@ -83,7 +83,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """Number of a DType -> numpy's. No SDK sends bfloat16."""
 MAX_ELEMENTS = 1 << 28
-"""Largest number of elements of a sparse tensor that is written out. A few bytes could otherwise ask for all memory."""
+"""Largest number of elements of a sparse tensor, which is made dense. A few bytes could otherwise ask for all memory."""
 NO_LOGPROB = -99999.0
 """Logprob in a cell of a top-k table that has no token."""
 

@@ -84,7 +84,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
 
 
 def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
-    """read_address("127.0.0.1:8000", …) -> ("127.0.0.1", 8000). Raises ValueError for one that others reach, unless there are keys."""
+    """read_address("127.0.0.1:8000", …) -> ("127.0.0.1", 8000). Raises ValueError for an address that is not loopback, unless there are keys."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"--address {text!r}; it must be HOST:PORT")
@@ -108,7 +108,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """A socket at the address. Raises OSError naming it if it is taken."""
+    """A socket that is bound to the address. Raises OSError naming the address if it is taken."""
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -122,7 +122,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which here leaves signals to `serve`: it would end the process before the runs are written."""
+    """uvicorn without its signal handlers, which would end the process before the runs are written. `serve` handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -130,7 +130,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def serve(arguments: Arguments, listener: socket.socket) -> None:
-    """Start the server, tell how to reach it, and serve until a signal."""
+    """Start the server, print the variables with which programs reach it, and serve until a signal."""
     config, folder = arguments.config, arguments.folder
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -29,7 +29,7 @@ class ServeConfig:
     samplers_kept: int = 8
     """Number of unnamed samplers of each run whose weights are kept; those of older ones are deleted."""
     hold_seconds: float = 30.0
-    """Seconds that the server holds a question for an answer that is not ready. The SDK gives up after 45."""
+    """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45."""
     max_body_bytes: int = 64 << 20
     """Largest body of a request, also after it was decompressed."""
     max_samples: int = 1024

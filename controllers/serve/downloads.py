@@ -20,7 +20,7 @@ class Downloads:
         self._secret = secrets.token_bytes(32)
 
     def urls(self, checkpoint: Checkpoint, base: str, now: float) -> dict[str, str]:
-        """File of a checkpoint -> its address. base: where the server is, with a slash at the end."""
+        """File of a checkpoint -> its address. base: the server's address, with a slash at the end."""
         expires = int(now) + VALID_SECONDS
         found = {}
         for file in sorted(Path(checkpoint.directory).iterdir()):

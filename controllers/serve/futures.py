@@ -69,8 +69,9 @@ class Futures:
         max_answers: int = 20_000,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keep_fetched, keep_unfetched: seconds for which an answer is kept after it was fetched, or if it never is. keep_keys: seconds
-        for which a request that is sent again is recognised after its answer. max_answers: largest number of promises that are kept.
+        """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an answer is kept that
+        nobody fetches. keep_keys: seconds after its answer for which a request that is sent again is recognised. max_answers: number of
+        promises above which the oldest answered ones are forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
         self.max_answers, self.now = max_answers, now
@@ -146,7 +147,7 @@ class Futures:
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
     def _sweep(self) -> None:
-        """Drop the payloads of old answers, and later their keys. Runs at most once a second."""
+        """Drop old answers, and later forget their promises. Runs at most once a second, unless there are too many promises."""
         now = self.now()
         if now - self._swept < 1.0 and len(self.promises) <= self.max_answers:
             return
@@ -172,7 +173,7 @@ class Futures:
 DROPPED = Answer(
     error="the answer was fetched before, or nobody fetched it for an hour; it was dropped", category="server"
 )
-"""The answer in the place of one that was dropped."""
+"""The answer that takes the place of a dropped one."""
 
 
 def _text(error: BaseException) -> str:

@@ -140,7 +140,7 @@ class DRO:
 class GSPO(Clipped):
     """-sum min(s A, clip(s) A) with s = exp(m + lp - stop_gradient(lp)), where m is the mean of lp - q over the mask, without a gradient.
 
-    The value of s is one for a whole datum; its gradient is that of each token (GSPO-token, arXiv 2507.18071, section 4.3).
+    s has the same value at all tokens of a datum, but each token gets its own gradient (GSPO-token, arXiv 2507.18071, section 4.3).
     """
 
     low: float = 0.8

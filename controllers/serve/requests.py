@@ -64,7 +64,7 @@ class Wanted:
     last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
 
     async def run(self, generator: VersionedGenerator) -> tuple[bytes, int]:
-        """(the answer as a SampleResponse, number of sampled tokens). The generator holds the right version."""
+        """(the answer as a SampleResponse, number of sampled tokens). Must run inside `generator.holding`."""
         completions = await generator.sample(self.prompt, self.params)
         scores = await self._scores(generator) if self.prompt_logprobs else None
         sequences = [self._sequence(completion) for completion in completions]

@@ -1,4 +1,4 @@
-"""The routes of Tinker's protocol as a FastAPI application over a Server. Every method of Server has one route.
+"""The routes of Tinker's protocol as a FastAPI application over a Server.
 
 A request that cannot be read is refused with 400 or 422, which the SDK does not repeat. Everything else that is wrong with a request for
 work is the error of its future. If an answer is not ready, the reply is 408, and the SDK asks again.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
-"""A client may ask to be told the size of an answer of more than so many bytes before it fetches the answer."""
+"""Bytes of an answer above which a client that allows it (allow_metadata_only) is first told only the size of the answer."""
 ANYONE = "anyone"
 """The owner of everything on a server without keys."""
 
@@ -46,7 +46,7 @@ pages = APIRouter()
 
 
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
-    """The application. The server must have been begun on the loop that runs it. counts: those that /metrics shows."""
+    """The application. `server.begin` must have run on the loop that serves the application. counts: what /metrics shows."""
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
     app.include_router(pages)
@@ -65,7 +65,7 @@ def _answer(code: int) -> Callable[[Request, Exception], Awaitable[Response]]:
     return answer
 
 
-# for people and for what watches the server
+# for people and for monitoring
 
 
 @pages.get("/healthz")

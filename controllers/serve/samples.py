@@ -1,4 +1,4 @@
-"""Datums of a client as Samples of a trainer, and a trainer's output as the answer. Both have the same alignment, so nothing is shifted.
+"""Datums of a client as Samples of a trainer, and a trainer's output as the answer. Datums and Samples have the same alignment, so nothing is shifted.
 
 T positions of a datum, K targets of one position.
 """

@@ -116,7 +116,7 @@ class VersionedGenerator:
         self._switch_if_idle()
 
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
-        """params.n completions, inside `holding`. Calls with equal parameters and no seed share a call of the generator."""
+        """params.n completions of the prompt. Must be called inside `holding`. Calls with equal parameters and no seed share a call of the generator."""
         if params.seed is None:
             return await self._completions.add(params, prompt)
         async for _, completions in self._generate(params, [prompt]):
@@ -124,7 +124,7 @@ class VersionedGenerator:
         raise RuntimeError("the generator ended the call without completions")
 
     async def score(self, sequence: list[int]) -> Tensor:
-        """Log probability of every token after the first, [N - 1], inside `holding`."""
+        """Log probability of every token after the first: [N - 1] for a sequence of N tokens. Must be called inside `holding`."""
         return await self._logprobs.add(None, sequence)
 
     def _generate(

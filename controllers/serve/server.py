@@ -1,7 +1,7 @@
 """The work behind the routes: sessions, training runs, checkpoints and samplers of one base model. Knows no HTTP.
 
-Methods that return a Promise accept the request at once. They raise for a request of a wrong form; every other fault is the error of the
-promise.
+Methods that return a Promise accept the request at once. They raise for a request of a wrong form; every other fault becomes the error of
+the promise.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Server:
         self._link(self.base_version, Path(config.hf_path))
         self._sweeping: asyncio.Task[None] | None = None
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
-        self.losses: dict[str, deque[float]] = {}  # run -> loss:sum a datum of its newest forward_backward calls
+        self.losses: dict[str, deque[float]] = {}  # run -> loss:sum over number of datums, newest calls last
 
     # start and end
 
@@ -82,7 +82,7 @@ class Server:
             self.sweep(time.time())
 
     def sweep(self, now: float) -> None:
-        """Delete checkpoints whose time is over, and unnamed weights for samplers of sessions that were silent for a day."""
+        """Delete checkpoints whose time is over, and unnamed weights of sessions that were silent for SILENT_SECONDS."""
         for checkpoint in self.store.expired(now):
             self._delete(checkpoint)
         for number in self.store.forgotten_versions(now - SILENT_SECONDS):
@@ -340,7 +340,7 @@ class Server:
         return self.folder / "samplers" / str(version)
 
     def _link(self, version: int, directory: Path) -> None:
-        """Make a version of a directory that is somewhere else."""
+        """Make a directory that is somewhere else the directory of this version, by a link."""
         link = self._directory(version)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
@@ -389,7 +389,7 @@ class Server:
         return checkpoint
 
     def copy_weights(self, owner: str, body: messages.CopyWeights) -> Json:
-        """Give a checkpoint to a run of its own, which cannot be trained. The files are shared with the source, so nothing is copied."""
+        """Make a new run that has this checkpoint and cannot be trained. Its files are hard links to those of the source."""
         source = self.visible_checkpoint(owner, body.source_path)
         former = self.store.run(source.run_id)
         if source.kind == "external" or former is None:

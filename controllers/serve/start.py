@@ -33,7 +33,7 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
 
 
 async def start_server(config: ServeConfig, folder: Path) -> Server:
-    """Start the actors and answer when they are ready. A server that is started again on the same folder continues from its state."""
+    """A server whose actors are ready. If the folder holds the state of an earlier server, the new one continues from it."""
     await asyncio.to_thread(prepare_base, config, folder)
     limits = await asyncio.to_thread(sampling_limits, config)
     store = Store(folder / "state.sqlite")
@@ -41,7 +41,7 @@ async def start_server(config: ServeConfig, folder: Path) -> Server:
     client = GeneratorClient.spawn(config.generator, transport=versions)
 
     def spawn(trainer: TrainerConfig) -> Trainer:
-        # A transport, because the client would otherwise open one. The trainer never pushes.
+        # Without a transport the client would open one, although the trainer never pushes.
         return TrainerClient.spawn(trainer, transport=versions)
 
     try:

@@ -214,7 +214,7 @@ class Store:
         return [row["number"] for row in self._all(query, run_id)]
 
     def forgotten_versions(self, seen_before: float) -> list[int]:
-        """The versions without a name of sessions that were last seen before this time."""
+        """Versions that have no name and are not dropped, and whose session was last seen before this time."""
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id
             WHERE is_ephemeral AND NOT is_dropped AND sessions.last_seen < ?"""
         return [row["number"] for row in self._all(query, seen_before)]

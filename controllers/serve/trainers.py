@@ -51,7 +51,7 @@ class Resident:
 
 
 class Trainers:
-    """The runs of a server."""
+    """The trainers of a server's runs."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Trainers:
             self.num_starting += 1
 
     def _least_needed(self) -> Resident:
-        """Raises UserError if every run is at work or has gradients that a step will use."""
+        """The least recently used run that may go to disk. Raises UserError if every run is at work or has gradients that a step will use."""
         idle = []
         for resident in self.residents.values():
             is_free = not resident.has_gradients or self._is_abandoned(resident.run)
@@ -179,7 +179,7 @@ class Trainers:
         """Raises RuntimeError if the trainer failed. The gradients of the open step are then lost."""
         async with self.using(run_id) as resident:
             had_gradients = resident.has_gradients
-            # Also while the call runs: if it is cancelled, the trainer finishes it nevertheless.
+            # Set before the call, because the trainer finishes the call even if it is cancelled here.
             resident.has_gradients = True
             try:
                 return await resident.trainer.forward_backward(batch.samples, batch.loss)
@@ -191,7 +191,7 @@ class Trainers:
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
-        """Make a run usable after a call that failed. Raises RuntimeError, and gives the trainer up, if it does not answer any more."""
+        """Make a run usable after a call that failed. Raises RuntimeError and closes the trainer if the trainer fails again."""
         try:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
