@@ -56,7 +56,10 @@ READABLE = {
     "kl": "KL",
     "within": "all differences within their limits",
     "ratio_to_first": "ratio to the run that waits",
+    "difference_mean": "mean difference",
+    "first_line": "seconds to the first line",
 }
+"""Field -> its name for readers, where "_" -> " " does not give one."""
 
 
 def plain(name: str) -> str:
@@ -171,7 +174,7 @@ def _whole_run(line: Line) -> str:
 def _run(line: Line) -> str:
     parts = ", ".join(f"{part} {line[f'{part}_seconds']:.3g} s" for part in ("generate", "train", "sync"))
     peaks = f"; peak {' and '.join(f'{x:.0f}' for x in line['peak_gib'])} GiB" if "peak_gib" in line else ""
-    share = f", of which vLLM may take {line['generator_share']:.0%} of a GPU" if "generator_share" in line else ""
+    share = f"; vLLM may take {line['generator_share']:.0%} of its GPU" if "generator_share" in line else ""
     return (
         f"{line['updates']} updates; mean difference of logprobs {line['difference_mean']:.1e}, worst token "
         f"{line['difference_max']:.1e}; shortest times: {parts}; {line['seconds']:.0f} s in all{peaks}{share}"
@@ -183,7 +186,7 @@ def _layout(line: Line) -> str:
     shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
     nearest = max(shares, key=lambda name: (shares[name], name))
     name = nearest.removesuffix("_of_limit")
-    return f"the difference nearest to its limit is {plain(name)}: {line[name]:.1e}, which is {shares[nearest]:.0%} of the limit"
+    return f"nearest to its limit is the difference of the {plain(name)}: {line[name]:.1e}, {shares[nearest]:.0%} of the limit"
 
 
 def _float8(line: Line) -> str:

@@ -63,7 +63,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
     )
     parser.add_argument("--max-trainers", type=int, help="largest number of training runs in memory")
     parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
-    parser.add_argument("--rate", type=float, help="requests for work that one key may send in a second")
+    parser.add_argument("--rate", type=float, help="requests for work that one owner of keys may send in a second")
     arguments = parser.parse_args(argv)
     config: ServeConfig = configs[arguments.config]()
     if arguments.serve_as:
