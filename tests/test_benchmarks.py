@@ -330,7 +330,7 @@ def test_a_short_run_is_judged_by_its_worst_update():
     figures = runs.figures({"time/step": 20.0}, [update, other])
     assert (figures["updates"], figures["difference_mean"], figures["train_seconds"]) == (2, 3e-2, 0.5)
     row = TABLE["run-qwen3_0_6b"]
-    assert table.verdict(row, figures) == "misses difference mean"
+    assert table.verdict(row, figures) == "misses mean difference"
     assert table.verdict(row, figures | {"difference_mean": 1e-3}) == "yes"
 
 
