@@ -31,6 +31,7 @@ Prompts = list[list[int]]
 Measure = Callable[[Prompts, SamplingParams], float]
 """Seconds that these prompts take on one side."""
 Run = Callable[[Prompts, SamplingParams], None]
+Shutdown = Callable[[], None]
 
 WAYS = {
     "stepped": "vLLM's LLMEngine, which computes in the process that calls it",
@@ -61,8 +62,8 @@ def prompts_of(count: int, length: int, vocab_size: int) -> Prompts:
 # --- vLLM without this package's client --------------------------------------------------------------------------
 
 
-def start_llm(config: GeneratorConfig, core: "Core") -> Run:
-    """vLLM's own loop over an LLMEngine."""
+def start_llm(config: GeneratorConfig, core: "Core") -> tuple[Run, Shutdown]:
+    """vLLM's own loop over an LLMEngine, and the function that ends its core."""
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -76,11 +77,11 @@ def start_llm(config: GeneratorConfig, core: "Core") -> Run:
         while engine.has_unfinished_requests():
             engine.step()
 
-    return run
+    return run, engine.engine_core.shutdown
 
 
-def start_async(config: GeneratorConfig) -> Run:
-    """One coroutine for each request of an AsyncLLM."""
+def start_async(config: GeneratorConfig) -> tuple[Run, Shutdown]:
+    """One coroutine for each request of an AsyncLLM, and the function that ends its core."""
     from vllm.inputs.engine import tokens_input
 
     from rl_actors.vllm.requests import vllm_params
@@ -98,10 +99,10 @@ def start_async(config: GeneratorConfig) -> Run:
     def run(prompts: Prompts, params: SamplingParams) -> None:
         loop.run_until_complete(run_all(prompts, params))
 
-    return run
+    return run, engine.shutdown
 
 
-def start_way(way: str, config: GeneratorConfig) -> Run:
+def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
     from rl_actors.vllm.core import InProcess, OwnProcess
 
     if way == "async":
@@ -116,7 +117,7 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
     that the prompts took.
     """
     start = time.perf_counter()
-    run = start_way(way, config)
+    run, shutdown = start_way(way, config)
     pipe.send(time.perf_counter() - start)
     with suppress(EOFError):
         while True:
@@ -124,6 +125,7 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
             start = time.perf_counter()
             run(prompts, params)
             pipe.send(time.perf_counter() - start)
+    shutdown()  # at its end this process would wait for a core in a process of its own
 
 
 @contextmanager

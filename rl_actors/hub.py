@@ -93,7 +93,7 @@ def missing_files(directory: str) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            wanted += sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            wanted += sorted({str(Path(name)) for name in json.loads(index.read_text())["weight_map"].values()})
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             raise ValueError(f"{index} is not a JSON object with a weight_map") from None
     lacking = [name for name in wanted if not (folder / name).is_file()]

@@ -182,7 +182,7 @@ def check_stamp(report: Report, stamp: str, device: str) -> bool:
 def check_packages(report: Report, device: str) -> bool:
     """True when the installed packages are those of the lock. Otherwise every difference is reported."""
     before = report.problems
-    lock = ROOT / "requirements" / f"{device}.txt"
+    lock = ROOT / "rl_actors" / "requirements" / f"{device}.txt"
     wanted, found = locked(lock), installed(VENV)
     pip = ".venv/bin/python -m pip"
     missing = sorted(wanted.keys() - found.keys())

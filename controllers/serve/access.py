@@ -21,7 +21,19 @@ OPEN_PATHS = frozenset({"/healthz", "/api/v1/healthz"})
 """Paths that need no key."""
 SIGNED = "/download/"
 """Beginning of the paths that a signature protects instead of a key."""
-WORK = frozenset({"asample", "forward_backward", "optim_step", "create_model", "load_weights", "save_weights"})
+WORK = frozenset(
+    {
+        "asample",
+        "forward_backward",
+        "optim_step",
+        "create_model",
+        "load_weights",
+        "save_weights",
+        "save_weights_for_sampler",
+        "save_weights_external",
+        "copy_weights",
+    }
+)
 """Last parts of the paths of calls that the rate limits. It limits no other calls, because the SDK repeats many of them by itself."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # seconds, in Retry-After

@@ -10,7 +10,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
@@ -182,8 +182,3 @@ class _Gatherer(Generic[Key, Item, Result]):
             for result in batch.results:
                 if not result.done():
                     result.set_exception(error)
-
-
-def room_for(params: SamplingParams, prompt: Sequence[int], max_model_len: int) -> SamplingParams:
-    """The parameters with at most as many tokens as fit after the prompt."""
-    return replace(params, max_tokens=max(1, min(params.max_tokens, max_model_len - len(prompt))))

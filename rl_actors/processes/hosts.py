@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from monarch.actor import attach_to_workers, context, enable_transport
-from monarch.job import ProcessJob
 
 from rl_actors.processes import tls
 from rl_actors.processes.address import Address
@@ -16,6 +15,7 @@ from rl_actors.processes.spawn import LOOPBACK, prepare_this_process
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
+    from monarch.job import ProcessJob
 
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
@@ -30,7 +30,7 @@ class Hosts:
     names: tuple[str, ...]
     mesh: "HostMesh"
     own_address: str
-    job: ProcessJob | None = None  # `close` ends its workers
+    job: "ProcessJob | None" = None  # `close` ends its workers
 
     def __len__(self) -> int:
         return len(self.names)
@@ -95,6 +95,8 @@ def job_size(address: str) -> int:
 def _of_job(num_hosts: int) -> Hosts:
     prepare_this_process()
     context()
+    from monarch.job import ProcessJob  # here, because it also imports a web server
+
     job = ProcessJob({"hosts": num_hosts})
     try:
         mesh = job.state(cached_path=None).hosts

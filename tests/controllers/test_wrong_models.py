@@ -60,6 +60,10 @@ CHANGES = {
         {"model.safetensors.index.json": '{"weight_map": {"a": '},
         "mine/model.safetensors.index.json is not a JSON object with a weight_map",
     ),
+    "an index whose files have no names": (
+        {"model.safetensors.index.json": '{"weight_map": {"a": 1}}'},
+        "mine/model.safetensors.index.json is not a JSON object with a weight_map",
+    ),
     "weights that are cut off": (
         {"model.safetensors": "\x08\0\0\0\0\0\0\0{"},
         "mine/model.safetensors cannot be read: ",

@@ -76,9 +76,10 @@ def test_a_core_of_its_own_serves_what_was_pulled():
 
 
 def test_kill_9_of_the_core_is_a_named_error():
-    from rl_actors import GeneratorClient
+    from rl_actors import GeneratorClient, RestartPolicy
 
-    with GeneratorClient.spawn(generator_config()) as generator:
+    config = generator_config(restarts=RestartPolicy(max_per_hour=0))
+    with GeneratorClient.spawn(config) as generator:
         generator.generate(PROMPTS, SAMPLED).result()
         core = core_below()
         call = generator.generate(PROMPTS, SamplingParams(max_tokens=400, n=8, ignore_stop=True))

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from serving import Api
 
-from controllers.serve.access import Access, hash_of, read_keys
+from controllers.serve.access import WORK, Access, hash_of, read_keys
 from controllers.serve.command import read_address, read_arguments
 
 
@@ -63,6 +63,19 @@ def test_a_rate_is_a_429_with_a_time_and_only_for_work(tmp_path):
             lines = [json.loads(line) for line in log.getvalue().splitlines()]
             assert [line["status"] for line in lines] == [*codes, 429, 200]
             assert lines[0]["path"] == "/api/v1/optim_step" and lines[0]["owner"] == "anyone"
+
+    asyncio.run(main())
+
+
+def test_the_rate_limits_every_call_that_computes_or_writes_weights(tmp_path):
+    async def main():
+        async with Api(tmp_path) as api:
+            paths = [path for path, methods in api.app.openapi()["paths"].items() if "post" in methods]
+            cheap = {
+                *("config", "dynamic_config", "create_session", "session_heartbeat", "finish", "telemetry"),
+                *("get_info", "create_sampling_session", "retrieve_future", "publish", "weights_info"),
+            }
+            assert {path.rpartition("/")[2] for path in paths} - cheap == WORK
 
     asyncio.run(main())
 
