@@ -38,6 +38,7 @@ FLAGS = {
     "--checkpoint-every": 2,
     "--validate-every": 3,
     "--rollouts.groups-per-step": 8,
+    "--survival.max-restarts-per-hour": 0,  # so that a killed actor ends the run
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
 _MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # a group has one completion
