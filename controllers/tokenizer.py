@@ -169,18 +169,18 @@ def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
 
 def _stop_token_ids(directory: Path, hf: "PreTrainedTokenizerBase") -> tuple[int, ...]:
     file = directory / "generation_config.json"
-    found = None
+    source, found = str(file), None
     if file.is_file():
         try:
             found = json.loads(file.read_text()).get("eos_token_id")
         except (json.JSONDecodeError, AttributeError):
             raise ValueError(f"{file} is not a JSON object") from None
     if found is None:
-        found = hf.eos_token_id
+        source, found = f"the tokenizer of {directory}", hf.eos_token_id
     if found is None:
         raise ValueError(f"neither generation_config.json nor the tokenizer of {directory} has an eos_token_id")
     ids = tuple(found) if isinstance(found, list) else (found,)
     for token in ids:
         if type(token) is not int or not 0 <= token < len(hf):
-            raise ValueError(f"{file} has eos_token_id={found}, but the tokenizer has the tokens 0 to {len(hf) - 1}")
+            raise ValueError(f"{source} has eos_token_id={found}, but the tokenizer has the tokens 0 to {len(hf) - 1}")
     return ids

@@ -52,7 +52,7 @@ class Judge:
     clients: "list[AsyncOpenAI]" = field(default_factory=list)  # empty before the first call, then the one client
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """The reward of a completion. Raises openai's errors, and ValueError for an answer without a score."""
+        """The reward of a completion. Raises openai's errors, and ValueError for an answer without a score or with one above best_score."""
         from openai import AsyncOpenAI
 
         if not self.clients:
@@ -68,4 +68,6 @@ class Judge:
         if not found:
             raise ValueError(f"the judge gave no score: {text[:200]!r}")
         last = found[-1] if isinstance(found[-1], str) else found[-1][0]
+        if float(last) > self.config.best_score:
+            raise ValueError(f"the judge gave {last}, above judge.best_score={self.config.best_score}: {text[:200]!r}")
         return float(last) / self.config.best_score

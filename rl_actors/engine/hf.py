@@ -23,7 +23,7 @@ from rl_actors.config import LoRAConfig, ModelConfig
 from rl_actors.engine import lora
 from rl_actors.engine.build import BuiltModel, qwen3_config
 from rl_actors.engine.checkpoint import HEAD, plain_errors
-from rl_actors.engine.collectives import on_all_ranks, whole_tensors
+from rl_actors.engine.collectives import on_all_ranks, raise_together, whole_tensors
 from rl_actors.engine.hf_names import (
     FUSED,
     empty_split_over_rows,
@@ -316,15 +316,11 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0, for all ranks.
-
-    If it fails, rank 0 raises its error and every other rank a RuntimeError, so that no rank continues without the others.
-    """
+    """Call `work` on rank 0, for all ranks. If it fails, every rank raises its error, so that no rank continues without the others."""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:
             work()
         except Exception as error:
             failure = error
-    if not on_all_ranks(failure is None):
-        raise failure or RuntimeError("rank 0 could not write the files")
+    raise_together(failure)

@@ -166,13 +166,13 @@ class Judged:
         self.reward = Judge(config=config)
 
 
-def test_a_judge_scores_and_is_asked_again_when_it_is_busy_or_gives_no_score(server):
+def test_a_judge_scores_and_is_asked_again_when_it_is_busy_or_gives_no_score_up_to_the_best(server):
     url, requests, answers = server
-    answers += ["fine.\nscore: 3\nno, score: 8", "busy", "hm", "score: 10"]
+    answers += ["fine.\nscore: 3\nno, score: 8", "busy", "hm", "score: 11", "score: 10"]
     environment = Judged(JudgeConfig(url=url, model="m"))
-    found = score(environment, "five", "5", max_retries=3)
+    found = score(environment, "five", "5", max_retries=4)
     # The two completions are asked for at the same time, so either may get the first answer.
-    assert sorted(found.totals) == [0.8, 1.0] and found.num_retries == 2
+    assert sorted(found.totals) == [0.8, 1.0] and found.num_retries == 3
     [message] = requests[0]["messages"]
     assert requests[0]["model"] == "m" and "Question: 2+3\nRight answer: 5\nAnswer of a student:" in message["content"]
 
