@@ -18,7 +18,7 @@ CHUNKED, WHOLE = (4096, 8192, 16384), (1024, 2048, 4096)  # tokens of the measur
 
 
 def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
-    """Make one call with num_tokens positions in one microbatch. Send the bytes by which it raised the peak memory of this process."""
+    """After a step, make one call with num_tokens positions in one microbatch. Send its peak memory minus the memory in use before it, in bytes."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -42,7 +42,7 @@ def peak(num_tokens: int, chunk_tokens: int, answer: Connection) -> None:
             made.append(Sample.from_tokens([first], others, old_logprobs=-12.0, advantages=1.0))
         return made
 
-    # The first step creates the gradients and the optimizer's state, so that the measured call does not.
+    # The first step creates the optimizer's state, so that it is part of the memory before the measured call.
     engine.forward_backward(samples(1), PPO())
     engine.optim_step(OptimParams(learning_rate=1e-4, grad_divisor=ROW))
     batch = samples(num_tokens // ROW)
@@ -68,7 +68,7 @@ def _status(name: str) -> int:
 
 
 def measure(num_tokens: int, chunk_tokens: int) -> int:
-    """Bytes by which a call raises the peak memory of a new process. Exits if the process fails."""
+    """The peak memory of a call minus the memory in use before it, in bytes, in a new process. Exits if the process fails."""
     context = multiprocessing.get_context("spawn")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=peak, args=(num_tokens, chunk_tokens, sender))

@@ -2,8 +2,7 @@
 
 The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made
 without a forward pass. A round moves everything to the host and back, and then makes the plain copies in blocks of BLOCK bytes. The shortest
-time of each move and of each copy counts. On a CPU nothing is pinned, and both sides copy from memory to memory. This program has not been
-run on a GPU yet.
+time of each move and of each copy counts. On a CPU nothing is pinned, and both sides copy from memory to memory.
 """
 
 import argparse

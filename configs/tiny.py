@@ -66,7 +66,7 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 
 def _parts() -> _Parts:
-    """Fields that all tiny runs share. The alphabet and two special tokens make a vocabulary of 16."""
+    """Fields that the tiny runs start from. The alphabet and two special tokens make a vocabulary of 16."""
     # rope_theta is small, because with a base of 10,000 most frequencies would hardly rotate over a text of nine tokens.
     model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
     return {

@@ -82,7 +82,8 @@ class ChatTemplate:
         """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
 
         If the template has marks, they say which tokens these are. Without marks a turn begins where the template asks the assistant for
-        it, and ends with a stop token. Raises ValueError if the template writes what precedes a turn differently when turns follow.
+        it, and ends with a stop token. Raises ValueError if the tokens up to such a turn are not the beginning of the whole conversation's
+        tokens, if a turn has no stop token, or if there is no turn to train on.
         """
         conversation = self._with_system(messages)
         if GENERATION_MARK.search(self._text()):
@@ -107,13 +108,13 @@ class ChatTemplate:
             before = self._tokens(conversation[:index], starts_turn=True)
             if tokens[: len(before)] != before:
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path} writes what precedes turn {index} of {_shown(conversation)} "
-                    "differently when turns follow, so the tokens of that turn cannot be found"
+                    f"the chat template of {self.hf.name_or_path}: the tokens up to message {index} are not the beginning of the whole "
+                    f"conversation's tokens, so the tokens of that message cannot be found: {_shown(conversation)}"
                 )
             ends = [i for i in range(len(before), len(tokens)) if tokens[i] in self.stop_token_ids]
             if not ends:
                 raise ValueError(
-                    f"the chat template of {self.hf.name_or_path} ends turn {index} of {_shown(conversation)} with none of the stop "
+                    f"the chat template of {self.hf.name_or_path} ends message {index} of {_shown(conversation)} with none of the stop "
                     f"tokens {list(self.stop_token_ids)}"
                 )
             for i in range(len(before), ends[0] + 1):

@@ -1,7 +1,9 @@
-"""Command line of a run. It turns flags into a checked config and the path of the run's folder. Starts nothing and writes nothing.
+"""Command line of a run. It turns flags into a checked config and the path of the run's folder. It starts nothing, and
+writes nothing but models that it downloads.
 
-A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods, which raise ValueError.
-`with_local_models()` returns the config with directories in the place of ids of models. `validate()` checks the config.
+A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods, which raise ValueError for
+a config that is not possible. `with_local_models()` returns the config with directories in the place of ids of models. `validate()`
+checks the config.
 """
 
 import difflib
@@ -45,7 +47,7 @@ class Invocation:
 
 
 class _Flags(Protocol):
-    """Fields of the class that `_flags` makes. `_chosen` has read `config_name`, `resume` and `eval_only` before."""
+    """Fields of the class that `_flags` makes, without `config_name`, `resume` and `eval_only`, which `_chosen` has read already."""
 
     config: "RunConfig"
     output_dir: Path | None
@@ -216,7 +218,7 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             "eval_only",
             Path | None,
             None,
-            "Score this checkpoint, or the newest one of this run, and stop. Without --config the config of its run is used.",
+            "Folder of a checkpoint, or of a run for its newest checkpoint. Score it and stop. Without --config the config of that run is used.",
         ),
         _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),
@@ -257,7 +259,7 @@ def _require_writable(output_dir: Path) -> None:
 
 
 def _require_no_run(prog: str, output_dir: Path) -> None:
-    """Raise ValueError, with the command that continues it, if the folder holds a run."""
+    """If the folder holds a run, raise ValueError with the command that continues the run."""
     if RunFolder(output_dir).holds_run:
         command = f"{prog} --resume {shlex.quote(str(output_dir))}"
         raise ValueError(f"{output_dir} holds a run; to continue it: {command}")

@@ -96,7 +96,7 @@ def _rate(run: RunFiles) -> float | None:
 
 
 def write_comparison(folders: Sequence[Path], output: Path) -> dict[str, RunFiles]:
-    """Write the page and return the runs. Raises ValueError for a folder that holds no run, and for an output that is a folder."""
+    """Write the page and return the runs. Raises ValueError as `read_runs` does, and for an output that is a folder."""
     if output.is_dir():
         raise ValueError(f"--output {output} is a folder; it must be a file")
     runs = read_runs(folders)

@@ -125,7 +125,11 @@ REFUSED = {
         ChatConfig(),
         "with none of the stop tokens \\[258\\]",
     ),
-    "it counts turns": ("{{ messages | length }}" + UNMARKED, ChatConfig(), "differently when turns follow"),
+    "it counts turns": (
+        "{{ messages | length }}" + UNMARKED,
+        ChatConfig(),
+        "are not the beginning of the whole conversation",
+    ),
     "it marks nothing": (
         "{% if false %}{% generation %}{% endgeneration %}{% endif %}a",
         ChatConfig(),
