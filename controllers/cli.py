@@ -1,9 +1,9 @@
 """Command line of a run. It turns flags into a checked config and the path of the run's folder. It starts nothing, and
 writes nothing but models that it downloads.
 
-A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods, which raise ValueError for
-a config that is not possible. `with_local_models()` returns the config with directories in the place of ids of models. `validate()`
-checks the config.
+A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods. `with_local_models()` returns the
+config with directories in the place of ids of models, and `validate()` checks the config. Both raise ValueError for a config that
+cannot run.
 """
 
 import difflib
@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""Fields that a resumed run cannot change. Otherwise its weights might not fit, or it might have trained on its held-out problems."""
+"""Fields that a resumed run cannot change. With other values its weights might not fit the model, or its held-out problems might be among
+those that it has trained on already."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
@@ -47,7 +48,7 @@ class Invocation:
 
 
 class _Flags(Protocol):
-    """Fields of the class that `_flags` makes, without `config_name`, `resume` and `eval_only`, which `_chosen` has read already."""
+    """Fields of the class that `_flags` makes. `config_name`, `resume` and `eval_only` are left out, because `_chosen` has read them already."""
 
     config: "RunConfig"
     output_dir: Path | None
@@ -66,7 +67,7 @@ def parse(
 ) -> Invocation:
     """Parse `argv` (None: sys.argv). `prog` is how the user starts the program, such as "python -m controllers.grpo".
 
-    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit its fields.
+    `--config` names one of `configs` (default: the first) or a file of JSON, YAML or TOML. Flags with dotted names edit the config's fields.
     configs_by_controller: the configs of all controllers. The error about a config of another controller names that controller.
     Exits with status 2 and a message on stderr if the run is not possible, and with status 0 after `--help`.
     """
@@ -122,7 +123,7 @@ def _parse(
 
 
 def _chosen(prog: str, argv: list[str]) -> Namespace:
-    """The flags that choose the config whose fields the other flags edit. They are read first, and a second time with the other flags.
+    """The flags that choose the config. They are read first, because the other flags edit the chosen config, and again with the other flags.
 
     Raises ValueError for flags that exclude each other, and for an --eval-only that is not a folder.
     """
@@ -151,7 +152,7 @@ def _about(short_flags: Mapping[str, str]) -> str:
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print them with their paper. They go to stderr, so that --dry-run prints only JSON to stdout."""
+    """Set the fields of a preset, and print them with the preset's paper to stderr, so that --dry-run prints only JSON to stdout."""
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
         known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"
@@ -164,7 +165,7 @@ def _apply_preset(config: "RunConfig", name: str) -> None:
 
 
 def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) -> list[str]:
-    """The command line with the whole names of flags. `--lr 1e-4` becomes `--schedule.learning-rate 1e-4`, and so does `--lr=1e-4`."""
+    """The command line with whole names in the place of short ones: `--lr=1e-4` becomes `--schedule.learning-rate=1e-4`."""
     whole = []
     for argument in argv:
         flag, equals, value = argument.partition("=")
@@ -173,7 +174,7 @@ def _without_short_flags(argv: Sequence[str], short_flags: Mapping[str, str]) ->
 
 
 def _require_own(config: str | None, configs: Configs, configs_by_controller: Mapping[str, Configs]) -> None:
-    """Raise ValueError, naming the controller, for a config that only other controllers have."""
+    """If only other controllers have this config, raise ValueError with their names."""
     owners = [controller for controller, theirs in configs_by_controller.items() if config in theirs]
     if owners and config not in configs:
         own = ", ".join(configs)
@@ -187,7 +188,7 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
     if resume:
         file = resume / "config.json"
     elif eval_only and not config:
-        # run/checkpoints/step-N
+        # The folder of a checkpoint is run/checkpoints/step-N.
         run = eval_only.resolve().parents[1] if eval_only.resolve().parent.name == "checkpoints" else eval_only
         file = run / "config.json"
     if file is None:
@@ -208,7 +209,7 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
 
 
 def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
-    """A dataclass with the run's own flags and the config. The config's fields keep their dotted names."""
+    """A dataclass of the flags that are no fields of the config, and of the config, whose fields keep their dotted names."""
     names = ", ".join(configs)
     flags = [
         _flag("config_name", str, name, f"One of {names}, or a .json, .yaml or .toml file.", shown="config"),
@@ -232,7 +233,7 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
 def _flag(
     name: str, kind: Annotation, default: object, meaning: str, shown: str | None = None
 ) -> tuple[str, Annotation, object]:
-    """A field for make_dataclass. `shown` replaces the name on the command line."""
+    """A field for make_dataclass. shown: the name on the command line, if it is not `name`."""
     shape = tyro.conf.arg(help=meaning, name=shown)
     return name, Annotated[kind, shape, tyro.conf.FlagCreatePairsOff], field(default=default)
 

@@ -1,8 +1,8 @@
 """The part of a controller's program around its training: command line, checks, start, end and exit status. Trains nothing.
 
-The program parses the command line, checks the config, opens the run, and closes the run whatever happens. The exit status of training
-is 0 if the run reached its last step, 1 if it failed, 2 if the config cannot run, 3 if the run missed its gate, 130 after Ctrl-C and 143
-after SIGTERM.
+The program parses the command line, checks the config, opens the run, and closes the run whatever happens. The exit status is 0 if the
+run reached its last step (or if --eval-only, --plan or --dry-run has done its work), 1 if the run failed, 2 if the config cannot run, 3
+if the run missed its gate, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 import asyncio
@@ -40,13 +40,14 @@ from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
 
 PROBLEMS_CHECKED = 1000
-"""Number of training problems whose length and alphabet are checked before a run. All held-out problems are checked."""
+"""Number of training problems that are checked before a run, for their length and for what the tokenizer can encode. All held-out problems
+are checked, too."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 
 def main(controller: str) -> None:
-    """Parse the command line of a controller module, do what it asks with the module's `train`, and exit.
+    """Parse the command line of a controller module, do what the command line asks, and exit. Training is the module's `train`.
 
     A controller cannot import the package `configs`, because `configs` imports the controllers. This function finds the configs by the
     controller's name.
@@ -103,7 +104,7 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation, with a checkpoint as eval_only. Before a resume it also checks the run and sets damaged checkpoints aside.
+    """The invocation, with the folder of a checkpoint as eval_only. Before a resume, also set damaged checkpoints aside and check the run.
 
     Raises ValueError if eval_only holds no whole checkpoint, or if the run cannot be resumed with this config.
     """
@@ -146,7 +147,7 @@ def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[Valid
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", it becomes the characters of the problems, and vocab_size fits it."""
+    """The config. An alphabet "auto" is replaced by the characters of the problems, and vocab_size by the size of that alphabet's tokenizer."""
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)
@@ -193,7 +194,9 @@ def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Seq
     """The scorer of the run. Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
-    return Scorer.of(config.environment, environments if config.has_generator else {})  # else it scores nothing
+    return Scorer.of(
+        config.environment, environments if config.has_generator else {}
+    )  # without a generator it scores nothing
 
 
 def _run(
@@ -204,7 +207,7 @@ def _run(
     scorer: Scorer,
     train: Train,
 ) -> int:
-    """Train or evaluate, and return the exit status. The terminal and the log file get the error of a run that failed."""
+    """Train or evaluate, and return the exit status. If the run fails, its error goes to the terminal and to the log file."""
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -237,7 +240,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended or a signal has ended it. Then everything is closed. Returns the exit status."""
+    """Wait until the work has ended, by itself or after a signal, and has closed everything. Returns the exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:
@@ -301,7 +304,7 @@ async def _train(
 
 
 def _prepare(folder: RunFolder, config: RunConfig) -> None:
-    """Make the folder with the files that the actors read. Checkpoints that were not finished are removed."""
+    """Make the run's folder with the config and the tokenizer, and remove checkpoints that were not finished."""
     checkpoints.remove_incomplete(folder.checkpoints)
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(config_file.to_json(config))
@@ -310,7 +313,7 @@ def _prepare(folder: RunFolder, config: RunConfig) -> None:
 
 
 async def _load(run: Run, checkpoint: Path) -> None:
-    """Load the random states and the trainer's part of a checkpoint whose state the run already has."""
+    """Restore the random states and the trainer from a checkpoint. The controller's state of this checkpoint is in run.state already."""
     checkpoints.restore_random_states(run.state["random"])
     with run.log.setup(f"resuming from {checkpoint}"):
         await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
@@ -319,8 +322,8 @@ async def _load(run: Run, checkpoint: Path) -> None:
 async def _train_until_asked(run: Run, train: Train) -> None:
     """Train to the end, and wait until the last checkpoint is on disk.
 
-    Raises Interrupted after a signal. Unless checkpoint_every=0, the checkpoint of the last step is on disk by then. Raises ValueError,
-    naming step and environment, for a reward or an episode that fails.
+    Raises Interrupted after a signal, when the checkpoint of the last finished step is on disk (unless checkpoint_every=0). Raises
+    ValueError, naming step and environment, for a reward or an episode that fails.
     """
     try:
         await train_to_end(run, train)
@@ -345,7 +348,7 @@ async def _evaluate(
     scorer: Scorer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems. A generator gets the exported weights of the checkpoint. Only a log is written."""
+    """Score a checkpoint on the held-out problems, with a generator that loads an export of it. Nothing but logs is left on disk."""
     # This import stands here because it loads torchtitan, which the controller of a training run does not need.
     from rl_actors.engine.export import export_checkpoint, policy_version
 

@@ -80,8 +80,8 @@ class RunConfig:
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
     """Characters of a character-level tokenizer that is made for the run. Empty: the tokenizer of trainer.hf_path. auto without
-    trainer.hf_path: the characters of the problems, whose number also gives the size of the vocabulary. auto with trainer.hf_path: the
-    tokenizer and the size of the model are those of trainer.hf_path."""
+    trainer.hf_path: the characters of the problems; their number also gives the size of the vocabulary. auto with trainer.hf_path: the
+    run takes the tokenizer and the size of the model from there."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task that takes several turns."""
@@ -91,19 +91,19 @@ class RunConfig:
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """The generator's model and adapters are the trainer's."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The place of the reference policy, in a run that has one."""
+    """The GPUs of the reference policy, in a run that has one."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """Place of the weights' versions. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
+    """Place of the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
     take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    """The way of the weights' bytes from the trainer to the generator."""
+    """How the bytes of the weights get from the trainer to the generator."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
     """The machines of the run."""
     turns: TurnsConfig = field(default_factory=TurnsConfig)
     """Whether trainer and generator take turns in the memory of the same GPUs."""
     survival: SurvivalConfig = field(default_factory=SurvivalConfig)
-    """Reaction of the run to the death of an actor's process."""
+    """Limits within which the run goes on after the death of an actor's process."""
     samples_per_forward_backward: int = 1024
     """Largest number of samples in one forward_backward call. A step makes as many calls as its batch needs."""
     validate_every: int = 10
@@ -129,7 +129,7 @@ class RunConfig:
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """Project that takes the place of tracker_project. It also adds wandb to the trackers. None: tracker_project and trackers hold."""
+    """Project of the run in trackers, in the place of tracker_project. It also adds wandb to the trackers. None: both fields hold as they are."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
     """Values of --algorithm."""
@@ -177,7 +177,7 @@ class RunConfig:
         return models
 
     def critic_takes_turns(self) -> bool:
-        """True if there is a critic whose memory is on the host while the trainer or the generator works on its GPUs."""
+        """True if there is a critic that shares GPUs with the trainer or the generator, so that its memory is on the host while these work."""
         critic = self.models().get("critic")
         if critic is None or not self.turns.enabled:
             return False
@@ -245,7 +245,7 @@ class RunConfig:
         self._validate_models()
 
     def _validate_tokens(self) -> None:
-        """Check the source of the tokenizer, the room for a prompt, and that generator and adapters have the same model."""
+        """Check that there is a tokenizer, that max_tokens leaves room for a prompt, and that the adapters belong to the generator's model."""
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
@@ -322,7 +322,7 @@ class Run(Generic[Config]):
     recording: Recording = field(default_factory=Recording)
     recoveries: Recoveries = field(default_factory=Recoveries)
     saved_step: int = 0  # step of the last checkpoint
-    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the last push and pull that are in a record
+    transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the newest push and pull that a record has
 
     async def measure(self) -> Scores:
         """Score the generator's current weights on all held-out problems."""
@@ -354,7 +354,7 @@ class Run(Generic[Config]):
         return {"tokens/trained": num_epochs * sum(lengths), "tflops/trained": num_epochs * flops / 1e12}
 
     async def record(self, step: int, values: Record, *, phase: str, skipped: bool = False) -> None:
-        """Write the line of a step: its values, its times, its speed and the memory of the trainer.
+        """Write the record of a step: its values, its times, its speed and the memory of the trainer.
 
         Raises GateMissedError if the values miss the run's gate.
         """
@@ -376,7 +376,7 @@ class Run(Generic[Config]):
             self.gate.check(step, values)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
-        """Metrics of the last push and the last pull. Each is only in the first record after it."""
+        """Metrics of the last push and the last pull, each only once: the first record after a push or a pull has them."""
         pull = self.generator.last_pull if self.config.has_generator else None
         if pull is not None and not pull.num_bytes:  # the generator had the version already
             pull = None
@@ -384,10 +384,11 @@ class Run(Generic[Config]):
         return transfers(push if push != former[0] else None, pull if pull != former[1] else None)
 
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
-        """End a step with its state. If a checkpoint is due after step `phase_step` of the phase, begin to write it.
+        """Note the state after a step, and begin to write a checkpoint if one is due.
 
-        The checkpoint is on disk only later. Raises Interrupted if a signal has asked for the end of the run, except after the last step of
-        a phase. Raises RuntimeError or OSError if the previous checkpoint could not be written.
+        phase_step: number of the step in its phase. The checkpoint is complete on disk only later. Raises Interrupted if a signal has
+        asked for the end of the run, except after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
+        not be written.
         """
         # A dropped rollout may have drawn random numbers, so their state is noted here and not when the checkpoint is written.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}
