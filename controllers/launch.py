@@ -194,9 +194,8 @@ def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Seq
     """The scorer of the run. Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
-    return Scorer.of(
-        config.environment, environments if config.has_generator else {}
-    )  # without a generator it scores nothing
+    # Without a generator there are no completions to score.
+    return Scorer.of(config.environment, environments if config.has_generator else {})
 
 
 def _run(
