@@ -3,7 +3,11 @@
 A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
 kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0. It must
 have all steps, the data position of the undisturbed run and as many problems, none of them twice; a synchronous run must have the same
-problems. It must leave no process and no shared memory. The program also measures the seconds from the signal to the next step.
+problems. It must leave no process and no shared memory.
+
+The program also measures the seconds from the signal to the record of the next step after the recovery. Rounds with one death have a bar:
+the median must not be longer, and the longest time at most twice as long. After SIGSTOP `--silent-after` is added to both. The exit status
+is 1 if a round has a fault or a bar is missed.
 
 Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
 """
@@ -11,11 +15,11 @@ Every round is a line of drills.jsonl in the folder. If the program is interrupt
 import argparse
 import contextlib
 import json
-import os
 import random
 import signal
 import statistics
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,6 +29,7 @@ from pathlib import Path
 
 import psutil
 
+from benchmarks.harness import shared_memory
 from benchmarks.resume import RUN_TIMEOUT, Controller
 from controllers import checkpoints
 from controllers.run_folder import Record, RunFolder, read_jsonl
@@ -35,8 +40,10 @@ LOOPS, MODES = ("grpo", "ppo"), ("sync", "async")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PROCESS_NAMES = {"store": "memory", "engine": "generator"}
 """Kind -> the name of its processes, for kinds whose processes have another name."""
-BARS = {"generator": 20.0, "engine": 20.0}
-"""Kind -> limit of the median seconds from a kill to the next step, as the table shows it. Other kinds have 40 s."""
+BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
+"""Kind -> limit of the median seconds from a kill to the next step. The limit of the longest time is twice as high."""
+LOOK_PAUSE = 0.25
+"""Seconds between two looks at the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
 SHARED_MEMORY_PAUSE = 2.0  # seconds before the check, because a program keeps the name of a semaphore for a moment
 LONGEST_START = 15.0  # seconds between the start of a run and a death before its first step, at most
@@ -135,26 +142,60 @@ def wait_until(condition: Callable[[], object], run: Controller, what: str, paus
         time.sleep(pause)
 
 
-def strike(run: Controller, kind: str, sent: str, draw: random.Random) -> float:
+class Watch:
+    """Notes, from a thread, which shared memory the processes of a run use, and when the run records a step."""
+
+    def __init__(self, run: Controller, folder: RunFolder) -> None:
+        self.run, self.folder = run, folder
+        self.segments: set[shared_memory.Inode] = set()  # of the run
+        self.steps: list[tuple[float, int]] = []  # seconds since 1970 and number of each step, when it was seen
+        self._before = set(shared_memory.segments().values())
+        self._last = -1
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_again_and_again, daemon=True)
+
+    def look(self) -> None:
+        """Note the shared memory and the steps of now."""
+        self.segments |= shared_memory.used_by(self.run.processes()) - self._before
+        lines = read_jsonl(self.folder.metrics)
+        last = lines[-1]["step"] if lines else -1
+        if last > self._last and lines[-1]["phase"] != "start":
+            self.steps.append((time.time(), last))
+        self._last = last  # lower than before, if a recovery has begun
+
+    def _look_again_and_again(self) -> None:
+        while not self._ended.wait(LOOK_PAUSE):
+            self.look()
+
+    def __enter__(self) -> "Watch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._ended.set()
+        self._thread.join(RUN_TIMEOUT)
+
+
+def strike(watch: Watch, kind: str, sent: str, draw: random.Random) -> float:
     """Send the signal to a process of this kind as soon as there is one. Returns the moment, in seconds since 1970."""
+    run = watch.run
     wait_until(lambda: victims(run, kind), run, f"there was a process of {kind}", pause=0.05)
+    watch.segments |= shared_memory.used_by(victims(run, kind))
     draw.choice(victims(run, kind)).send_signal(SIGNALS[sent])
     return time.time()
 
 
-def carry_out(drawn: Round, run: Controller, folder: RunFolder) -> float:
+def carry_out(drawn: Round, watch: Watch) -> float:
     """Wait for the moments of the round and send its signals. Returns the moment of the first one, in seconds since 1970."""
-    draw = random.Random(drawn.number)
+    draw, metrics = random.Random(drawn.number), watch.folder.metrics
     if drawn.after_step >= 0:
-        wait_until(
-            lambda: any(line["step"] >= drawn.after_step for line in read_jsonl(folder.metrics)), run, f"{drawn}"
-        )
+        wait_until(lambda: any(line["step"] >= drawn.after_step for line in read_jsonl(metrics)), watch.run, f"{drawn}")
     time.sleep(drawn.delay)
-    moment = strike(run, drawn.kind, drawn.sent, draw)
+    moment = strike(watch, drawn.kind, drawn.sent, draw)
     if drawn.second:
         time.sleep(drawn.second_delay)
         with contextlib.suppress(RuntimeError, psutil.Error):  # the run may have ended before
-            strike(run, drawn.second, "kill", draw)
+            strike(watch, drawn.second, "kill", draw)
     return moment
 
 
@@ -171,13 +212,18 @@ def cursor(folder: RunFolder) -> int:
     return checkpoints.read(newest)["cursor"]
 
 
-def seconds_to_next_step(folder: RunFolder, moment: float) -> float | None:
-    """Seconds from a death to the record of the first step of the first recovery after it. None if the death caused no restart of the run."""
-    for line in read_jsonl(folder.restarts):
+def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float, int]], moment: float) -> float | None:
+    """Seconds from a death to the record of the first step after its recovery. None if no step came.
+
+    restarts: lines of restarts.jsonl. The line of a generator is written with the first step after its return. A death that has no line,
+    because it happened while the actors started, or because no later step needed the generator, ends with the next step that was recorded.
+    """
+    for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()
         if noticed >= moment - 0.1 and line["seconds"] is not None:
             return noticed + line["seconds"] - moment
-    return None
+    later = [seen - moment for seen, _ in steps if seen >= moment]
+    return later[0] if later else None
 
 
 def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
@@ -200,48 +246,30 @@ def faults(folder: RunFolder, whole: RunFolder, mode: str) -> list[str]:
     return found
 
 
-def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
-
-
-def left_in_shared_memory(before: set[str]) -> list[str]:
-    """Names that were not in `before` and that no running process has mapped. Memory that other programs use is so left out."""
-    time.sleep(SHARED_MEMORY_PAUSE)
-    left = shared_memory() - before
-    if left:
-        maps = "".join(_maps(process.pid) for process in psutil.process_iter())
-        left = {name for name in left & shared_memory() if f"/dev/shm/{name}" not in maps}
-    return sorted(left)
-
-
-def _maps(pid: int) -> str:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/maps").read_text()
-    return ""
-
-
 def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
     """Carry the round out. Returns its line."""
     whole = undisturbed(drawn, base, args)
     folder = RunFolder(base / f"round-{drawn.number}")
-    before, begin = shared_memory(), time.monotonic()
+    begin = time.monotonic()
     arguments = flags(drawn.loop, drawn.mode, drawn.kind, args)
     log, module = base / f"round-{drawn.number}.log", f"controllers.{drawn.loop}"
     found: list[str] = []
     seconds = None
-    with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run:
+    with Controller(module, *arguments, "--output-dir", folder.path, log=log) as run, Watch(run, folder) as watch:
         try:
-            moment = carry_out(drawn, run, folder)
+            moment = carry_out(drawn, watch)
             run.finish()
+            watch.look()
             found += faults(folder, whole, drawn.mode)
-            seconds = seconds_to_next_step(folder, moment)
+            seconds = seconds_to_next_step(read_jsonl(folder.restarts), watch.steps, moment)
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
         try:
             run.wait_until_gone()
         except RuntimeError as error:
             found.append(f"orphans: {error}")
-    if left := left_in_shared_memory(before):
+    time.sleep(SHARED_MEMORY_PAUSE)
+    if left := shared_memory.left_behind(watch.segments):
         found.append(f"left in /dev/shm: {left}")
     causes = [line["cause"] for line in read_jsonl(folder.restarts)]
     return {
@@ -267,21 +295,56 @@ def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder
     return folder
 
 
-def table(lines: Sequence[Record]) -> str:
-    """A row for each kind and signal: rounds, rounds without a fault, and the seconds to the next step in rounds with one death."""
-    rows = [f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'worst s':>8}  {'bar s':>6}"]
+def seconds_of(lines: Sequence[Record], kind: str, sent: str, *, has_second: bool) -> list[float]:
+    """Seconds to the next step in the rounds of a kind and a signal, with or without a second death."""
+    chosen = [line for line in lines if (line["kind"], line["sent"], bool(line["second"])) == (kind, sent, has_second)]
+    return [line["seconds"] for line in chosen if line["seconds"] is not None]
+
+
+def bars(kind: str, sent: str, silent_after: float) -> tuple[float, float]:
+    """Limits of the median and of the longest seconds to the next step."""
+    silence = silent_after if sent == "stop" else 0.0
+    return BARS[kind] + silence, 2 * BARS[kind] + silence
+
+
+def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
+    """A text for every bar that the rounds with one death miss."""
+    missed = []
+    for kind in KINDS:
+        for sent in SIGNALS:
+            seconds = seconds_of(lines, kind, sent, has_second=False)
+            if not seconds:
+                continue
+            of_median, of_worst = bars(kind, sent, silent_after)
+            if (median := statistics.median(seconds)) > of_median:
+                missed.append(f"{kind} {sent}: the median is {median:.1f} s, the bar {of_median:.0f} s")
+            if (worst := max(seconds)) > of_worst:
+                missed.append(f"{kind} {sent}: the worst is {worst:.1f} s, the bar {of_worst:.0f} s")
+    return missed
+
+
+def table(lines: Sequence[Record], silent_after: float) -> str:
+    """A row for each kind and signal: rounds, rounds without a fault, seconds to the next step with one death and with two, and the bars."""
+    columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6}"
+    rows = [
+        f"{columns} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}  2 deaths: {'median s':>9} {'worst s':>8}"
+    ]
     for kind in KINDS:
         for sent in SIGNALS:
             of_kind = [line for line in lines if (line["kind"], line["sent"]) == (kind, sent)]
             if not of_kind:
                 continue
-            seconds = [line["seconds"] for line in of_kind if not line["second"] and line["seconds"] is not None]
-            median = f"{statistics.median(seconds):.1f}" if seconds else "-"
-            worst = f"{max(seconds):.1f}" if seconds else "-"
             whole = sum(not line["faults"] for line in of_kind)
-            bar = f"{BARS.get(kind, 40.0):.0f}" if sent == "kill" else "-"
-            rows.append(f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6} {median:>9} {worst:>8}  {bar:>6}")
+            median, worst = _median_and_worst(seconds_of(lines, kind, sent, has_second=False))
+            second_median, second_worst = _median_and_worst(seconds_of(lines, kind, sent, has_second=True))
+            of_median, of_worst = bars(kind, sent, silent_after)
+            first = f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6} {median:>9} {of_median:>6.0f} {worst:>8} {of_worst:>6.0f}"
+            rows.append(f"{first} {'':>11} {second_median:>9} {second_worst:>8}")
     return "\n".join(rows)
+
+
+def _median_and_worst(seconds: Sequence[float]) -> tuple[str, str]:
+    return (f"{statistics.median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("-", "-")
 
 
 def main() -> None:
@@ -318,8 +381,11 @@ def main() -> None:
         took = "" if line["seconds"] is None else f", {line['seconds']:.1f} s to the next step"
         print(f"round {number} {drawn.variant} {drawn}: {outcome}{took} ({line['wall']:.0f} s)", flush=True)
     lines = [line for line in read_jsonl(file) if line["number"] < args.rounds]
-    print(table(lines))
-    sys.exit(1 if any(line["faults"] for line in lines) else 0)
+    print(table(lines, args.silent_after))
+    missed = missed_bars(lines, args.silent_after)
+    for text in missed:
+        print(f"missed: {text}")
+    sys.exit(1 if missed or any(line["faults"] for line in lines) else 0)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
 """benchmarks/drills.py: what a round draws and how the table reads; rounds with real processes."""
 
 import json
+import os
 import subprocess
 import sys
+import uuid
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from benchmarks.drills import KINDS, draw_round, table
+from benchmarks.drills import KINDS, Watch, draw_round, missed_bars, seconds_to_next_step, table
+from benchmarks.harness import shared_memory
+from benchmarks.resume import MARKER, Controller
+from controllers.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,11 +27,103 @@ def test_a_round_depends_only_on_its_number_and_the_kinds_take_turns():
     assert 20 <= sum(bool(each.second) for each in draws) <= 40
 
 
-def test_the_table_has_the_seconds_of_rounds_with_one_death():
-    line = {"kind": "trainer", "sent": "kill", "second": "", "faults": [], "seconds": 10.0}
-    lines = [line, line | {"seconds": 30.0}, line | {"seconds": 99.0, "second": "trainer"}, line | {"faults": ["x"]}]
-    [_, row] = table(lines).splitlines()
-    assert row.split() == ["trainer", "kill", "4", "3", "10.0", "30.0", "40"]
+LINE = {"kind": "trainer", "sent": "kill", "second": "", "faults": [], "seconds": 10.0}
+
+
+def test_the_table_has_the_seconds_of_rounds_with_one_death_and_with_two():
+    two_deaths = [LINE | {"seconds": 99.0, "second": "trainer"}, LINE | {"seconds": 89.0, "second": "critic"}]
+    [_, row] = table([LINE, LINE | {"seconds": 30.0}, *two_deaths, LINE | {"faults": ["x"]}], 20.0).splitlines()
+    assert row.split() == ["trainer", "kill", "5", "4", "10.0", "40", "30.0", "80", "94.0", "99.0"]
+
+
+def test_the_bar_of_a_stopped_process_includes_the_silence_after_which_it_counts_as_dead():
+    [_, row] = table([LINE | {"sent": "stop", "kind": "engine"}], 25.0).splitlines()
+    assert row.split() == ["engine", "stop", "1", "1", "10.0", "45", "10.0", "65", "-", "-"]
+
+
+def test_a_missed_bar_is_named_and_second_deaths_have_none():
+    assert missed_bars([LINE, LINE | {"seconds": 79.0}, LINE | {"seconds": 40.0}], 20.0) == []
+    assert missed_bars([LINE | {"seconds": 99.0, "second": "critic"}], 20.0) == []
+    late = [LINE | {"seconds": 41.0}, LINE | {"seconds": 81.0}, LINE | {"kind": "engine", "seconds": 20.5}]
+    assert missed_bars(late, 20.0) == [
+        "trainer kill: the median is 61.0 s, the bar 40 s",
+        "trainer kill: the worst is 81.0 s, the bar 80 s",
+        "engine kill: the median is 20.5 s, the bar 20 s",
+    ]
+    stopped = LINE | {"sent": "stop"}
+    assert missed_bars([stopped | {"seconds": 59.0}], 20.0) == []
+    assert missed_bars([stopped | {"seconds": 61.0}], 20.0) == ["trainer stop: the median is 61.0 s, the bar 60 s"]
+
+
+def test_the_seconds_end_with_the_step_after_the_recovery_or_else_with_the_next_step():
+    moment = datetime(2026, 1, 1, tzinfo=UTC).timestamp()
+    died = {"restart": "generator-0", "time": "2026-01-01T00:00:01.000+00:00"}
+    earlier = {"restart": 1, "time": "2025-12-31T23:59:00.000+00:00", "seconds": 9.0}
+    steps = [(moment - 1, 3), (moment + 2, 4), (moment + 12, 5)]
+    assert seconds_to_next_step([earlier, died | {"seconds": 8.0}], steps, moment) == 9.0
+    cut_short = died | {"seconds": None}
+    assert seconds_to_next_step([cut_short, died | {"seconds": 19.0}], steps, moment) == 20.0
+    assert seconds_to_next_step([earlier], steps, moment) == 2.0  # the death has no line
+    assert seconds_to_next_step([earlier], steps[:1], moment) is None
+
+
+MAKES_SEGMENT = """
+import mmap, sys
+file = open("/dev/shm/" + sys.argv[1], "w+b")
+file.truncate(4096)
+if sys.argv[2] == "mapped":
+    memory = mmap.mmap(file.fileno(), 4096)
+    file.close()
+print("made", flush=True)
+sys.stdin.read()
+"""
+
+
+class RunWithSegments(Controller):
+    """A run that only makes shared memory."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+
+def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
+    mark = uuid.uuid4().hex
+    names = {f"drills-{mark}-{use}": (use, {MARKER: mark}) for use in ("mapped", "open")}
+    names[f"drills-{mark}-other"] = ("mapped", {})
+    before = Path(f"/dev/shm/drills-{mark}-before")
+    before.touch()
+    watch = Watch(RunWithSegments(mark), RunFolder(tmp_path))
+    programs = []
+    try:
+        for name, (use, environment) in names.items():
+            command = [sys.executable, "-S", "-c", MAKES_SEGMENT, name, use]
+            program = subprocess.Popen(
+                command, env=os.environ | environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            programs.append(program)
+            assert program.stdout.readline() == b"made\n"
+        watch.look()
+        assert shared_memory.left_behind(watch.segments) == []  # running processes use them
+        for program in programs:
+            program.kill()
+            program.wait(60)
+        assert shared_memory.left_behind(watch.segments) == [f"drills-{mark}-mapped", f"drills-{mark}-open"]
+    finally:
+        for program in programs:
+            program.kill()
+        for path in Path("/dev/shm").glob(f"drills-{mark}-*"):
+            path.unlink()
+    assert shared_memory.left_behind(watch.segments) == []
+
+
+def test_a_watch_notes_steps_also_after_a_recovery_has_removed_some(tmp_path):
+    folder = RunFolder(tmp_path)
+    watch = Watch(RunWithSegments(uuid.uuid4().hex), folder)
+    for last in (0, 1, 2, 1, 2):
+        lines = [json.dumps({"step": step, "phase": "grpo" if step else "start"}) for step in range(last + 1)]
+        folder.metrics.write_text("\n".join(lines) + "\n")
+        watch.look()
+    assert [step for _, step in watch.steps] == [1, 2, 2]
 
 
 @pytest.mark.slow

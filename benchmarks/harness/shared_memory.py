@@ -1,0 +1,66 @@
+"""The segments in /dev/shm that the processes of a run have used, and those that they leave behind. Segments of other programs do not count.
+
+A segment is known by its inode, because a semaphore is mapped under a temporary name before it gets its own name.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+FOLDER = "/dev/shm"
+
+Inode = tuple[int, int]
+"""Device and number of the inode of a file."""
+
+
+def segments() -> dict[str, Inode]:
+    """The segments that have a name now."""
+    found = {}
+    for entry in os.scandir(FOLDER):
+        with contextlib.suppress(FileNotFoundError):
+            status = entry.stat(follow_symlinks=False)
+            found[entry.name] = (status.st_dev, status.st_ino)
+    return found
+
+
+def used_by(processes: Iterable[psutil.Process]) -> set[Inode]:
+    """The segments that one of the processes has mapped or open. A process that has ended or that another user owns has none."""
+    found: set[Inode] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            found |= _mapped(process.pid)
+        with contextlib.suppress(OSError):
+            found |= _open(process.pid)
+    return found
+
+
+def _mapped(pid: int) -> set[Inode]:
+    found = set()
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        if f" {FOLDER}/" in line:  # "7f…-7f… rw-s 00000000 00:1b 2 /dev/shm/name (deleted)"
+            device, number = line.split()[3:5]
+            major, minor = device.split(":")
+            found.add((os.makedev(int(major, 16), int(minor, 16)), int(number)))
+    return found
+
+
+def _open(pid: int) -> set[Inode]:
+    found = set()
+    for entry in os.scandir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(entry.path).startswith(f"{FOLDER}/"):
+                status = os.stat(entry.path)
+                found.add((status.st_dev, status.st_ino))
+    return found
+
+
+def left_behind(own: set[Inode]) -> list[str]:
+    """The names of those of the `own` segments that still exist and that no running process uses."""
+    left = {name: inode for name, inode in segments().items() if inode in own}
+    if left:
+        used = used_by(psutil.process_iter())
+        left = {name: inode for name, inode in left.items() if inode not in used}
+    return sorted(left)
