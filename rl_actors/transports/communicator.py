@@ -46,6 +46,7 @@ WATCH_SECONDS = 0.1
 ABORT_SECONDS = 5.0
 """Seconds that `Pair.end` waits for the abort of a communicator."""
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+CLOSED = "the other process closed the connection"
 
 Value = TypeVar("Value")
 
@@ -253,12 +254,16 @@ class Pair:
             if time.monotonic() >= deadline:
                 raise TimeoutError
             if is_closed(self.connection):
-                raise ConnectionError("the other process closed the connection")
+                raise ConnectionError(CLOSED)
         try:
             return done.result()
-        except RuntimeError as error:  # of torch
+        except TimeoutError:
+            raise
+        except (RuntimeError, OSError) as error:  # of torch, or of the control connection
             left(deadline)
-            raise ConnectionError(str(error)) from error
+            # The call may notice the end of the other process before this loop does. Its own error would not name the cause.
+            reason = CLOSED if is_closed(self.connection) else str(error)
+            raise ConnectionError(reason) from error
 
     def end(self) -> None:
         """Close the connection, and abort the communicator, which ends a call that waits."""
@@ -284,7 +289,9 @@ def _wait(work: Work, deadline: float) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if the other side has closed the connection, even if some of its bytes have not been read yet."""
+    """True if one of the two sides has closed the connection, even if some of its bytes have not been read yet."""
+    if connection.fileno() < 0:
+        return True
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

@@ -166,6 +166,13 @@ def test_a_call_that_waits_without_a_limit_ends_when_the_other_process_does(sile
         pair.run(time.monotonic() + GUARD, pair.receive, torch.zeros(3, dtype=torch.uint8))
 
 
+def test_a_call_that_cannot_write_to_the_other_process_says_that_it_has_ended(silent_pair):
+    pair, other = silent_pair
+    other.close()
+    with pytest.raises(ConnectionError, match="the other process closed the connection"):
+        pair.run(time.monotonic() + GUARD, pair.receive, torch.zeros(3, dtype=torch.uint8))
+
+
 def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
     """There is no GPU here: the class notes how it is made."""
     seen = []
