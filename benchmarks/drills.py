@@ -118,7 +118,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
     for flag, value in values.items():
         arguments += [flag, value]
     if kind == "engine":
-        arguments.append("--generator.own-process")
+        arguments += ["--generator.own-process", True]
     if args.ranks > 1:
         arguments += ["--trainer.parallelism.data-parallel-shard-degree", args.ranks]
     return arguments

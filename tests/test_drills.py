@@ -1,5 +1,7 @@
 """benchmarks/drills.py: what a round draws and how the table reads; rounds with real processes."""
 
+import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -10,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.drills import KINDS, Watch, draw_round, missed_bars, seconds_to_next_step, table
+from benchmarks.drills import KINDS, LOOPS, MODES, Watch, draw_round, flags, missed_bars, seconds_to_next_step, table
 from benchmarks.harness import shared_memory
 from benchmarks.resume import MARKER, Controller
+from configs import CONFIGS
+from controllers import cli
 from controllers.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +29,18 @@ def test_a_round_depends_only_on_its_number_and_the_kinds_take_turns():
     assert all(each.loop == "ppo" for each in draws if each.kind == "critic")
     assert {each.sent for each in draws} == {"kill", "stop"}
     assert 20 <= sum(bool(each.second) for each in draws) <= 40
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_flags_of_a_round_are_those_of_its_controller(kind, tmp_path):
+    args = argparse.Namespace(seed=7, ranks=2, silent_after=25.0)
+    for loop, mode in itertools.product(LOOPS, MODES):
+        module = f"controllers.{loop}"
+        arguments = [str(each) for each in flags(loop, mode, kind, args)]
+        config = cli.parse(module, CONFIGS[module], [*arguments, "--output-dir", str(tmp_path / "run")]).config
+        assert (config.seed, config.survival.silent_after) == (7, 25.0)
+        assert (config.generator.own_process is True) == (kind == "engine")
+        assert (config.transport == "memory") == (kind == "store")
 
 
 LINE = {"kind": "trainer", "sent": "kill", "second": "", "faults": [], "seconds": 10.0}
