@@ -38,7 +38,7 @@ SFT_STEPS, STEPS = 2, 8
 KINDS = ("trainer", "critic", "reference", "generator", "engine", "store")
 LOOPS, MODES = ("grpo", "ppo"), ("sync", "async")
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-PROCESS_NAMES = {"store": "memory", "engine": "generator"}
+PROCESS_NAMES = {"store": "memory"}
 """Kind -> the name of its processes, for kinds whose processes have another name."""
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The limit of the longest time is twice as high."""
@@ -125,12 +125,20 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
 
 
 def victims(run: Controller, kind: str) -> list[psutil.Process]:
-    """The processes of a kind. An "engine" is vLLM's core: its parent is a process of the generator."""
+    """The processes of a kind, without helpers that they have started. An "engine" is the process of vLLM's core."""
+    if kind == "engine":
+        return [process for process in run.processes() if "EngineCore" in _name(process)]
     found = run.actors(PROCESS_NAMES.get(kind, kind))
-    if kind not in ("engine", "generator"):
-        return found
     pids = {process.pid for process in found}
-    return [process for process in found if (process.ppid() in pids) == (kind == "engine")]
+    return [process for process in found if process.ppid() not in pids]
+
+
+def _name(process: psutil.Process) -> str:
+    """The name of a process, or "" if it has ended."""
+    try:
+        return process.name()
+    except psutil.Error:
+        return ""
 
 
 def wait_until(condition: Callable[[], object], run: Controller, what: str, pause: float = 0.02) -> None:

@@ -6,6 +6,7 @@ by line, except times and rates.
 """
 
 import argparse
+import contextlib
 import math
 import os
 import random
@@ -69,11 +70,15 @@ class Kill:
 
 
 class Controller:
-    """A controller in a new process group. All its processes have a mark in their environment, by which they are found."""
+    """A controller in a new process group. Its processes have a mark in their environment, by which they are found.
+
+    The processes of vLLM's engine core are found by their parents, because vLLM writes their title where their environment was.
+    """
 
     def __init__(self, module: str, *arguments: object, log: Path) -> None:
         """module: controllers.grpo or controllers.ppo."""
         self.mark, self.log = uuid.uuid4().hex, log
+        self.seen: set[psutil.Process] = set()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as output:
             self.process = subprocess.Popen(
@@ -86,14 +91,17 @@ class Controller:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of this run that have not ended."""
+        """The processes of this run that have not ended. Those that were found once count also when their parents have ended."""
         found = []
+        parents = {process.pid for process in list(self.seen) if process.is_running()}
         for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARKER) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+            with contextlib.suppress(psutil.Error):
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if process in self.seen or process.ppid() in parents or process.environ().get(MARKER) == self.mark:
                     found.append(process)
-            except psutil.Error:
-                continue
+                    self.seen.add(process)
+                    parents.add(process.pid)
         return found
 
     def actors(self, name: str) -> list[psutil.Process]:

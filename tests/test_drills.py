@@ -99,7 +99,7 @@ class RunWithSegments(Controller):
     """A run that only makes shared memory."""
 
     def __init__(self, mark: str) -> None:
-        self.mark = mark
+        self.mark, self.seen = mark, set()
 
 
 def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
@@ -132,6 +132,25 @@ def test_only_segments_of_the_run_count_as_left_behind(tmp_path):
     assert shared_memory.left_behind(watch.segments) == []
 
 
+def test_processes_of_a_run_are_found_by_their_parents_and_found_again_after_their_end():
+    mark = uuid.uuid4().hex
+    run = RunWithSegments(mark)
+    program = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'import sys; sys.stdin.read()'], env={})"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", program], env=os.environ | {MARKER: mark}, stdin=subprocess.PIPE
+    ) as parent:
+        while len(found := run.processes()) < 2:
+            assert parent.poll() is None
+        assert found[0].pid == parent.pid and found[1].environ() == {}
+        parent.kill()
+        parent.wait(60)
+        assert run.processes() == [found[1]]
+    found[1].wait(60)  # its input has ended
+    assert run.processes() == []
+
+
 def test_a_watch_notes_steps_also_after_a_recovery_has_removed_some(tmp_path):
     folder = RunFolder(tmp_path)
     watch = Watch(RunWithSegments(uuid.uuid4().hex), folder)
@@ -143,7 +162,7 @@ def test_a_watch_notes_steps_also_after_a_recovery_has_removed_some(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["trainer", "critic", "store"])
+@pytest.mark.parametrize("kind", ["trainer", "critic", "store", "engine"])
 def test_a_run_whose_process_is_killed_ends_as_the_undisturbed_one(tmp_path, kind):
     arguments = ["--rounds", "1", "--kinds", kind, "--modes", "sync", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks", "drills", *arguments]
