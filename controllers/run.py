@@ -18,6 +18,7 @@ from controllers.hosts import HostsConfig
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger, Timer, transfers, usage
 from controllers.run_folder import Record, RunFolder
+from controllers.slow_rank import SlowRank
 from controllers.survival import Recording, Recoveries, SurvivalConfig
 from controllers.tokenizer import Tokenizer
 from controllers.trackers import TrackerName, validate_trackers
@@ -321,6 +322,7 @@ class Run(Generic[Config]):
     gate: Gate | None = None
     recording: Recording = field(default_factory=Recording)
     recoveries: Recoveries = field(default_factory=Recoveries)
+    slow_rank: SlowRank = field(default_factory=SlowRank)
     saved_step: int = 0  # step of the last checkpoint
     transfers: tuple[Transfer | None, Transfer | None] = (None, None)  # the newest push and pull that a record has
 
@@ -366,11 +368,15 @@ class Run(Generic[Config]):
         if self.scorer.num_replaced:
             values["reward/processes_replaced"] = self.scorer.num_replaced
         values |= self._new_transfers(infos[0].last_push)
+        of_ranks, news = self.slow_rank.step([info.own_seconds_per_token for info in infos])
+        values |= of_ranks
         values |= self.turns.metrics(infos)
         values |= self.recoveries.end(self.log.restart, step)
         if self.config.has_generator:
             values |= self.recoveries.of_generators(self.log.restart, self.generator.returns, step)
         self.log.step(step, values, phase=phase, skipped=skipped)
+        if news:
+            self.log.note(news)
         self.log.timeline(step, timeline)
         if self.gate is not None:
             self.gate.check(step, values)

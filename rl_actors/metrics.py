@@ -5,6 +5,7 @@ be tensors on a device. The finished metrics are floats.
 """
 
 import math
+import time
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
@@ -31,6 +32,27 @@ class HostCopy:
     def wait(self) -> Tensor:
         """The tensor on the host, once the copy is done."""
         return self.tensor
+
+
+class Stopwatch:
+    """Seconds between `start` and `stop`, added up. This class is for work that is done when its call returns. Its subclass in
+    engine/gpu.py is for a GPU.
+    """
+
+    def __init__(self) -> None:
+        self._seconds, self._began = 0.0, 0.0
+
+    def start(self) -> None:
+        """Begin to measure. A measurement without a `stop` is dropped."""
+        self._began = time.perf_counter()
+
+    def stop(self) -> None:
+        self._seconds += time.perf_counter() - self._began
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
 
 class PartialsCopy:

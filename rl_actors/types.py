@@ -271,7 +271,7 @@ class DeviceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerInfo:
-    """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and the values of memory, moves and pushes."""
+    """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and the values of memory, moves, pushes and times."""
 
     policy_version: int
     steps_skipped: int  # number of optim_steps since the trainer was built whose gradient was not finite
@@ -298,6 +298,9 @@ class TrainerInfo:
     on_host: Mapping[str, int] = field(default_factory=dict)  # each part that is offloaded -> its bytes; see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
     onloaded: HostMove = HostMove()  # sum of its moves back
+    # Seconds in which this rank computed for a token, without waits for other ranks, in the measured parts of the forward passes of the
+    # last optim_step. None: nothing was measured; see engine/own_time.py.
+    own_seconds_per_token: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

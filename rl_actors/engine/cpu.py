@@ -30,6 +30,7 @@ from torchtitan.models.common.attention import FlexAttention  # noqa: E402
 
 from rl_actors.engine.batch import PackedBatch  # noqa: E402
 from rl_actors.metrics import HostCopy as HostCopy  # noqa: E402  (gpu.py has its own under this name)
+from rl_actors.metrics import Stopwatch as Stopwatch  # noqa: E402  (gpu.py has its own under this name)
 from rl_actors.processes import threads  # noqa: E402
 
 

@@ -70,6 +70,37 @@ class HostCopy(metrics.HostCopy):
         return self.tensor
 
 
+class Stopwatch(metrics.Stopwatch):
+    """Seconds of the GPU between the kernels before `start` and before `stop`, by events of the current stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._start: torch.cuda.Event | None = None
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> None:
+        self._start = _event_now()
+
+    def stop(self) -> None:
+        if self._start is not None:
+            self._spans.append((self._start, _event_now()))
+
+    def take(self) -> float:
+        """The seconds since the last call. Waits until the GPU has done the measured work."""
+        spans, self._spans = self._spans, []
+        milliseconds = 0.0
+        for start, end in spans:
+            end.synchronize()
+            milliseconds += start.elapsed_time(end)
+        return milliseconds / 1e3
+
+
+def _event_now() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def require_cpu_offload() -> None:
     """Does nothing: memory can be pinned."""
 

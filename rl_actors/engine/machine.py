@@ -21,6 +21,10 @@ class Machine(Protocol):
     def HostCopy(self) -> type[metrics.HostCopy]:
         """A copy of a device tensor to the host."""
 
+    @property
+    def Stopwatch(self) -> type[metrics.Stopwatch]:
+        """A stopwatch for work of the device."""
+
     def device(self) -> torch.device:
         """This rank's device, which becomes torch's current one."""
 

@@ -24,6 +24,7 @@ from rl_actors.engine.machine import this_machine
 from rl_actors.engine.microbatch_output import MicrobatchOutput
 from rl_actors.engine.offload import Offload
 from rl_actors.engine.optimizer import named_parameters
+from rl_actors.engine.own_time import OwnTime, local_modules
 from rl_actors.engine.packing import plan
 from rl_actors.engine.pipeline import PipelineRunner
 from rl_actors.engine.profiling import StepProfiler
@@ -56,6 +57,8 @@ class TrainEngine:
         self.step = StepState()
         self.checkpoint_writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
+        self.own_time = OwnTime(local_modules(self.built.model, config), this_machine())
+        self.own_seconds_per_token: float | None = None
         self.policy_version = 0
         self.steps_skipped = 0
         self.parameters_by_layout = by_layout(named_parameters(self.built.model))
@@ -147,6 +150,7 @@ class TrainEngine:
             self.policy_version += 1
         else:
             self.steps_skipped += 1
+        self.own_seconds_per_token = self.own_time.take()
         self._clear()
         self.step.close()
         self.profiler.step_done()
@@ -160,6 +164,7 @@ class TrainEngine:
     def discard_gradients(self) -> None:
         """Drop the accumulated gradients and close the step, even a broken one. Does nothing if no gradients are accumulated."""
         self.step.require("discard_gradients")
+        self.own_time.take()
         self._clear()
         self.step.close()
 
@@ -305,6 +310,7 @@ class TrainEngine:
             offloaded=self.memory.offloaded,
             onloaded=self.memory.onloaded,
             logs=os.environ.get(LOG_VARIABLE, ""),
+            own_seconds_per_token=self.own_seconds_per_token,
         )
 
     def _make_head(self) -> ChunkedHead:

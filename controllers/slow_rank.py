@@ -1,0 +1,44 @@
+"""Names a rank of the trainer that is slower than the others. In every collective the others wait for it. Measures nothing."""
+
+import statistics
+from collections.abc import Sequence
+
+SLOW = 1.5
+"""A rank is slow if it takes this many times as long as the median of the others."""
+STEPS = 3
+"""Number of steps in a row in which a rank must be slow, or must not be, before a line says so. One slow step may be a coincidence."""
+
+
+class SlowRank:
+    """Compares the ranks after every step."""
+
+    def __init__(self) -> None:
+        self._slow: int | None = None  # the rank that the last line has named
+        self._candidate: int | None = None  # the rank that the last steps would name
+        self._num_steps = 0  # number of these steps
+
+    def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
+        """(metrics of the step, a line of text or "").
+
+        seconds: of each rank, for the same work, without waits for other ranks. None: not measured.
+
+        >>> SlowRank().step([1.0, 1.0, 1.2, 2.1])
+        ({'ranks/slowest': 3, 'ranks/slowest_ratio': 2.1}, '')
+        """
+        measured = {rank: value for rank, value in enumerate(seconds) if value}
+        if len(measured) < 2:
+            return {}, ""
+        slowest = max(measured, key=lambda rank: measured[rank])
+        ratio = measured.pop(slowest) / statistics.median(measured.values())
+        return {"ranks/slowest": slowest, "ranks/slowest_ratio": ratio}, self._news(slowest, ratio)
+
+    def _news(self, slowest: int, ratio: float) -> str:
+        candidate = slowest if ratio >= SLOW else None
+        self._num_steps = self._num_steps + 1 if candidate == self._candidate else 1
+        self._candidate = candidate
+        if candidate == self._slow or self._num_steps < STEPS:
+            return ""
+        former, self._slow = self._slow, candidate
+        if candidate is None:
+            return f"rank {former} of the trainer is no longer slow"
+        return f"rank {candidate} of the trainer is slow: {ratio:.1f} times the median of the others; they wait for it"

@@ -1,0 +1,59 @@
+"""Seconds in which a rank computes without waiting for another one. They tell which rank of a trainer is slow.
+
+The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest one. So only parts of the
+forward pass without a collective are measured: a few blocks, or their attention where a block has collectives of its own. Nothing is
+measured under context parallelism, whose attention has collectives, and with compile.enable, which compiles whole blocks.
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+from torchtitan.models.common import TransformerBlock
+
+from rl_actors.config import TrainerConfig
+from rl_actors.engine.machine import Machine
+
+NUM_MODULES = 4
+"""Largest number of modules of a rank that are measured. They are evenly spaced."""
+
+
+def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
+    """Modules of this rank that have no collective in their forward pass, and that take about as long on every rank."""
+    parallelism = config.parallelism
+    if config.compile.enable or parallelism.context_parallel_degree > 1:
+        return []
+    blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
+    stride = max(1, -(-len(blocks) // NUM_MODULES))
+    chosen = blocks[::stride]
+    # A block with experts takes longer than one without, and has collectives under expert parallelism.
+    if parallelism.tensor_parallel_degree > 1 or config.model.num_experts:
+        return [block.attention.inner_attention for block in chosen]
+    return chosen
+
+
+class OwnTime:
+    """The seconds of the modules' forward passes in training, for each token."""
+
+    def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
+        self._stopwatch, self._num_tokens = machine.Stopwatch(), 0
+        for module in modules:
+            # FSDP's hooks gather the weights before this hook starts the stopwatch, and free them after it has stopped.
+            module.register_forward_pre_hook(self._start)
+            module.register_forward_hook(self._stop, prepend=True)
+
+    def _start(self, module: nn.Module, inputs: tuple[object, ...]) -> None:
+        if module.training:
+            self._stopwatch.start()
+
+    def _stop(self, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if module.training:
+            self._stopwatch.stop()
+            hidden = inputs[0]  # [B, L, …]
+            assert isinstance(hidden, Tensor)
+            self._num_tokens += hidden.shape[0] * hidden.shape[1]
+
+    def take(self) -> float | None:
+        """Seconds for a token since the last call, or None if nothing was measured. The device must have done the measured work."""
+        seconds, num_tokens = self._stopwatch.take(), self._num_tokens
+        self._num_tokens = 0
+        return seconds / num_tokens if num_tokens else None

@@ -1,0 +1,37 @@
+"""Which rank is called slow, and when."""
+
+from controllers.slow_rank import SlowRank
+
+
+def lines(steps: list[list[float | None]]) -> list[str]:
+    comparison = SlowRank()
+    return [comparison.step(seconds)[1] for seconds in steps]
+
+
+SLOW, EVEN = [1.0, 1.2, 0.9, 2.1], [1.0, 1.0, 1.1, 1.2]
+
+
+def test_the_slowest_rank_is_compared_with_the_median_of_the_others():
+    metrics, _ = SlowRank().step(SLOW)
+    assert metrics == {"ranks/slowest": 3, "ranks/slowest_ratio": 2.1}
+    metrics, _ = SlowRank().step([0.5, 1.0])
+    assert metrics == {"ranks/slowest": 1, "ranks/slowest_ratio": 2.0}
+
+
+def test_a_rank_is_named_once_when_it_is_slow_in_three_steps_in_a_row_and_again_when_it_no_longer_is():
+    slow = "rank 3 of the trainer is slow: 2.1 times the median of the others; they wait for it"
+    assert lines([SLOW, SLOW, EVEN, SLOW, SLOW, SLOW, SLOW]) == ["", "", "", "", "", slow, ""]
+    over = "rank 3 of the trainer is no longer slow"
+    assert lines([SLOW, SLOW, SLOW, EVEN, EVEN, EVEN, EVEN]) == ["", "", slow, "", "", over, ""]
+
+
+def test_another_slow_rank_is_named_in_its_turn():
+    first = [2.0, 1.0, 1.0]
+    found = lines([first] * 3 + [[1.0, 2.0, 1.0]] * 3)
+    assert [line[:6] for line in found] == ["", "", "rank 0", "", "", "rank 1"]
+
+
+def test_ranks_without_a_measurement_are_left_out():
+    assert SlowRank().step([1.0]) == ({}, "")
+    assert SlowRank().step([None, None]) == ({}, "")
+    assert SlowRank().step([None, 1.0, 3.0])[0] == {"ranks/slowest": 2, "ranks/slowest_ratio": 3.0}
