@@ -5,8 +5,8 @@ kind at a random moment. In about half of the rounds a second process is killed 
 have all steps, the data position of the undisturbed run and as many problems, none of them twice; a synchronous run must have the same
 problems. It must leave no process and no shared memory.
 
-The program also measures the seconds from the signal to the record of the next step after the recovery. Rounds with one death have a bar:
-the median must not be longer, and the longest time at most twice as long. After SIGSTOP `--silent-after` is added to both. The exit status
+The program also measures the seconds from the signal to the record of the next step after the recovery. Rounds with one death, after the
+start, have a bar: the median must not be longer, and the longest time at most twice as long. After SIGSTOP `--silent-after` is added to both. The exit status
 is 1 if a round has a fault or a bar is missed.
 
 Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
@@ -42,6 +42,9 @@ PROCESS_NAMES = {"store": "memory"}
 """Kind -> the name of its processes, for kinds whose processes have another name."""
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The limit of the longest time is twice as high."""
+CIRCUMSTANCES = ("one death", "two deaths", "start")
+"""Kinds of rounds. Only those with one death have a bar. A death during the start of the actors ("start") costs as much as the start that is
+left, which an undisturbed run needs, too."""
 LOOK_PAUSE = 0.25
 """Seconds between two looks at the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
@@ -303,10 +306,17 @@ def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder
     return folder
 
 
-def seconds_of(lines: Sequence[Record], kind: str, sent: str, *, has_second: bool) -> list[float]:
-    """Seconds to the next step in the rounds of a kind and a signal, with or without a second death."""
-    chosen = [line for line in lines if (line["kind"], line["sent"], bool(line["second"])) == (kind, sent, has_second)]
+def seconds_of(lines: Sequence[Record], kind: str, sent: str, circumstances: str) -> list[float]:
+    """Seconds to the next step in the rounds of a kind, a signal and one of CIRCUMSTANCES."""
+    wanted = (kind, sent, circumstances)
+    chosen = [line for line in lines if (line["kind"], line["sent"], circumstances_of(line)) == wanted]
     return [line["seconds"] for line in chosen if line["seconds"] is not None]
+
+
+def circumstances_of(line: Record) -> str:
+    if line["second"]:
+        return "two deaths"
+    return "start" if line["after_step"] < 0 else "one death"
 
 
 def bars(kind: str, sent: str, silent_after: float) -> tuple[float, float]:
@@ -320,7 +330,7 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
     missed = []
     for kind in KINDS:
         for sent in SIGNALS:
-            seconds = seconds_of(lines, kind, sent, has_second=False)
+            seconds = seconds_of(lines, kind, sent, "one death")
             if not seconds:
                 continue
             of_median, of_worst = bars(kind, sent, silent_after)
@@ -332,22 +342,25 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
 
 
 def table(lines: Sequence[Record], silent_after: float) -> str:
-    """A row for each kind and signal: rounds, rounds without a fault, seconds to the next step with one death and with two, and the bars."""
-    columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6}"
-    rows = [
-        f"{columns} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}  2 deaths: {'median s':>9} {'worst s':>8}"
-    ]
+    """A row for each kind and signal: rounds, rounds without a fault, and median, worst time and bars of the seconds to the next step.
+
+    Then follow median and worst time of the rounds without a bar: those with two deaths, and those with a death during the start.
+    """
+    columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}"
+    rows = [f"{columns}   {'two deaths':>12}   {'start':>12}"]
     for kind in KINDS:
         for sent in SIGNALS:
             of_kind = [line for line in lines if (line["kind"], line["sent"]) == (kind, sent)]
             if not of_kind:
                 continue
             whole = sum(not line["faults"] for line in of_kind)
-            median, worst = _median_and_worst(seconds_of(lines, kind, sent, has_second=False))
-            second_median, second_worst = _median_and_worst(seconds_of(lines, kind, sent, has_second=True))
             of_median, of_worst = bars(kind, sent, silent_after)
-            first = f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6} {median:>9} {of_median:>6.0f} {worst:>8} {of_worst:>6.0f}"
-            rows.append(f"{first} {'':>11} {second_median:>9} {second_worst:>8}")
+            cells = {each: _median_and_worst(seconds_of(lines, kind, sent, each)) for each in CIRCUMSTANCES}
+            median, worst = cells["one death"]
+            row = f"{kind:<12} {sent:<6} {len(of_kind):>6} {whole:>6} {median:>9} {of_median:>6.0f} {worst:>8} {of_worst:>6.0f}"
+            for each in ("two deaths", "start"):
+                row += f"   {'{:>5}, {:>5}'.format(*cells[each]):>12}"
+            rows.append(row)
     return "\n".join(rows)
 
 

@@ -43,23 +43,25 @@ def test_the_flags_of_a_round_are_those_of_its_controller(kind, tmp_path):
         assert (config.transport == "memory") == (kind == "store")
 
 
-LINE = {"kind": "trainer", "sent": "kill", "second": "", "faults": [], "seconds": 10.0}
+LINE = {"kind": "trainer", "sent": "kill", "second": "", "after_step": 3, "faults": [], "seconds": 10.0}
 
 
-def test_the_table_has_the_seconds_of_rounds_with_one_death_and_with_two():
-    two_deaths = [LINE | {"seconds": 99.0, "second": "trainer"}, LINE | {"seconds": 89.0, "second": "critic"}]
-    [_, row] = table([LINE, LINE | {"seconds": 30.0}, *two_deaths, LINE | {"faults": ["x"]}], 20.0).splitlines()
-    assert row.split() == ["trainer", "kill", "5", "4", "10.0", "40", "30.0", "80", "94.0", "99.0"]
+def test_the_table_has_the_seconds_of_rounds_with_one_death_with_two_and_with_a_death_during_the_start():
+    others = [LINE | {"seconds": 99.0, "second": "trainer"}, LINE | {"seconds": 89.0, "second": "critic"}]
+    others.append(LINE | {"seconds": 70.0, "after_step": -1})
+    [_, row] = table([LINE, LINE | {"seconds": 30.0}, *others, LINE | {"faults": ["x"]}], 20.0).splitlines()
+    assert row.split() == ["trainer", "kill", "6", "5", "10.0", "40", "30.0", "80", "94.0,", "99.0", "70.0,", "70.0"]
 
 
 def test_the_bar_of_a_stopped_process_includes_the_silence_after_which_it_counts_as_dead():
     [_, row] = table([LINE | {"sent": "stop", "kind": "engine"}], 25.0).splitlines()
-    assert row.split() == ["engine", "stop", "1", "1", "10.0", "45", "10.0", "65", "-", "-"]
+    assert row.split() == ["engine", "stop", "1", "1", "10.0", "45", "10.0", "65", "-,", "-", "-,", "-"]
 
 
 def test_a_missed_bar_is_named_and_second_deaths_have_none():
     assert missed_bars([LINE, LINE | {"seconds": 79.0}, LINE | {"seconds": 40.0}], 20.0) == []
     assert missed_bars([LINE | {"seconds": 99.0, "second": "critic"}], 20.0) == []
+    assert missed_bars([LINE | {"seconds": 99.0, "after_step": -1}], 20.0) == []
     late = [LINE | {"seconds": 41.0}, LINE | {"seconds": 81.0}, LINE | {"kind": "engine", "seconds": 20.5}]
     assert missed_bars(late, 20.0) == [
         "trainer kill: the median is 61.0 s, the bar 40 s",
