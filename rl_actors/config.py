@@ -197,6 +197,9 @@ class TrainerConfig:
     """Seconds in which the model must be built and loaded."""
     call_timeout: float = 600.0
     """Seconds in which every other call must answer."""
+    collective_timeout: float = 300.0
+    """Seconds that a rank waits for another one in a collective. After them the trainer counts as dead, with gloo and with NCCL. They should
+    be fewer than those of call_timeout, and enough for everything that one rank does alone, such as writing an export."""
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
@@ -268,6 +271,7 @@ class TrainerConfig:
             "max_call_bytes",
             "setup_timeout",
             "call_timeout",
+            "collective_timeout",
         ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")

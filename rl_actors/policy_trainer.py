@@ -6,6 +6,7 @@ Every rank must get the same calls in the same order, so only one TrainerClient 
 import asyncio
 import contextvars
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, find
 from rl_actors.transports.publisher import Publisher
-from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo, Transfer
+from rl_actors.types import CollectiveTimeoutError, OptimParams, OptimResult, RankOutput, Sample, TrainerInfo, Transfer
 
 if TYPE_CHECKING:
     from rl_actors.engine.train_engine import TrainEngine
@@ -257,7 +258,7 @@ class PolicyTrainer(Actor):
         Raises RuntimeError if the session of the order was replaced, or if its number does not follow the last one.
         """
         if order is None:
-            return await _settle(self.compiler_context.run(call))
+            return await self.run(call)
         if order.session != self.session:
             raise RuntimeError(
                 f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
@@ -268,10 +269,24 @@ class PolicyTrainer(Actor):
             raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
         self.last_number = order.number
         try:
-            self.last_reply = Reply(value=await _settle(self.compiler_context.run(call)))
+            self.last_reply = Reply(value=await self.run(call))
         except Exception as error:
             self.last_reply = Reply(error=error)
         return cast(T, self.last_reply.give())
+
+    async def run(self, call: Callable[[], T | Awaitable[T]]) -> T:
+        """The result of `call`. Raises CollectiveTimeoutError if this rank has waited too long for another one."""
+        from rl_actors.engine import deadlines
+
+        try:
+            return await _settle(self.compiler_context.run(call))
+        except Exception as error:
+            if not deadlines.late(error):
+                raise
+            limit = f"collective_timeout={self.config.collective_timeout:g} s"
+            late = CollectiveTimeoutError(f"rank {self.rank} waited longer than {limit} for another rank")
+            late.add_note("".join(traceback.format_exception(error)))
+            raise late from None
 
 
 async def _settle(value: T | Awaitable[T]) -> T:

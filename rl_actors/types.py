@@ -32,6 +32,10 @@ def column_dtype(name: str) -> torch.dtype:
     return TOP_K_COLUMNS.get(name, torch.float32)
 
 
+class CollectiveTimeoutError(TimeoutError):
+    """A rank of a trainer has waited too long for another rank. Later collectives of the trainer fail, too."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One training sequence. Position i reads `tokens[i]` and predicts `targets[i]`. Entry i of every column belongs to `targets[i]`.

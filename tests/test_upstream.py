@@ -94,6 +94,16 @@ def _() -> None:
     assert sharded._local_tensor.data_ptr() == sharded.to_local().data_ptr()
 
 
+@row("torch.distributed.distributed_c10d.default_pg_timeout, default_pg_nccl_timeout, _set_pg_timeout")
+def _():
+    from torch.distributed import distributed_c10d
+
+    default = source(distributed_c10d._get_default_timeout)
+    assert "return default_pg_nccl_timeout" in default and "return default_pg_timeout" in default
+    assert "timeout = _get_default_timeout(backend)" in source(distributed_c10d._new_group_with_tag)
+    assert parameters(distributed_c10d._set_pg_timeout) == ["timeout", "group"]
+
+
 @row("torch._foreach_norm, torch._foreach_mul_")
 def _() -> None:
     import torch

@@ -15,6 +15,7 @@ from monarch.actor import ActorError, shutdown_context
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
 from rl_actors.processes.spawn import Probe, Process, ProcessMesh, collect, spawn_processes
+from rl_actors.types import CollectiveTimeoutError
 
 if TYPE_CHECKING:
     from monarch.actor import Actor, ActorMesh, Endpoint, ProcMesh
@@ -31,6 +32,8 @@ POLL_SECONDS = 0.1
 """Seconds between two checks whether the processes of a client have started."""
 LONGEST_PAUSE = 5.0
 """Longest pause, in seconds, between two questions whether the processes of an actor are alive."""
+SILENCE = 2.0
+"""Seconds in which a process must answer after a rank has waited too long for another one. Otherwise the error names the process."""
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
 STEP_WAIT = 60.0
@@ -289,6 +292,8 @@ class Client:
             raise ActorSilentError(f"{self.name}: {late}; its ranks may still be running it", self.name) from None
         except ActorError as error:
             cause = error.exception
+            if isinstance(cause, CollectiveTimeoutError):
+                raise await self._hung(cause, phase) from cause
             cause.add_note(f"raised in {self.name}, rank {getattr(cause, 'rank', 'unknown')}, {phase}: {error}")
             raise cause from None
         except SupervisionError as error:
@@ -298,6 +303,16 @@ class Client:
             raise
         finally:
             self._phases.remove(phase)
+
+    async def _hung(self, error: CollectiveTimeoutError, phase: str) -> ActorSilentError:
+        """The error of a call in which a rank has waited too long for another one. It names the ranks that do not answer."""
+        silent: list[Process] = []
+        if self.watched is not None:
+            silent = await _silent(self.watched, SILENCE)
+        names = ", ".join(map(str, silent))
+        reason = f"; {names} did not answer for {SILENCE:g} s" if silent else ""
+        self._broken = f"{error}, during {phase}"
+        return ActorSilentError(f"{self.name}: {self._broken}{reason}{self._output()}", self.name)
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
         """The answers of the ranks. Raises ActorDiedError as soon as one of their processes has ended, if a client spawned them."""

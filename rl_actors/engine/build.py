@@ -3,6 +3,7 @@
 A Llama or a Mistral is built from the same parts, without norms of the heads.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields, replace
@@ -36,7 +37,7 @@ from torchtitan.models.qwen3 import (
 from torchtitan.protocols.sharding import ShardingConfig
 
 from rl_actors.config import HeadName, ModelConfig, TrainerConfig
-from rl_actors.engine import gpu, initial_weights, lora, recomputation
+from rl_actors.engine import deadlines, gpu, initial_weights, lora, recomputation
 from rl_actors.engine.batch import PackedBatch
 from rl_actors.engine.context_parallel import RowShards, WholeRows
 from rl_actors.engine.machine import Machine, this_machine
@@ -233,13 +234,18 @@ def _training_config(config: TrainerConfig) -> TrainingConfig:
 
 def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
     """(the meshes over all ranks, this rank's device)."""
-    world_size = dist_utils.init_distributed(CommConfig(trace_buf_size=0), enable_cpu_backend=machine is gpu)
+    # Until the engine is built, ranks wait for one another as long as the setup may take. TrainEngine then shortens the deadline.
+    comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
+    world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
     if config.num_processes() != world_size:
         layout = " x ".join(f"{name}={degree}" for name, degree in config.layout().items())
         raise ValueError(f"{layout} needs {config.num_processes()} processes but there are {world_size}")
     device = machine.device()
     machine.prepare(world_size)
     parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+    with deadlines.made_with(config.collective_timeout):
+        parallel_dims.build_mesh()
+    deadlines.set_together(parallel_dims, config.setup_timeout)
     dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
     return parallel_dims, device
 

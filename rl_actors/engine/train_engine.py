@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_actors import layouts
 from rl_actors.config import TrainerConfig
-from rl_actors.engine import checkpoint, hf
+from rl_actors.engine import checkpoint, deadlines, hf
 from rl_actors.engine.batch import PackedBatch, make_batch
 from rl_actors.engine.build import BuiltModel, build
 from rl_actors.engine.call_order import StepState
@@ -71,6 +71,7 @@ class TrainEngine:
         self.reports_samples = self.reports_metrics and context_rank == 0
         if config.hf_path:
             hf.load(self.built, config.hf_path)
+        deadlines.set_together(self.built.parallel_dims, config.collective_timeout)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises the same ValueError on every rank, before any rank works on the samples."""

@@ -1,0 +1,56 @@
+"""The deadline of a collective: how long a rank waits in it for another one. It holds in every group of ranks, of gloo and of NCCL.
+
+After the deadline gloo raises an error in the rank that waits, and `late` knows this error. NCCL's watchdog ends the process of that rank.
+Either way the caller learns of the hang before the end of its own call_timeout.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torchtitan.distributed import ParallelDims
+
+from rl_actors.engine.collectives import on_all_ranks
+
+LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure")
+"""gloo's errors in a collective whose deadline has passed, and in every later collective of the same two ranks."""
+
+
+@contextlib.contextmanager
+def made_with(seconds: float) -> Iterator[None]:
+    """Context manager in whose body new groups get this deadline.
+
+    torch's own is ten minutes for NCCL and half an hour for gloo. gloo's sends and receives keep the deadline with which a group was made.
+    """
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    for name in names:
+        setattr(distributed_c10d, name, timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(distributed_c10d, name, value)
+
+
+def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
+    """Set the deadline of every group, after all ranks have come here. A rank that is still busy then is not too late for the others."""
+    on_all_ranks(True)
+    groups = {mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()}
+    default = dist.group.WORLD
+    assert default is not None
+    for group in groups | {default}:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def late(error: BaseException) -> bool:
+    """True if a collective has raised the error because another rank did not come before the deadline."""
+    causes = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:
+        causes.append(cause)
+        cause = cause.__cause__
+    return any(LATE.search(str(each)) for each in causes)

@@ -1,0 +1,99 @@
+"""A rank that hangs in a collective: the others get an error at the deadline of the trainer's groups, whichever group it is."""
+
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from layout_work import STEP, TRAINED, UNTIED, layout, make_engine, samples_with
+from torchtitan.models.common import TransformerBlock
+from waiting import GUARD
+
+from rl_actors.engine import deadlines
+
+DEADLINE = 2.0  # seconds
+
+
+def hang(engine, folder: Path) -> None:
+    """Make this rank wait in its first block until all other ranks have reported."""
+
+    def wait(module, inputs) -> None:
+        wait_for_reports(folder)
+        raise InterruptedError("the others have reported")
+
+    block = next(module for module in engine.built.model.modules() if isinstance(module, TransformerBlock))
+    block.attention.inner_attention.register_forward_pre_hook(wait)
+
+
+def wait_for_reports(folder: Path) -> None:
+    """Wait until all ranks but the last one have reported."""
+    deadline = time.monotonic() + GUARD
+    while len(list(folder.iterdir())) < dist.get_world_size() - 1 and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def hang_in_a_step(parallelism: dict[str, Any], folder: Path) -> tuple[dict[str, float], str, float]:
+    """(deadline of each group, traceback of the error, seconds until it came). The last rank hangs in its second step."""
+    engine = make_engine("", parallelism, {"model": UNTIED, "collective_timeout": DEADLINE})
+    of_groups = deadlines_of_groups(engine)
+    engine.forward_backward(samples_with(*TRAINED), "ppo")
+    engine.optim_step(STEP)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        hang(engine, folder)
+    began = time.monotonic()
+    with pytest.raises(Exception) as failure:
+        engine.forward_backward(samples_with(*TRAINED), "ppo")
+    seconds = time.monotonic() - began
+    if dist.get_rank() < dist.get_world_size() - 1:
+        assert deadlines.late(failure.value)
+        (folder / str(dist.get_rank())).touch()
+    # The end of this process would be another error for ranks that wait for it.
+    wait_for_reports(folder)
+    return of_groups, "".join(traceback.format_exception(failure.value)), seconds
+
+
+def deadlines_of_groups(engine) -> dict[str, float]:
+    """Seconds by name of the mesh."""
+    groups = {
+        name: mesh.get_group() for name, mesh in engine.built.parallel_dims.get_all_one_dimensional_meshes().items()
+    }
+    groups["default"] = dist.group.WORLD
+    found = {}
+    for name, group in groups.items():
+        found[name] = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return found
+
+
+@pytest.mark.parametrize(
+    "parallelism, names",
+    [
+        pytest.param(layout(shard=2), {"fsdp"}, id="FSDP"),
+        pytest.param(layout(tensor=2), {"tp"}, id="tensor", marks=pytest.mark.slow),
+        pytest.param(layout(shard=2, tensor=2), {"fsdp", "tp"}, id="FSDP and tensor", marks=pytest.mark.slow),
+        pytest.param(layout(shard=2, pipeline=2), {"fsdp", "pp"}, id="FSDP and pipeline", marks=pytest.mark.slow),
+        pytest.param(layout(replicate=2, shard=2), {"dp_replicate", "fsdp"}, id="HSDP", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_hangs_is_an_error_of_every_other_rank_at_the_deadline_of_the_groups(
+    run, tmp_path, parallelism, names
+):
+    num_ranks = 2 ** len(names)
+    *waited, hung = run(num_ranks, hang_in_a_step, parallelism, tmp_path)
+    assert "the others have reported" in hung[1]
+    for of_groups, error, seconds in waited:
+        assert names | {"default"} <= of_groups.keys() and set(of_groups.values()) == {DEADLINE}
+        assert f"Timed out waiting {DEADLINE * 1e3:.0f}ms" in error
+        assert seconds >= DEADLINE
+
+
+def test_only_errors_of_a_deadline_count_as_late():
+    timed_out = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 2000ms for recv operation to complete")
+    assert deadlines.late(timed_out) and deadlines.late(RuntimeError("Application timeout caused pair closure"))
+    wrapped = ValueError("the checkpoint was not written")
+    wrapped.__cause__ = timed_out
+    assert deadlines.late(wrapped)
+    assert not deadlines.late(RuntimeError("Connection closed by peer"))
+    assert not deadlines.late(TimeoutError("the reward did not answer within 3 s"))

@@ -1,0 +1,50 @@
+"""A rank that hangs in a collective ends the call at the deadline of the trainer's groups, not at the caller's."""
+
+import os
+import signal
+from dataclasses import dataclass
+
+import pytest
+import support
+import torch.distributed as dist
+from torch import Tensor
+from waiting import GUARD
+
+from rl_actors import TrainerClient
+from rl_actors.clients.base import ActorSilentError
+from rl_actors.losses import CrossEntropy
+
+DEADLINE = 3.0  # seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopsTheLastRank(CrossEntropy):
+    """Stops the process of the last rank in the middle of a call, when the other one goes on to the collectives of the backward pass."""
+
+    def __call__(self, logprobs_BL: Tensor, *, loss_weights: Tensor):
+        if dist.get_rank() == dist.get_world_size() - 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return CrossEntropy()(logprobs_BL, loss_weights=loss_weights)
+
+
+@pytest.mark.parametrize(
+    "layout", [{"shard": 2}, pytest.param({"tensor": 2}, marks=pytest.mark.slow)], ids=["FSDP", "tensor"]
+)
+def test_a_rank_that_is_stopped_in_a_collective_is_named_at_the_deadline_of_the_groups(layout):
+    config = support.trainer_config(**layout, collective_timeout=DEADLINE, call_timeout=GUARD)
+    trainer = TrainerClient.spawn(config)
+    try:
+        trainer.ready().result(GUARD)
+        _, last = trainer.watched.processes
+        with pytest.raises(ActorSilentError) as failure:
+            trainer.forward_backward(support.random_samples(), loss=StopsTheLastRank()).result(GUARD)
+        assert failure.value.actor == "trainer"
+        assert str(failure.value).startswith(
+            "trainer: rank 0 waited longer than collective_timeout=3 s for another rank, during forward_backward; "
+            f"{last} did not answer for "
+        )
+        assert "Timed out waiting 3000ms" in "".join(failure.value.__cause__.__notes__)
+        with pytest.raises(RuntimeError, match="rank 0 waited longer"):
+            trainer.info().result(GUARD)
+    finally:
+        trainer.kill().result(GUARD)
