@@ -26,8 +26,10 @@ from controllers import cli
 from controllers.actors import Actors, shares_gpu
 from controllers.command import started_as
 from controllers.launch import SHUTDOWN_TIMEOUT
+from controllers.prometheus import MetricsPort, address_of
 from controllers.run import RunConfig
 from controllers.run_folder import RunFolder
+from controllers.service_metrics import prometheus
 from controllers.tokenizer import build_character_tokenizer
 from rl_actors import validation
 from rl_actors.clients.base import ATTACH_TIMEOUT
@@ -44,6 +46,9 @@ from rl_actors.service.service import Service
 
 PROGRAM = "controllers.serve_actors"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
+DEFAULT_METRICS = "127.0.0.1:0"
+METRICS_TIMEOUT = 5.0
+"""Seconds in which the service must tell its numbers."""
 logger = logging.getLogger(__name__)
 
 
@@ -55,6 +60,7 @@ class Options:
     certificates: str  # folder; empty: without TLS
     idle_timeout: float | None  # seconds without a client, after which the service ends; None: never
     has_generator: bool
+    metrics: tuple[str, int] | None  # host and port of the numbers for Prometheus; None: nowhere
 
 
 def main() -> None:
@@ -103,6 +109,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--idle-timeout", type=float, metavar="SECONDS", help="end after this time without a client (default: never)"
     )
+    parser.add_argument(
+        "--metrics",
+        default=DEFAULT_METRICS,
+        metavar="HOST:PORT",
+        help=f"numbers for Prometheus, without a password; port 0: any; none: nowhere (default: {DEFAULT_METRICS})",
+    )
     parser.add_argument("--without-generator", action="store_true", help="serve only the trainer")
     return parser
 
@@ -135,7 +147,17 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
         )
     if own.idle_timeout is not None and own.idle_timeout <= 0:
         raise ValueError(f"--idle-timeout {own.idle_timeout:g}; it must be positive")
-    return Options(address=address, certificates=own.tls, idle_timeout=own.idle_timeout, has_generator=has_generator)
+    try:
+        metrics = None if own.metrics == "none" else address_of(own.metrics)
+    except ValueError as error:
+        raise ValueError(f"--metrics: {error}") from None
+    return Options(
+        address=address,
+        certificates=own.tls,
+        idle_timeout=own.idle_timeout,
+        has_generator=has_generator,
+        metrics=metrics,
+    )
 
 
 def _require_servable(invocation: cli.Invocation, options: Options) -> None:
@@ -213,15 +235,34 @@ async def _keep_door_open(
     door = Door(service, coordinator, logs=logs, stop=stop, transport=options.address.scheme)
     protection = tls.server_context(options.certificates) if options.certificates else None
     address = await in_background(door.open(options.address, protection), "opening the door")
-    print(f"serving {', '.join(members)} at {address}; logs: {logs}", flush=True)
+    try:
+        metrics = _open_metrics(service, options.metrics)
+    except OSError:
+        await in_background(door.close("its metrics cannot be served"), "closing the door")
+        raise
+    at = "" if metrics is None else f"; metrics: {metrics.url}"
+    print(f"serving {', '.join(members)} at {address}; logs: {logs}{at}", flush=True)
     try:
         while not ending.done():
             await asyncio.wait((ending,), timeout=1.0)
             if options.idle_timeout is not None and service.idle_seconds() > options.idle_timeout:
                 _end(ending, 0, f"no client for {options.idle_timeout:g} s")
     finally:
+        if metrics is not None:
+            await asyncio.to_thread(metrics.close)
         reason = ending.result()[1] if ending.done() else "it failed"
         await in_background(door.close(reason), "closing the door")
+
+
+def _open_metrics(service: Service, address: tuple[str, int] | None) -> MetricsPort | None:
+    """Serve the numbers of the service. Raises OSError if that is not possible."""
+    if address is None:
+        return None
+
+    def read() -> str:
+        return prometheus(in_background(service.numbers(), "numbers of the service").result(METRICS_TIMEOUT))
+
+    return MetricsPort(*address, read)
 
 
 def _watch_signals(ending: "asyncio.Future[tuple[int, str]]") -> None:

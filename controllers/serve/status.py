@@ -1,8 +1,8 @@
 """The state of a server, for Prometheus and for its page."""
 
-from collections.abc import Iterator
 from typing import Any
 
+from controllers.prometheus import Family, Labels, text
 from controllers.serve.access import Counts
 from controllers.serve.server import Server
 
@@ -25,20 +25,16 @@ def numbers(server: Server) -> dict[str, float]:
 
 def prometheus(server: Server, counts: Counts) -> str:
     """The text that Prometheus reads."""
-    return "".join(f"{line}\n" for line in _lines(server, counts))
-
-
-def _lines(server: Server, counts: Counts) -> Iterator[str]:
-    for name, value in numbers(server).items():
-        kind = "counter" if name.endswith("_total") else "gauge"
-        yield f"# TYPE rl_actors_serve_{name} {kind}"
-        yield f"rl_actors_serve_{name} {value:g}"
-    yield "# TYPE rl_actors_serve_http_requests_total counter"
+    families = [Family(name=f"rl_actors_serve_{name}", numbers={(): value}) for name, value in numbers(server).items()]
+    requests: dict[Labels, float] = {}
     for (route, status), count in sorted(counts.requests.items()):
-        yield f'rl_actors_serve_http_requests_total{{route="{route}",status="{status}"}} {count}'
-    yield "# TYPE rl_actors_serve_http_seconds_total counter"
-    for route, seconds in sorted(counts.seconds.items()):
-        yield f'rl_actors_serve_http_seconds_total{{route="{route}"}} {seconds:.6f}'
+        requests[("route", route), ("status", str(status))] = count
+    seconds: dict[Labels, float] = {}
+    for route, number in sorted(counts.seconds.items()):
+        seconds[(("route", route),)] = number
+    families.append(Family(name="rl_actors_serve_http_requests_total", numbers=requests))
+    families.append(Family(name="rl_actors_serve_http_seconds_total", numbers=seconds))
+    return text(families)
 
 
 def page_data(server: Server, owner: str) -> dict[str, Any]:

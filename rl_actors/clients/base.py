@@ -92,6 +92,7 @@ class Client:
         self._version: int | None = None  # the last policy_version that the actor reported
         self._lease: Lease | None = None  # None if the client is not attached to a service
         self._phases: list[str] = []  # names of the calls that the ranks are running
+        self._heard: dict[int, float] = {}  # rank -> time of its last answer to `death`, or of its start
         self._started: Call[None]
 
     def _start(self) -> None:
@@ -169,7 +170,7 @@ class Client:
             while not (end.done() or self._closed or self._started.done()):
                 await asyncio.wait((end,), timeout=POLL_SECONDS)
             while not (end.done() or self._closed or silent):
-                asking = asyncio.ensure_future(_silent(processes, silent_after))
+                asking = asyncio.ensure_future(self._silent(processes, silent_after))
                 await asyncio.wait((end, asking), return_when=asyncio.FIRST_COMPLETED)
                 if end.done():
                     asking.cancel()
@@ -194,6 +195,14 @@ class Client:
         """The ActorDiedError for an error of Monarch, whose last line has the reason."""
         reason = (str(error).splitlines() or [""])[-1].strip()
         return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
+
+    def seconds_silent(self) -> dict[str, float]:
+        """Seconds since the last sign of life of each process that this client spawned: {"trainer-0": 1.2}.
+
+        While the processes live, `death` asks them for a sign every few seconds, if it was called.
+        """
+        now = time.monotonic()
+        return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
 
     def kill(self) -> Call[None]:
         """Kill the processes that this client spawned, and close it. For an actor that does not answer."""
@@ -226,6 +235,7 @@ class Client:
                 self._processes = await spawn_processes(
                     self.name, num_processes, env=env, logs=self._logs, hosts=self._hosts
                 )
+                self._heard = {process.rank: time.monotonic() for process in self._processes.processes}
             except TimeoutError as error:
                 raise ActorSilentError(str(error), self.name) from None
             except (RuntimeError, ValueError) as error:  # Monarch raises both for a process that is killed early
@@ -304,11 +314,29 @@ class Client:
         finally:
             self._phases.remove(phase)
 
+    async def _silent(self, processes: ProcessMesh, timeout: float) -> list[Process]:
+        """The processes that do not answer within `timeout` seconds."""
+        answered: set[int] = set()
+
+        async def ask() -> None:
+            for answer in processes.probe.who.stream():
+                rank, _ = await answer
+                answered.add(rank)
+                self._heard[rank] = time.monotonic()
+
+        try:
+            await asyncio.wait_for(ask(), timeout)
+        except TimeoutError:
+            pass
+        except Exception:
+            await asyncio.sleep(timeout)  # a process has ended; its handle says which one
+        return [process for process in processes.processes if process.rank not in answered]
+
     async def _hung(self, error: CollectiveTimeoutError, phase: str) -> ActorSilentError:
         """The error of a call in which a rank has waited too long for another one. It names the ranks that do not answer."""
         silent: list[Process] = []
         if self.watched is not None:
-            silent = await _silent(self.watched, SILENCE)
+            silent = await self._silent(self.watched, SILENCE)
         names = ", ".join(map(str, silent))
         reason = f"; {names} did not answer for {SILENCE:g} s" if silent else ""
         self._broken = f"{error}, during {phase}"
@@ -337,24 +365,6 @@ class Client:
 
     def _output(self) -> str:
         return "" if self._logs is None else f"; its last output is in {self._logs.directory}"
-
-
-async def _silent(processes: ProcessMesh, timeout: float) -> list[Process]:
-    """The processes that do not answer within `timeout` seconds."""
-    answered: set[int] = set()
-
-    async def ask() -> None:
-        for answer in processes.probe.who.stream():
-            rank, _ = await answer
-            answered.add(rank)
-
-    try:
-        await asyncio.wait_for(ask(), timeout)
-    except TimeoutError:
-        pass
-    except Exception:
-        await asyncio.sleep(timeout)  # a process has ended; its handle says which one
-    return [process for process in processes.processes if process.rank not in answered]
 
 
 def _close_all() -> None:

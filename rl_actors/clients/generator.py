@@ -180,6 +180,16 @@ class GeneratorClient(Client):
     async def _is_alive(self, timeout: float) -> bool:
         return not self._closed and await self._fleet.answers_within(timeout)
 
+    def seconds_silent(self) -> dict[str, float]:
+        """Seconds since the last sign of life of each generator that this client spawned, or since its last start.
+
+        A sign of life says that the engine waits for requests, or that it has done something.
+        """
+        found: dict[str, float] = {}
+        for replica in self._fleet.replicas:
+            found |= replica.client.seconds_silent()
+        return found
+
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
         """Wait until no generator is left, and return the first death. silent_after is not used, because the config has its own."""
         try:

@@ -155,6 +155,8 @@ class OneGenerator(Client):
                     [answer], beat = beat.result(), None
                 # A longer time means that this process itself was stopped, so the rest of it does not count.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
+                if silence.seconds == 0:
+                    self._heard[0] = time.monotonic()
                 if silence.seconds >= silent_after:
                     text = f"{self.name}: no sign of life for {silent_after:g} s {self._phase()}"
                     return ActorSilentError(text, self.name)

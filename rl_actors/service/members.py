@@ -11,6 +11,7 @@ from rl_actors.clients.base import Client
 from rl_actors.clients.generator import GeneratorClient
 from rl_actors.clients.model import ModelClient
 from rl_actors.clients.trainer import SavedCheckpoint, TrainerClient
+from rl_actors.service.counts import MemberNumbers
 from rl_actors.service.open_step import CHANGING, Attached, OpenStep
 from rl_actors.types import Completion, SamplingParams, TrainerInfo
 
@@ -48,6 +49,9 @@ class Member(Protocol):
 
     async def describe(self) -> dict[str, object]:
         """State for people, as values of JSON."""
+
+    def numbers(self) -> MemberNumbers:
+        """State for a program that watches the actor. Asks nobody."""
 
 
 async def _alive(client: Client) -> list[object]:
@@ -133,6 +137,13 @@ class ModelMember:
             described["open_for_seconds"] = round(self.step.seconds(), 1)
         return described
 
+    def numbers(self) -> MemberNumbers:
+        return MemberNumbers(
+            policy_version=self.client.policy_version,
+            step_open_for=self.step.seconds(),
+            silent=self.client.seconds_silent(),
+        )
+
 
 class GeneratorMember:
     """A generator, or several replicas. Its calls run at the same time."""
@@ -205,3 +216,10 @@ class GeneratorMember:
 
     async def describe(self) -> dict[str, object]:
         return {"state": repr(self.client), "ranks": self.num_ranks, "alive": await self.client.is_alive()}
+
+    def numbers(self) -> MemberNumbers:
+        return MemberNumbers(
+            policy_version=self.client.policy_version,
+            restarts=self.client.num_restarts,
+            silent=self.client.seconds_silent(),
+        )

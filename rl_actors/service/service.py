@@ -5,7 +5,9 @@ import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 
+from rl_actors.service.counts import CallCounts, ServiceNumbers
 from rl_actors.service.members import Member
 from rl_actors.service.open_step import Attached
 
@@ -19,6 +21,7 @@ class Service:
         """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""
         self.members = members
         self.clients: dict[int, Attached] = {}
+        self.calls = CallCounts()
         self.started = time.time()
         self.last_left = time.monotonic()
         self._numbers = itertools.count(1)
@@ -39,7 +42,8 @@ class Service:
         if client is None:
             raise RuntimeError(f"client {number} of the service has left, so {endpoint} was not run")
         client.num_calls += 1
-        return await self.members[client.member].run(client, endpoint, arguments, patience)
+        with self.calls.call(client, endpoint):
+            return await self.members[client.member].run(client, endpoint, arguments, patience)
 
     def leave(self, client: Attached) -> None:
         """Forget a client whose connection has ended, and undo what it left unfinished."""
@@ -72,3 +76,17 @@ class Service:
             for client in self.clients.values()
         ]
         return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}
+
+    async def numbers(self) -> ServiceNumbers:
+        """State of the service and its actors for a program that watches them. Asks no actor."""
+        clients, waiting = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
+        for client in self.clients.values():
+            clients[client.member] += 1
+            waiting[client.member] += len(client.waiting)
+        return ServiceNumbers(
+            up_for=time.time() - self.started,
+            clients=clients,
+            waiting=waiting,
+            calls=deepcopy(self.calls),
+            members={name: member.numbers() for name, member in self.members.items()},
+        )

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import psutil
@@ -70,6 +71,14 @@ class RunningService(Program):
         line = self.process.stdout.readline()
         assert line.startswith("serving "), line
         self.address = line.split(" at ")[1].split(";")[0]
+        self.metrics = line.rpartition("; metrics: ")[2].strip()
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers for Prometheus, by name and labels."""
+        with urllib.request.urlopen(self.metrics, timeout=GUARD) as answer:
+            lines = answer.read().decode().splitlines()
+        shown = [line.removeprefix("rl_actors_service_").rpartition(" ") for line in lines if not line.startswith("#")]
+        return {name: float(value) for name, _, value in shown}
 
     def stop(self) -> tuple[int, str]:
         """Exit status and output after SIGTERM."""
@@ -147,6 +156,29 @@ def test_an_attached_client_refuses_and_fails_as_any_other(service):
         trainer.discard_gradients().result()
     with pytest.raises(RuntimeError, match="not possible after close"):
         trainer.info()
+
+
+def test_the_numbers_of_a_service_count_its_clients_and_their_calls(service):
+    before = service.numbers()
+    with TrainerClient.attach(service.address) as trainer:
+        trainer.forward(support.random_samples()).result()
+        with pytest.raises(RuntimeError, match="no gradients are accumulated"):
+            trainer.optim_step(OptimParams(learning_rate=0.0)).result()
+        trainer.forward_backward(support.random_samples(), loss="cross_entropy").result()
+        numbers = service.numbers()
+        trainer.discard_gradients().result()
+
+    def added(call: str, outcome: str) -> float:
+        name = f'calls_total{{actor="trainer",call="{call}",outcome="{outcome}"}}'
+        return numbers[name] - before.get(name, 0)
+
+    assert numbers['clients{actor="trainer"}'] >= 1 and numbers['step_open_seconds{actor="trainer"}'] > 0
+    assert (added("forward", "answered"), added("forward_backward", "answered")) == (1, 1)
+    assert (added("optim_step", "failed"), added("optim_step", "answered")) == (1, 0)
+    # Every client of this service has seen its version.
+    assert numbers['policy_version{actor="trainer"}'] == trainer.policy_version
+    assert numbers['silent_seconds{actor="trainer",process="trainer-0"}'] < GUARD
+    assert numbers["up_seconds"] > before["up_seconds"]
 
 
 def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, tmp_path):

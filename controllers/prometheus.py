@@ -1,0 +1,121 @@
+"""Numbers as the text that Prometheus reads, and a port where it reads them. Knows neither actors nor servers."""
+
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+logger = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+REQUEST_TIMEOUT = 10.0
+"""Seconds in which a program must send its request, and in which it must take the answer."""
+
+Labels = tuple[tuple[str, str], ...]
+"""(name, value) of each label of a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The numbers of one name. A name that ends in _total is a counter, any other a gauge."""
+
+    name: str
+    about: str = ""  # one line that explains the numbers
+    numbers: Mapping[Labels, float] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        about = [f"# HELP {self.name} {self.about}"] if self.about else []
+        kind = "counter" if self.name.endswith("_total") else "gauge"
+        found = [*about, f"# TYPE {self.name} {kind}"]
+        for labels, number in self.numbers.items():
+            inner = ",".join(f'{name}="{_escaped(value)}"' for name, value in labels)
+            found.append(f"{self.name}{{{inner}}} {_shown(number)}" if labels else f"{self.name} {_shown(number)}")
+        return found
+
+
+def text(families: Iterable[Family]) -> str:
+    """
+    >>> text([Family(name="calls_total", numbers={(("call", "info"),): 3})])
+    '# TYPE calls_total counter\\ncalls_total{call="info"} 3\\n'
+    """
+    return "".join(f"{line}\n" for family in families for line in family.lines())
+
+
+def _shown(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:.6f}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class MetricsPort:
+    """Answers `GET /metrics` at one address until `close`, on threads of its own."""
+
+    def __init__(self, host: str, port: int, read: Callable[[], str]) -> None:
+        """port: 0 takes a free one. read: gives the text; it is called on any thread. Raises OSError naming the address."""
+        server_class = type("Server", (_Server,), {"address_family": _family(host)})
+        try:
+            self._server = server_class((host, port), read)
+        except OSError as error:
+            raise OSError(
+                error.errno, f"metrics cannot be served at {host}:{port}: {error.strerror or error}"
+            ) from None
+        self.url = f"http://{_bracketed(host)}:{self._server.server_address[1]}/metrics"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics_port", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, address: tuple[str, int], read: Callable[[], str]) -> None:
+        self.read = read
+        super().__init__(address, _Handler)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    timeout = REQUEST_TIMEOUT
+
+    def do_GET(self) -> None:
+        if self.path.partition("?")[0] != "/metrics":
+            self.send_error(404, "the only page is /metrics")
+            return
+        try:
+            body = self.server.read().encode()
+        except Exception as error:
+            logger.warning("the metrics could not be read", exc_info=error)
+            self.send_error(503, "the metrics could not be read; the log of the service says why")
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", CONTENT_TYPE)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: object) -> None:
+        logger.debug(format, *arguments)
+
+
+def address_of(value: str) -> tuple[str, int]:
+    """The host and the port of "127.0.0.1:9090" or "[::1]:9090". Raises ValueError naming the value."""
+    host, colon, port = value.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"{value!r} is not HOST:PORT with a port from 0 to 65535")
+    return host, int(port)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host

@@ -1,0 +1,55 @@
+"""The numbers of a service and of its actors, for a program that watches them. Asks no actor."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Literal
+
+from rl_actors.service.open_step import Attached
+
+Outcome = Literal["answered", "failed", "left"]
+"""The end of a call. left: its client has left before the answer."""
+
+
+class CallCounts:
+    """Calls of attached clients by actor and name."""
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str, Outcome]] = Counter()
+        self.seconds: Counter[tuple[str, str]] = Counter()  # of all ended calls together, waits included
+        self.running: Counter[str] = Counter()  # by actor, those included that wait for the step of another client
+
+    @contextmanager
+    def call(self, client: Attached, name: str) -> Iterator[None]:
+        """Context manager for the time of a call of this client."""
+        member, began = client.member, monotonic()
+        outcome: Outcome = "failed"
+        self.running[member] += 1
+        try:
+            yield
+            outcome = "answered"
+        finally:
+            self.running[member] -= 1
+            self.ended[member, name, "left" if client.has_left else outcome] += 1
+            self.seconds[member, name] += monotonic() - began  # type: ignore[assignment]  # typed for whole numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemberNumbers:
+    """State of an actor, as far as the service knows it without asking."""
+
+    policy_version: int | None  # None: the actor has not told one
+    restarts: int = 0
+    step_open_for: float = 0.0  # seconds; 0: no client has an open step
+    silent: Mapping[str, float] = field(default_factory=dict)  # process -> seconds since its last sign of life
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceNumbers:
+    up_for: float  # seconds
+    clients: Mapping[str, int]  # by actor
+    waiting: Mapping[str, int]  # calls that wait for the end of another client's step, by actor
+    calls: CallCounts
+    members: Mapping[str, MemberNumbers]
