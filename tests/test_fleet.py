@@ -5,7 +5,7 @@ import functools
 from collections.abc import Awaitable, Callable
 
 import pytest
-from waiting import GUARD
+from waiting import GUARD, wait_until
 
 from rl_actors import Completion, GeneratorClient, GeneratorConfig, GeneratorInfo, SamplingParams
 from rl_actors.clients.base import ActorDiedError, ActorSilentError
@@ -52,6 +52,7 @@ class FakeGenerator:
         self.known: GeneratorInfo | None = None
         self.last_pull: Transfer | None = None
         self.version = -1
+        self.signs_every = 0.0  # seconds between its signs of life
         self.seeds: list[list[int]] = []  # by call
         self.released: asyncio.Queue[int] = asyncio.Queue()  # places that may finish; empty: all at once
         self.waits = False  # whether prompts finish only when `release` says so
@@ -84,6 +85,8 @@ class FakeGenerator:
         self.known = GeneratorInfo(policy_version=-1, max_model_len=8, vocab_size=9, logs=self.name)
 
     async def death(self, silent_after: float) -> Exception:
+        if silent_after < self.signs_every:
+            return ActorDiedError(f"{self.name}: no sign of life for {silent_after:g} s", self.name)
         return await asyncio.shield(self.dead)
 
     async def kill(self) -> None:
@@ -504,6 +507,44 @@ async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake()
 
 
 # --- parts ----------------------------------------------------------------------------------------------------------
+
+
+@in_loop
+async def test_a_generator_that_is_silent_for_as_long_as_the_caller_of_death_allows_is_replaced():
+    async with Started(2, RestartPolicy(backoff=0.0, silent_after=120.0)) as (fleet, generators):
+        generators.spawned[0].signs_every = 50.0
+        fleet.expect_signs(180.0)  # longer than the policy's time, which stays
+        fleet.expect_signs(60.0)
+        await asyncio.sleep(0)
+        assert states(fleet) == ["healthy", "healthy"] and fleet.num_restarts == 0
+        fleet.expect_signs(30.0)
+        await until(lambda: len(generators.spawned) == 3 and states(fleet) == ["healthy", "healthy"])
+        assert [each.cause for each in fleet.returns] == ["g0: no sign of life for 30 s"]
+        generators.spawned[1].signs_every = 50.0
+        fleet.expect_signs(40.0)  # the shorter time stays, also for generators that are spawned later
+        assert [replica.silent_after for replica in fleet.replicas] == [30.0, 30.0]
+
+
+def test_the_time_of_death_is_the_longest_silence_of_the_generators_of_a_client(monkeypatch):
+    silences = []
+
+    class Silent:
+        name, is_owned, known = "g", True, GeneratorInfo(policy_version=-1, max_model_len=8, vocab_size=9, logs="g")
+
+        async def ready(self) -> None: ...
+
+        async def death(self, silent_after: float) -> Exception:
+            silences.append(silent_after)
+            return await asyncio.Event().wait()
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(GeneratorClient, "_spawn_one", staticmethod(lambda mesh, *, name, **_: Silent()))
+    config = GeneratorConfig(restarts=RestartPolicy(silent_after=120.0))
+    with GeneratorClient(None, config=config) as client:
+        client.ready().result(GUARD)
+        client.death(20.0)
+        wait_until(lambda: silences == [120.0, 20.0], "a watch with the shorter time")
 
 
 def test_a_client_has_the_states_and_restarts_of_its_generators(monkeypatch):

@@ -120,6 +120,11 @@ class Fleet:
         known = self.replicas[0].client.known or await self.info()  # the first one may have died since
         return known if self.told is None else replace(known, policy_version=self.told)
 
+    def expect_signs(self, silent_after: float) -> None:
+        """Count every generator without a sign of life for silent_after seconds as dead. A shorter time that was set before stays."""
+        for replica in self.replicas:
+            replica.expect_signs(silent_after)
+
     async def end(self) -> Exception:
         """Wait until no generator is left. Returns the first error."""
         await self._until(lambda: self._end_cause() is not None)

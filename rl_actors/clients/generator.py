@@ -191,7 +191,12 @@ class GeneratorClient(Client):
         return found
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until no generator is left, and return the first death. silent_after is not used, because the config has its own."""
+        """Wait until no generator is left, and return the first death.
+
+        A generator without a sign of life for silent_after seconds, or for those of the config if they are fewer, counts as dead and is
+        started again.
+        """
+        self._fleet.expect_signs(silent_after)
         try:
             await self._started
             cause = await self._fleet.end()

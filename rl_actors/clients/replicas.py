@@ -48,6 +48,9 @@ class Replica:
         self.was_ready = False  # whether it was ever healthy
         self.cause: Exception | None = None  # why it is retired
         self.restarts = Restarts(policy)
+        self.silent_after = (
+            policy.silent_after
+        )  # seconds without a sign of life after which the generator counts as dead
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # of `client`; from `live` on
         self._died: tuple[float, float, Exception] | None = (
@@ -55,6 +58,7 @@ class Replica:
         )
         self._is_final = False  # whether the last death is one after which no restart is tried
         self._is_stale = asyncio.Event()
+        self._tasks: list[asyncio.Future[None]] = []  # that watch and serve `client`
 
     async def live(self) -> None:
         """Keep a generator running. Ends when the replica is retired."""
@@ -81,12 +85,21 @@ class Replica:
 
     async def _until_death(self) -> Exception:
         self._death = asyncio.get_running_loop().create_future()
-        tasks = [asyncio.ensure_future(self._watch(self.client)), asyncio.ensure_future(self._serve(self.client))]
+        self._tasks = [asyncio.ensure_future(self._watch(self.client)), asyncio.ensure_future(self._serve(self.client))]
         try:
             return await self._death
         finally:
-            for task in tasks:
+            for task in self._tasks:
                 task.cancel()
+            self._tasks = []
+
+    def expect_signs(self, silent_after: float) -> None:
+        """Wait at most this long for a sign of life from now on. A shorter time that was set before stays."""
+        if silent_after >= self.silent_after:
+            return
+        self.silent_after = silent_after
+        if self._tasks:
+            self._tasks.append(asyncio.ensure_future(self._watch(self.client)))
 
     async def _restart(self, cause: Exception) -> None:
         """Spawn another generator after a pause, or retire."""
@@ -112,7 +125,7 @@ class Replica:
 
     async def _watch(self, client: OneGenerator) -> None:
         """Wait for the end of a process, or for its silence."""
-        death = await client.death(self.policy.silent_after)
+        death = await client.death(self.silent_after)
         if death is not None:
             self.lose(client, death)
 
