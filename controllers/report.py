@@ -5,6 +5,7 @@ python -m controllers.report RUN_FOLDER
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,15 +165,19 @@ def minutes_text(seconds: float) -> str:
 
 
 def shown_steps(groups: Records) -> list[int]:
-    """Steps whose groups are on the page. If all steps together have more than COMPLETIONS_SHOWN completions, the page has evenly spaced
-    steps, and always the last one.
+    """Steps whose groups are on the page: as many evenly spaced steps as have at most COMPLETIONS_SHOWN completions together.
+
+    The last step is always there, even if it has more by itself.
     """
-    steps = sorted({group["step"] for group in groups})
-    num_completions = sum(len(group["completions"]) for group in groups)
-    if num_completions <= COMPLETIONS_SHOWN:
-        return steps
-    stride = -(-num_completions // COMPLETIONS_SHOWN)
-    return steps[::-stride][::-1]
+    num_completions: Counter[int] = Counter()
+    for group in groups:
+        num_completions[group["step"]] += len(group["completions"])
+    steps, stride = sorted(num_completions), 1
+    while True:
+        shown = steps[::-stride][::-1]
+        if len(shown) <= 1 or sum(num_completions[step] for step in shown) <= COMPLETIONS_SHOWN:
+            return shown
+        stride += 1
 
 
 def shown_group(group: Record) -> dict[str, object]:

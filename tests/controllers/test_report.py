@@ -238,7 +238,18 @@ def test_a_long_run_shows_groups_of_some_steps_and_of_the_last_one(monkeypatch):
     groups = [{"step": step, "completions": ["x"] * 4} for step in range(1, 101)]
     assert shown_steps(groups) == list(range(1, 101))
     monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
-    assert shown_steps(groups) == [4, 12, 20, 28, 36, 44, 52, 60, 68, 76, 84, 92, 100]
+    # Every eighth step would have 52 completions.
+    assert shown_steps(groups) == [1, 10, 19, 28, 37, 46, 55, 64, 73, 82, 91, 100]
+
+
+def test_steps_of_different_sizes_stay_within_the_limit_and_the_last_one_is_always_shown(monkeypatch):
+    monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
+    sizes = {1: 40, 2: 1, 3: 40, 4: 1, 5: 9}
+    groups = [{"step": step, "completions": ["x"] * size} for step, size in sizes.items()]
+    assert shown_steps(groups) == [2, 5]
+    groups.append({"step": 6, "completions": ["x"] * 51})
+    assert shown_steps(groups) == [6]
+    assert shown_steps([]) == []
 
 
 def test_the_report_needs_no_other_file_and_no_network(html):
