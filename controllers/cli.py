@@ -106,9 +106,12 @@ def _parse(
         config_file.require_format("--save-config", flags.save_config)
 
     output_dir = chosen.resume or flags.output_dir or Path("runs") / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    _require_writable(output_dir)
-    if not chosen.resume:
-        _require_no_run(prog, output_dir)
+    # --plan and --eval-only write nothing to the folder of the run. --dry-run checks it only if the user has named it.
+    is_named = bool(flags.output_dir or chosen.resume)
+    if not (flags.plan or chosen.eval_only) and (is_named or not flags.dry_run):
+        require_writable("--output-dir", output_dir)
+        if not chosen.resume:
+            _require_no_run(prog, output_dir)
     return Invocation(
         config=config,
         config_name=name,
@@ -247,16 +250,16 @@ def _require_same(before: Mapping[str, object], after: Mapping[str, object], fix
             raise ValueError(f"{name} cannot change {change} in a resumed run; start a new one")
 
 
-def _require_writable(output_dir: Path) -> None:
+def require_writable(flag: str, folder: Path) -> None:
     """Raise ValueError if the folder cannot be made, or if nothing can be written to it."""
-    existing = output_dir
+    existing = folder
     # Path.exists would raise an error under a folder that may not be read.
     while not os.path.exists(existing) and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise ValueError(f"--output-dir {output_dir}: {existing} is not a folder")
+        raise ValueError(f"{flag} {folder}: {existing} is not a folder")
     if not os.access(existing, os.W_OK | os.X_OK, effective_ids=True):
-        raise ValueError(f"--output-dir {output_dir}: {existing} is not writable")
+        raise ValueError(f"{flag} {folder}: {existing} is not writable")
 
 
 def _require_no_run(prog: str, output_dir: Path) -> None:

@@ -106,10 +106,13 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
     """The invocation, with the folder of a checkpoint as eval_only. Before a resume, also set damaged checkpoints aside and check the run.
 
-    Raises ValueError if eval_only holds no whole checkpoint, or if the run cannot be resumed with this config.
+    Raises ValueError if eval_only holds no whole checkpoint or cannot be written to, or if the run cannot be resumed with this config.
     """
     if invocation.eval_only:
-        invocation = replace(invocation, eval_only=checkpoints.find(invocation.eval_only))
+        checkpoint = checkpoints.find(invocation.eval_only)
+        if not invocation.dry_run:
+            cli.require_writable("--eval-only", checkpoint)  # the log of the evaluation is written there
+        invocation = replace(invocation, eval_only=checkpoint)
     if invocation.resume:
         folder = RunFolder(invocation.resume)
         if not invocation.dry_run:

@@ -67,25 +67,59 @@ def test_an_output_folder_that_cannot_be_made_is_refused(command_line, tmp_path,
     assert f"--output-dir {folder}: file is not a folder" in err
 
 
+@pytest.fixture
+def nobody(command_line, tmp_path):
+    """nobody(*arguments) -> as command_line, as a user who may not write where root may."""
+    command_line("--config", "tiny", "--dry-run")  # imports what is needed: nobody may not read this Python's folder
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        user = os.geteuid()
+        if user == 0:  # root may write everywhere, nobody may not
+            tmp_path.chmod(0o755)
+            for above in list(tmp_path.parents)[:-2]:
+                above.chmod(0o755)
+            os.seteuid(65534)
+        try:
+            return command_line(*arguments)
+        finally:
+            os.seteuid(user)
+
+    return run
+
+
 @pytest.mark.parametrize(("folder", "mode"), [("", 0o555), ("run", 0o555), ("run", 0o000)])
-def test_an_output_folder_that_nothing_can_be_written_to_is_refused(command_line, tmp_path, folder, mode):
+def test_an_output_folder_that_nothing_can_be_written_to_is_refused(nobody, tmp_path, folder, mode):
     parent = tmp_path / "parent"
     parent.mkdir(mode=mode)
-    command_line(
-        "--config", "tiny", "--dry-run"
-    )  # imports what the check needs: nobody may not read this Python's folder
-    user = os.geteuid()
-    if user == 0:  # root may write everywhere, nobody may not
-        tmp_path.chmod(0o755)
-        for above in list(tmp_path.parents)[:-2]:
-            above.chmod(0o755)
-        os.seteuid(65534)
-    try:
-        status, out, err = command_line("--config", "tiny", "--dry-run", "--output-dir", parent / folder)
-    finally:
-        os.seteuid(user)
+    status, out, err = nobody("--config", "tiny", "--dry-run", "--output-dir", parent / folder)
     assert (status, out) == (2, ""), err
     assert f"--output-dir {parent / folder}: {parent} is not writable" in err
+
+
+def test_a_folder_that_nothing_is_written_to_need_not_be_writable(nobody, tmp_path, monkeypatch):
+    tmp_path.chmod(0o555)
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
+        for arguments in (["--plan"], ["--plan", "--output-dir", tmp_path / "run"], ["--dry-run"]):
+            status, _, err = nobody("--config", "tiny", *arguments)
+            assert (status, err) == (0, "")
+        status, _, err = nobody("--config", "tiny")
+        assert status == 2 and f"--output-dir {Path('runs')}" in err and "is not writable" in err
+
+
+def test_an_evaluation_needs_only_the_folder_of_the_checkpoint(nobody, tmp_path, monkeypatch):
+    run, checkpoint, began = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step-1", []
+    checkpoint.mkdir(parents=True)
+    (run / "config.json").write_text(nobody("--config", "tiny", "--dry-run")[1])
+    monkeypatch.setattr(launch.checkpoints, "find", lambda folder: checkpoint)
+    monkeypatch.setattr(launch, "_run", lambda invocation, *_: began.append(invocation.eval_only) or 0)
+    checkpoint.chmod(0o777)
+    tmp_path.chmod(0o555)
+    assert nobody("--eval-only", run)[0] == 0 and began == [checkpoint]
+    checkpoint.chmod(0o555)
+    status, _, err = nobody("--eval-only", run)
+    assert status == 2 and f"--eval-only {checkpoint}: {checkpoint} is not writable" in err
+    assert nobody("--eval-only", run, "--dry-run")[0] == 0 and began == [checkpoint]
 
 
 @pytest.mark.parametrize(
