@@ -226,7 +226,7 @@ class PolicyTrainer(Actor):
         return await self.in_order(order, lambda: self.load_version(version))
 
     async def load_version(self, version: int) -> int:
-        self.engine.step.require("load_checkpoint")
+        self.engine.step.require("pull_model_state_dict")
         if self.publisher is None:
             raise RuntimeError("pull_model_state_dict: this trainer was made without a transport")
         manifest = await self.find_together(version, self.publisher)

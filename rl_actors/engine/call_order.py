@@ -10,6 +10,7 @@ LEGAL = {
         "discard_gradients",
         "save_checkpoint",
         "load_checkpoint",
+        "pull_model_state_dict",
         "profile",
         "offload",
         "onload",
@@ -29,7 +30,7 @@ LEGAL = {
         "export_lora",
     },
     BROKEN: {"discard_gradients"},
-    INCONSISTENT: {"load_checkpoint"},
+    INCONSISTENT: {"load_checkpoint", "pull_model_state_dict"},
 }
 _HINT = {
     IDLE: "no gradients are accumulated: call forward_backward first",

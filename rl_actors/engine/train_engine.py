@@ -210,7 +210,7 @@ class TrainEngine:
         For a trainer without an optimizer, whose weights nothing else changes. Raises ValueError if the version holds other tensors than
         this model, and then nothing has changed.
         """
-        self.step.require("load_checkpoint")
+        self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
             raise ValueError(
                 f"pull_model_state_dict is not possible with optimizer={self.config.optimizer and self.config.optimizer.name}, "

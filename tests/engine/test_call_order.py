@@ -58,9 +58,9 @@ def test_each_state_refuses_these_calls():
     refused = {state: sorted(set(CALLS) - LEGAL[state]) for state in LEGAL}
     assert refused == {
         IDLE: ["optim_step"],
-        OPEN: ["load_checkpoint", "profile", "save_checkpoint"],
+        OPEN: ["load_checkpoint", "profile", "pull_model_state_dict", "save_checkpoint"],
         BROKEN: [call for call in CALLS if call != "discard_gradients"],
-        INCONSISTENT: [call for call in CALLS if call != "load_checkpoint"],
+        INCONSISTENT: [call for call in CALLS if call not in ("load_checkpoint", "pull_model_state_dict")],
     }
 
 
@@ -98,6 +98,8 @@ def test_checkpoints_are_refused_in_an_open_step(make_engine, tmp_path):
     for call in (engine.save_checkpoint, engine.load_checkpoint):
         with pytest.raises(RuntimeError, match=f"{call.__name__} .* open: gradients are accumulated"):
             call(str(tmp_path / "checkpoint"))
+    with pytest.raises(RuntimeError, match="pull_model_state_dict .* open: gradients are accumulated"):
+        engine.load_published(None, 1)
     assert engine.step.state == OPEN and not (tmp_path / "checkpoint").exists()
 
 
