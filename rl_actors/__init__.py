@@ -1,6 +1,6 @@
-"""An RL post-training service of Monarch actors. Importing it loads neither vLLM nor CUDA.
+"""An RL post-training service that is built from Monarch actors. Importing this package loads neither vLLM nor CUDA.
 
-Actors, their clients and transports are imported at first use.
+Each actor, client and transport is imported at its first use.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Low-rank adapters in peft's form: the names of modules and tensors, and the directory that peft and vLLM load. Knows no model.
+"""Low-rank adapters in peft's format: the names of modules and tensors, and the directory that peft and vLLM load. Needs no model.
 
 R rank, I inputs and O outputs of a linear layer.
 """
@@ -58,7 +58,10 @@ def shapes(config: LoRAConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *, base: str) -> None:
-    """Write whole tensors into an existing directory, in the form in which peft and vLLM load adapters for the model in `base`."""
+    """Write the adapters into an existing directory, in peft's format, which vLLM also loads.
+
+    tensors: whole tensors, not the shards of a rank. base: directory of the model to which the adapters belong.
+    """
     values = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -16,7 +16,7 @@ MAX_VLLM_RANK = 512
 """Largest rank of an adapter in vLLM 0.32."""
 
 DEGREES = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "pipeline_parallel")
-"""The kinds of parallelism. The product of their degrees is the number of processes."""
+"""The kinds of parallelism that have ranks of their own. The product of their degrees is the number of processes."""
 
 PackingPolicy = Literal["packed", "token_budget", "fixed"]
 HeadName = Literal["logprobs", "values"]
@@ -158,7 +158,8 @@ class TrainerConfig:
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the forward and backward pass. Parameters, gradients and optimizer state stay float32."""
     float8: bool = False
-    """True: torchao computes the linear layers of the blocks in float8. A machine without float8 hardware emulates it, for tests."""
+    """True: torchao computes the linear layers of the blocks in float8. On a machine without float8 hardware float8 is emulated, for
+    tests."""
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Scales of float8. tensorwise: one per tensor, with the fastest kernels. rowwise: one per row. rowwise_with_gw_hp: one per row, with
     the gradients of the weights in compute_dtype."""
@@ -182,10 +183,11 @@ class TrainerConfig:
     fsdp_cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in pinned host memory, and step the optimizer there. The GPU holds the weights of a few
     blocks at a time. This is slow, and meant for a model whose training state does not fit into the GPUs. It is possible only for dense
-    models, and only with data_parallel_shard as the kind of parallelism."""
+    models without float8, and data_parallel_shard must be the only kind of parallelism."""
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     load_balance_coeff: float = 0.0
-    """Change of the routers' expert biases at every optim_step (arXiv 2408.15664). 0: there are no biases, as in transformers and vLLM."""
+    """Amount by which every optim_step changes the routers' expert biases (arXiv 2408.15664). 0: there are no biases, as in transformers
+    and vLLM."""
     gpu: int | None = None
     """Index of the first rank's GPU among those that the program sees; the other ranks have the following ones. None: the first one. This
     field has no effect on a CPU, or if the trainer runs in processes that exist already."""
@@ -278,7 +280,7 @@ class TrainerConfig:
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
-        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, and so vLLM, cannot express the model."""
+        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, which vLLM reads, lacks this model."""
         if self.head == "values":
             raise ValueError(
                 f"{call} is not possible with head='values': a generator samples from a language model, not from values"
@@ -292,17 +294,17 @@ class TrainerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """The silence after which an actor counts as dead, and the number and the pace of its restarts."""
+    """Rules for actors that die: when a silent actor counts as dead, and how often and after which pauses an actor is started again."""
 
     max_per_hour: int = 10
-    """Largest number of restarts of an actor in an hour. After the next death it is not started again. When no actor is left, every call
-    raises the error of the first death of that hour. 0: the actor is never started again."""
+    """Largest number of restarts of an actor in an hour. After the next death the actor is not started again. When no actor is left, every
+    call raises the error of the first actor's first death in that hour. 0: the actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
     silent_after: float = 120.0
     """Seconds without a sign of life after which an actor is killed. There is no sign of life while its process does not answer, or while
-    its engine works on one thing, such as a step of vLLM or the load of a version."""
+    its engine runs a single step of vLLM or a single command, such as loading a version of the weights."""
 
     def validate(self, name: str) -> None:
         """Raises ValueError naming the field, its value and the limit. name: the name of the field that holds this policy."""
@@ -319,12 +321,12 @@ WeightsPath = Literal["auto", "cuda_ipc", "shared_memory", "point_to_point", "tc
 
 @dataclass(kw_only=True)
 class WeightsConfig:
-    """The way of the weights from a trainer to generators."""
+    """Config of the transfer of weights from a trainer to generators."""
 
     path: WeightsPath = "auto"
-    """Path of the bytes. auto: the fastest path that trainer and generator share. cuda_ipc: from GPU to GPU of one host.
+    """Path on which the weights travel. auto: the fastest path that trainer and generator share. cuda_ipc: from GPU to GPU of one host.
     shared_memory: within one host. point_to_point: between any two hosts, by NCCL between GPUs, else by gloo. tcp: between any two hosts.
-    The last two also work within one host, to try them; NCCL then needs two GPUs."""
+    point_to_point and tcp also work within one host, so that they can be tried there. NCCL then needs two GPUs."""
     address: str = ""
     """Address at which every rank of the trainer serves weights to generators on other hosts; "hostname": the name of the rank's host. The
     bytes are not encrypted, so the network must be private. Empty: only generators on the trainer's host can read weights; tcp and
@@ -368,12 +370,13 @@ class GeneratorConfig:
     """vLLM's batch-invariant mode, for GPUs of compute capability 9 and later. In this mode the answer to a request with its own seed does
     not depend on the other requests in the batch. It is slower."""
     own_process: bool | None = None
-    """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: on a GPU, and with tensor_parallel above
-    1. On a CPU a process of its own is not faster, and the start takes 10 s longer."""
+    """Run vLLM's engine core in a process of its own, with asynchronous scheduling on a GPU. None: True on a GPU or with tensor_parallel
+    above 1, otherwise False. On a CPU a process of its own is not faster, and the start takes 10 s longer."""
     replicas: int = 1
-    """Number of engines with the same weights. Each has a process of its own, and on a machine with GPUs its own GPUs, from `gpu` on."""
+    """Number of engines with the same weights. Each has a process of its own. On a machine with GPUs each also has GPUs of its own. Their
+    indices begin at `gpu`."""
     tensor_parallel: int = 1
-    """Number of vLLM's ranks that share every layer. On a machine with GPUs each rank has one, from `gpu` on."""
+    """Number of vLLM's ranks that share every layer. On a machine with GPUs each rank has one GPU. Their indices begin at `gpu`."""
     sleep_mode: bool = False
     """Makes `sleep` possible: vLLM takes the memory of its weights and its cache from an allocator that can release it. On a CPU nothing is
     released."""

@@ -92,7 +92,7 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            return Heartbeat(is_idle=True, num_done=0)  # the caller of setup limits its time
+            return Heartbeat(is_idle=True, num_done=0)  # the caller of setup has a time limit for it
         return self._engine.heartbeat()
 
     @property
@@ -138,8 +138,8 @@ class Generator(Actor):
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
 
-        Waits until at least `at_least` prompts, or all that are left, have finished. Raises the error of the call if it fails, and
-        ValueError if it is over.
+        Waits until at least `at_least` prompts, or all that are left, have finished. If the call fails, raises its error. Raises
+        ValueError if the call has ended.
         """
         if call not in self.calls:
             raise ValueError(
@@ -155,7 +155,7 @@ class Generator(Actor):
     @concurrent_endpoint
     @sends_errors
     async def abort_generate(self, call: int) -> None:
-        """End what is left of a generate call. Does nothing if the call has ended."""
+        """End the unfinished requests of a generate call. Does nothing if the call has ended."""
         running = self.calls.pop(call, None)
         if running is not None:
             self.engine.abort(running)
@@ -234,14 +234,14 @@ class Generator(Actor):
         return await asyncio.wrap_future(self.engine.wake())
 
     def _note(self, loaded: Transfer) -> None:
-        """Keep the last pull for `info`, and log the path of the bytes when it changes."""
+        """Keep the last pull for `info`, and log the path of the weights when the path or its reason has changed."""
         former, self.last_pull = self.last_pull, loaded
         if former is None or (former.path, former.reason) != (loaded.path, loaded.reason):
             logger.info("the weights come by %s: %s", loaded.path, loaded.reason)
 
 
 def expected_tensors(directory: str) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor in a Hugging Face directory. A tied head is not a tensor of its own."""
+    """Name and shape of every tensor of the model that a directory's config.json describes. A tied head is not a tensor of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Finds models by their names on the Hugging Face Hub: "Qwen/Qwen3-0.6B" -> a directory on this machine. Reads no model.
+"""Finds models by their names on the Hugging Face Hub: "Qwen/Qwen3-0.6B" -> a directory on this machine. Loads no weights.
 
 The program that starts the actors calls `find_model`. The actors get the directory.
 """
@@ -14,7 +14,7 @@ FILES = ("*.json", "*.safetensors", "*.txt", "*.jinja", "*.model")
 """Files of a repository that a run reads: weights, configs, and all forms of a tokenizer."""
 
 OTHER_FILES = ("*/*", "consolidated*")
-"""Files of a repository that are not downloaded. They have the same weights in another form."""
+"""Files of a repository that are not downloaded. They have the same weights in other formats."""
 
 
 def find_model(name_or_path: str) -> str:
@@ -83,7 +83,7 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """The files that loading a model needs and that the directory lacks.
+    """Names of the files that must be there to load the model and that the directory lacks.
 
     A model needs config.json and at least one *.safetensors. If there is an index of the weights, every file that it lists is needed.
     Raises ValueError if the index is not a JSON object with a weight_map.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rl_actors.config import TrainerConfig
 
 ROW_MULTIPLE = 64
-"""Row lengths are multiples of this number, so that there are few shapes and chunks of logits divide a row."""
+"""Every row length is a multiple of this number. So there are few different shapes, and rows can be split into equal chunks of logits."""
 
 NUM_SUGGESTIONS = 3
 """Largest number of possible layouts in an error text."""
@@ -48,7 +48,7 @@ def in_multiples(length: int, multiple: int) -> int:
 
 
 def all_degrees(config: TrainerConfig) -> dict[str, int]:
-    """Degrees of the layout and of expert_parallel, which uses the ranks of the other kinds."""
+    """Degrees of the layout, and of expert_parallel, which uses the ranks of the other kinds of parallelism."""
     return config.layout() | {"expert_parallel": config.parallelism.expert_parallel_degree}
 
 
@@ -60,7 +60,7 @@ def described(layout: dict[str, int]) -> str:
 def validate(config: TrainerConfig) -> None:
     """Raises ValueError if no trainer can have this layout.
 
-    The text has the numbers of the layout, and the nearest possible layouts of the same number of processes.
+    The error text has the degrees that are refused, and the nearest possible layouts of the same number of processes.
     """
     num_processes, expert = config.num_processes(), config.parallelism.expert_parallel_degree
     if expert < 1:
@@ -73,7 +73,7 @@ def validate(config: TrainerConfig) -> None:
 
 
 def require_possible(config: TrainerConfig) -> None:
-    """Raises ValueError with the numbers of the layout if no trainer can have it."""
+    """Raises ValueError with the degrees that are refused if no trainer can have this layout."""
     model, parallel = config.model, config.parallelism
     tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
     balancer, attention = parallel.context_parallel_load_balancer, config.attention

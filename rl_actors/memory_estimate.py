@@ -56,7 +56,7 @@ def memory(config: TrainerConfig) -> Memory:
     """Memory of a rank at the peak of a forward_backward, by the formulas of docs/layouts.md.
 
     The activations are an estimate, everything else is exact. In a pipeline the rank is the one with the most parameters.
-    An optimizer by import path is counted like Adam.
+    An optimizer that is given by import path is counted as if it were Adam.
     """
     num_elements = num_trained_elements = num_trained_tensors = num_buffer_elements = 0
     for layer, weights in _held_parts(config):
@@ -144,7 +144,7 @@ def _buffers(config: TrainerConfig, layer: int) -> int:
 
 
 def _held_parts(config: TrainerConfig) -> list[Part]:
-    """The parts that the pipeline rank with the most parameters holds. Without a pipeline it holds all.
+    """The parts that the pipeline rank with the most parameters holds. Without a pipeline every rank holds all parts.
 
     torchtitan gives the stages to the ranks in turn. With p ranks, rank r has the stages r, r + p, r + 2 p, …
     """

@@ -21,8 +21,9 @@ OVER_NOTHING = {"max": -math.inf, "min": math.inf}
 
 
 class HostCopy:
-    """The copy of a tensor to the host. This class is for tensors that are on the host already. Its subclass in engine/gpu.py copies from a
-    GPU.
+    """The copy of a tensor to the host.
+
+    This class is for tensors that are on the host already. Its subclass in engine/gpu.py copies from a GPU.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -35,8 +36,9 @@ class HostCopy:
 
 
 class Stopwatch:
-    """Seconds between `start` and `stop`, added up. This class is for work that is done when its call returns. Its subclass in
-    engine/gpu.py is for a GPU.
+    """Adds up the seconds between each `start` and the next `stop`.
+
+    This class is for work that is done when its call returns. Its subclass in engine/gpu.py is for work on a GPU.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,7 @@ class Stopwatch:
         self._seconds += time.perf_counter() - self._began
 
     def take(self) -> float:
-        """The seconds since the last call."""
+        """The seconds that were measured since the last `take`."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
@@ -124,7 +126,7 @@ def _combine(name: str, a: Partial, b: Partial) -> Partial:
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    """The larger of two numbers, or NaN if one of them is NaN. The result of Python's max(1.0, nan) depends on the order."""
+    """The larger of two numbers, or NaN if one of them is NaN. Python's max is not used, because max(1.0, nan) is not max(nan, 1.0)."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b)
     return a if a > b or a != a else b

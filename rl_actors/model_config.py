@@ -239,7 +239,7 @@ def _with_defaults(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_defaults_of_experts(values: dict[str, Any]) -> dict[str, Any]:
-    """The content of a mixture's config.json, completed by the defaults of transformers' Qwen3Moe."""
+    """The content of the config.json of a mixture of experts, completed by the defaults of transformers' Qwen3Moe."""
     completed = {
         "norm_topk_prob": False,
         "decoder_sparse_step": 1,

@@ -1,4 +1,4 @@
-"""Number of floating-point operations (FLOPs) that a model needs, and the most that a GPU does in a second. Measures nothing.
+"""Number of floating-point operations (FLOPs) that a model needs, and that a GPU can do in a second. Measures nothing.
 
 T positions of one document.
 """
@@ -13,7 +13,7 @@ PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
 
 
 def product_parameters(model: ModelConfig) -> int:
-    """Number of parameters in the matrix products of one token. Of a block's experts it has only those that the token is routed to."""
+    """Number of parameters in the matrix products of one token. Of a block's experts, only those that the token is routed to count."""
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
     groups = model.num_key_value_heads * model.head_dim
@@ -50,7 +50,7 @@ def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device_name: str, *, float8: bool = False) -> float | None:
-    """The most FLOPs per second of the GPU with this name. None for a CPU, and for a GPU that PEAKS lacks."""
+    """The peak of the GPU with this name, in FLOPs per second. None for a CPU, and for a GPU that PEAKS lacks."""
     for name, peak in PEAKS.items():
         if name in device_name:
             return peak * 2 if float8 else peak

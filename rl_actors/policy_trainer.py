@@ -1,4 +1,4 @@
-"""The trainer as a Monarch actor. Each rank has one instance, a thin shell over its TrainEngine. Holds no other actor.
+"""The trainer as a Monarch actor. Each rank has one instance, which passes its calls on to the rank's TrainEngine.
 
 Every rank must get the same calls in the same order, so only one TrainerClient may send them. `Order` enforces this.
 """
@@ -117,7 +117,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def probe(self) -> Probe:
-        """A Probe on the process of this actor. It answers also while this actor runs a call."""
+        """A Probe on the process of this actor. The probe also answers while this actor runs a call."""
         return await probe_here()
 
     @endpoint
@@ -128,14 +128,14 @@ class PolicyTrainer(Actor):
         entropy: bool = False,
         order: Order | None = None,
     ) -> RankOutput:
-        """Logprobs of the targets, or the values of a value model, and with a loss its metrics. Changes nothing."""
+        """Logprobs of the targets, or values of a value model. If a loss is given, its metrics, too. Changes nothing."""
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
     async def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, entropy: bool = False, order: Order | None = None
     ) -> RankOutput:
-        """Add the gradient of the summed loss."""
+        """Add the gradient of the summed loss to the accumulated gradients."""
         return await self.in_order(order, lambda: self.engine.forward_backward(samples, loss, entropy=entropy))
 
     @endpoint
@@ -153,7 +153,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def save_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Copy model, optimizer and version, and begin to write them. Returns the version."""
+        """Copy weights, optimizer state and policy_version, and begin to write them. Returns policy_version."""
         return await self.in_order(order, lambda: self.begin_checkpoint(path, optimizer))
 
     def begin_checkpoint(self, path: str, optimizer: bool) -> int:
@@ -169,7 +169,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def load_checkpoint(self, path: str, optimizer: bool = True, order: Order | None = None) -> int:
-        """Read model, optimizer and version. Later pushes publish a new stream; see Manifest."""
+        """Read weights, optimizer state and policy_version. Returns policy_version. Later pushes publish a new stream; see Manifest."""
         return await self.in_order(order, lambda: self.read_checkpoint(path, optimizer))
 
     def read_checkpoint(self, path: str, optimizer: bool) -> int:
@@ -185,12 +185,12 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def export_lora(self, path: str, order: Order | None = None) -> None:
-        """Write the adapters in the form that peft reads."""
+        """Write a directory of the adapters, in peft's format."""
         return await self.in_order(order, lambda: self.engine.export_lora(path))
 
     @endpoint
     async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
-        """Trace the next steps."""
+        """Trace the next `steps` optimizer steps."""
         return await self.in_order(order, lambda: self.engine.profile(directory, steps))
 
     @endpoint
@@ -207,7 +207,8 @@ class PolicyTrainer(Actor):
     async def push_model_state_dict(self, order: Order | None = None) -> int:
         """Publish the weights under policy_version. Each rank publishes its own shards.
 
-        They get the widest dtype in which a generator of the transport computes. Does nothing if this version is published already.
+        The published tensors have the widest dtype that a generator has announced to the transport, or float32 if none has announced one.
+        Does nothing if this version is published already in that dtype.
         """
         return await self.in_order(order, self.publish_weights)
 
@@ -235,7 +236,7 @@ class PolicyTrainer(Actor):
             return self.engine.load_published(opened, version)
 
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
-        """The manifest that rank 0 finds, on all ranks.
+        """Rank 0 looks for the manifest of the version. Every rank returns the manifest that rank 0 found, or raises its error.
 
         If every rank looked for itself, the ranks could find different manifests, because a trainer may begin a new stream meanwhile.
         """
@@ -253,9 +254,9 @@ class PolicyTrainer(Actor):
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` if it is its turn, and keep its answer or its error for a repetition.
+        """Run `call` if its order is the next one, and keep its answer or its error for a repetition. Without an order, only run it.
 
-        Raises RuntimeError if the session of the order was replaced, or if its number does not follow the last one.
+        Raises RuntimeError if the session of the order was replaced, or if the number of the order does not follow the last one.
         """
         if order is None:
             return await self.run(call)

@@ -1,4 +1,4 @@
-"""Files that may be unpickled. Unpickling runs code, so whoever can write such a file can run code as the user who reads it."""
+"""Tells which files may be unpickled. Unpickling runs code, so whoever can write such a file can run code as the user who reads it."""
 
 import grp
 import os
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """The reason why a file, or a file of a directory, must not be unpickled. Empty if only this user and root can write them.
+    """The reason why a file, or some file in a directory, must not be unpickled. Empty if only this user and root can write every file.
 
-    The directory itself is checked, too, because whoever can write it could replace its files. Directories above it are not checked.
+    The directory itself is checked, too, because whoever can write to it could replace its files. Directories above it are not checked.
     """
     for each in _files(Path(path)):
         try:

@@ -17,8 +17,8 @@ from rl_actors.metrics import Partials
 from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
-"""Target id of a padded position. The position's logprob is 0, and every loss, mean and maximum leaves the position out, because the
-trainer sets all columns to 0 there, also loss_weights."""
+"""Target id of a padded position. The logprob of such a position is 0, and the trainer sets all columns to 0 there. Since loss_weights is
+0, too, every loss, mean and maximum leaves the position out."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -249,15 +249,15 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transfer:
-    """One push of a trainer, or one pull of a generator."""
+    """Record of one push of a trainer, or of one pull of a generator."""
 
     policy_version: int
     path: str  # a push: where the bytes are, "slots", "files" or "memory"; a pull: how they came, "shared_memory", "tcp", …
     reason: str = ""  # why a pull took this path
-    num_bytes: int  # of the version, over all ranks
+    num_bytes: int  # of the version, over all ranks; 0 for a pull of a version that the generator had already
     seconds: float  # without the wait for the version
-    # Seconds of the phases. push: collect, write. pull: read, load. A pull reads shared memory while it loads. With that path `load`
-    # includes the reading.
+    # Name of a phase -> its seconds. A push has the phases collect and write. A pull has the phases read and load. With the path
+    # shared_memory a pull reads while it loads, so `load` includes the reading.
     phases: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -267,7 +267,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceMemory:
-    """Memory that a generator gave back to its devices, or took again."""
+    """Record of memory that a generator gave back to its devices, or took again."""
 
     num_bytes: int = 0  # over all ranks and replicas; 0 on a CPU, and in a call that had nothing to do
     seconds: float = 0.0  # of the slowest replica
@@ -302,8 +302,8 @@ class TrainerInfo:
     on_host: Mapping[str, int] = field(default_factory=dict)  # each part that is offloaded -> its bytes; see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
     onloaded: HostMove = HostMove()  # sum of its moves back
-    # Seconds in which this rank computed for a token, without waits for other ranks, in the measured parts of the forward passes of the
-    # last optim_step. None: nothing was measured; see engine/own_time.py.
+    # Seconds that this rank computed for each token in the measured parts of the forward passes before the last optim_step. Waits for
+    # other ranks are not included. None: nothing was measured; see engine/own_time.py.
     own_seconds_per_token: float | None = None
 
 
@@ -323,12 +323,12 @@ again."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratorReturn:
-    """A generator that died and was started again, and is healthy now."""
+    """Record of a generator that died, was started again and became healthy."""
 
     name: str
-    cause: str  # the error that ended its healthy time
+    cause: str  # the error of its death
     noticed: float  # time of this error, in seconds since 1970
-    seconds: float  # from this error until it was healthy again
+    seconds: float  # from this error until the generator was healthy again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,8 +182,8 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
     """The first bad value in the tensors, or None.
 
-    All tensors are checked together, which is faster. They are checked one by one only if some value is bad. The checks use numpy. For so
-    many positions torch would wake a thread for every core of the host, which can take longer than a step.
+    All tensors are checked together, which is faster. They are checked one by one only if some value is bad. The checks use numpy, because
+    for so many positions torch would wake a thread for every core of the host. That can take longer than a training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
