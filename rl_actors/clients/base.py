@@ -37,7 +37,7 @@ SILENCE = 2.0
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
 STEP_WAIT = 60.0
-"""Seconds that a call to a service waits at most for the end of another client's step, unless the caller chooses another time."""
+"""Largest number of seconds that a call to a service waits for the end of another client's step. The caller may choose another limit."""
 
 
 class ActorDiedError(RuntimeError):
@@ -105,7 +105,9 @@ class Client:
         raise NotImplementedError
 
     def keep(self, lease: "Lease") -> None:
-        """Hold the connection to the service that has the actor. It ends with `close`, or when this client is garbage-collected."""
+        """Hold the connection to the service that has the actor. `close` ends the connection, and so does the garbage collection of this
+        client.
+        """
         self._lease = lease
         weakref.finalize(self, lease.close)
 
@@ -153,7 +155,8 @@ class Client:
         """A call that is done when one of the processes that this client spawned has died. Its answer is the error that says so.
 
         A process has died if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process that runs a
-        call answers, too. The answer is None if the client is closed, if its start fails, and if it spawned no processes.
+        call answers, too. The answer is None if the client is closed, or if it has no processes of its own: because the caller spawned
+        them, or because they did not start.
         """
         return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
 
@@ -192,7 +195,7 @@ class Client:
         return ActorDiedError(f"{self.name}: the process of {process} ended {phase}{self._output()}", self.name)
 
     def _lost(self, error: Exception, phase: str) -> ActorDiedError:
-        """The ActorDiedError for an error of Monarch, whose last line has the reason."""
+        """The ActorDiedError for an error of Monarch. The last line of that error is the reason."""
         reason = (str(error).splitlines() or [""])[-1].strip()
         return ActorDiedError(f"{self.name}: Monarch has lost a process during {phase}: {reason}", self.name)
 
@@ -205,7 +208,7 @@ class Client:
         return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
 
     def kill(self) -> Call[None]:
-        """Kill the processes that this client spawned, and close it. For an actor that does not answer."""
+        """Kill the processes that this client spawned, and close the client. Use it for an actor that does not answer."""
         self._closed = True
         return in_background(self._kill(), f"{self.name}: kill")
 
@@ -213,7 +216,8 @@ class Client:
         processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
-        # `close` asks every process that still runs to stop, and waits for its answer. So it is called when all have ended.
+        # `close` asks every process that still runs to stop, and waits for its answer. So `close` is called only when all have ended, or
+        # after KILL_TIMEOUT.
         deadline = time.monotonic() + KILL_TIMEOUT
         while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -267,7 +271,10 @@ class Client:
         await self.close()
 
     def _show_start(self) -> None:
-        """Print, once, that the actor is starting and where its output is. Only on a terminal or in a REPL, and only before it is ready."""
+        """Print, once, that the actor is starting and where its output is.
+
+        Prints nothing when the actor is ready, and nothing outside of a terminal or a REPL.
+        """
         if self._is_quiet or self._started.done() or not (sys.stderr.isatty() or hasattr(sys, "ps1")):
             return
         self._is_quiet = True
@@ -343,7 +350,7 @@ class Client:
         return ActorSilentError(f"{self.name}: {self._broken}{reason}{self._output()}", self.name)
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
-        """The answers of the ranks. Raises ActorDiedError as soon as one of their processes has ended, if a client spawned them."""
+        """The answers of the ranks. If a client spawned their processes, raises ActorDiedError as soon as one of these has ended."""
         watched = self.watched
         if watched is None:
             return await collect(endpoint, *args, **kwargs)

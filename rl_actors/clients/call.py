@@ -1,7 +1,7 @@
-"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. Knows no actors.
+"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. Knows nothing of actors.
 
-The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which has a
-loop of its own.
+The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which already
+runs a loop.
 """
 
 import asyncio
@@ -28,7 +28,10 @@ class Call(Generic[T]):
         self._asked = False
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the answer. A TimeoutError or Ctrl-C ends only the waiting; the call goes on, and `result` can be called again."""
+        """Wait for the answer. Raises TimeoutError after `timeout` seconds, and the error of the call if the call fails.
+
+        A timeout or Ctrl-C ends only the waiting: the call goes on, and `result` can be called again.
+        """
         try:
             answer = self._future.result(timeout)
         except FutureTimeout as error:

@@ -15,7 +15,7 @@ class FinishedGroups(Generic[T]):
     """Iterator over the prompts of a running call, in order of finishing. It gives (index of the prompt, its results).
 
     When the iterator is closed or garbage-collected, the rest of the call is aborted. CPython collects the iterator of a loop as soon
-    as the loop is left by break, return, an exception or a cancellation.
+    as the loop is left by break, return, an exception or a cancellation, unless something else still refers to the iterator.
     """
 
     def __init__(

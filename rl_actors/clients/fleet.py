@@ -1,6 +1,7 @@
 """`Fleet`, the generators of a GeneratorClient.
 
-It divides calls among them, sends the unfinished prompts of a dead generator to the others, and keeps the weights of all equal.
+The fleet divides calls among the generators. It sends the unfinished prompts of a dead generator to the others. It gives all generators
+the same version of the weights.
 """
 
 import asyncio
@@ -22,11 +23,11 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Seconds that the first pull waits for its version. The pull begins after the answer of the push, so the version is published already."""
+"""Seconds that the first pull waits for its version. The pull begins when the push has returned, so the version is published already."""
 REFIT_TIMEOUT = 5.0
-"""Seconds that a restarted generator waits for the version of the others. They have pulled this version, so it is published."""
+"""Seconds that a restarted generator waits for the version that the others have pulled. This version is published already."""
 REFIT_PAUSE = 0.5
-"""Seconds between two tries of such a generator to pull."""
+"""Seconds between two pulls that a restarted generator tries."""
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -38,9 +39,9 @@ class RoutedCall:
     def __init__(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int]) -> None:
         """numbers: for each prompt the p from which its seeds are computed; see SamplingParams."""
         self.prompts, self.params, self.numbers = prompts, params, numbers
-        self.num_left = len(prompts)  # prompts that nobody has taken
-        self.parts: set[asyncio.Task[None]] = set()
-        self._finished: Groups = []  # finished prompts that nobody has taken
+        self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
+        self.parts: set[asyncio.Task[None]] = set()  # one for each generator that has prompts of the call
+        self._finished: Groups = []  # finished prompts that `take` has not returned
         self._failure: BaseException | None = None
         self._changed = asyncio.Event()
 
@@ -54,7 +55,7 @@ class RoutedCall:
         self._changed.set()
 
     async def take(self, at_least: int) -> Groups:
-        """The prompts that have finished and that nobody has taken. Waits for at_least of them, or for all that are left.
+        """The finished prompts that `take` has not returned before. Waits for at_least of them, or for all that are left.
 
         Raises the error of the call.
         """
@@ -72,7 +73,8 @@ class Fleet:
     """Generators with the same weights. All completions of a prompt come from one of them.
 
     A seed gives the same completions on every generator. A call waits while no generator is healthy. Every phase of a restart has a time
-    limit, and the number of restarts is limited. When no generator is left, every call raises the first error.
+    limit, and the number of restarts is limited. When no generator is left, every call raises the error that ended the first generator of
+    the list.
     """
 
     def __init__(
@@ -85,18 +87,19 @@ class Fleet:
         tell: Callable[[str], None],
     ) -> None:
         """spawns: for each generator its name and the function that spawns it. first_version: the push of the version that is pulled first.
-        tell: gets a line of text when a generator dies, is back, or is not started again.
+
+        tell: called with a line of text when a generator dies, is back, or is not started again.
         """
         self.setup_timeout, self.tell = setup_timeout, tell
         self.told: int | None = None  # version of the newest pull, unless that pull failed on all generators
-        self.last_pull: Transfer | None = None  # the slowest of the last call of `pull`
+        self.last_pull: Transfer | None = None  # of the generator that took longest in the last call of `pull`
         self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
         self._router = Router(len(spawns))
         self._routed: dict[int, RoutedCall] = {}
         self._numbers = itertools.count()
         self._num_pulls = 0
-        self._change = asyncio.Event()  # set when a state changes next; a new event then takes its place
+        self._change = asyncio.Event()  # set at the next change of a state; a new event then takes its place
         self._awake = asyncio.Event()
         self._awake.set()
         self._lives: list[asyncio.Task[None]] = []
@@ -126,7 +129,7 @@ class Fleet:
             replica.expect_signs(silent_after)
 
     async def end(self) -> Exception:
-        """Wait until no generator is left. Returns the first error."""
+        """Wait until no generator is left. Returns the error that ended the first generator of the list."""
         await self._until(lambda: self._end_cause() is not None)
         cause = self._end_cause()
         assert cause is not None
@@ -167,7 +170,10 @@ class Fleet:
         return replace(oldest, replicas=several, restarts=self.num_restarts)
 
     async def start_generate(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int] | None) -> int:
-        """The number of the new call. numbers: for each prompt the p from which its seeds are computed; None: its place in the list."""
+        """Start a generate call, and return its number.
+
+        numbers: for each prompt the p from which its seeds are computed (see SamplingParams); None: its place in the list.
+        """
         call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers)
         number = next(self._numbers)
         self._routed[number] = call
@@ -303,14 +309,14 @@ class Fleet:
             if self.told == version:
                 self.told = former
             raise failed[0][1]
-        else:  # all have died, and those that are started again pull the version
+        else:  # all have died, and each that is started again pulls the version
             [place, *_] = await self._until_healthy()
             self.last_pull = self.replicas[place].client.last_pull
 
     async def _refit(self, replica: Replica) -> None:
         """Pull the version of the fleet into a generator. Raises the error of the last try.
 
-        A generator that was ready before tries again until setup_timeout is over. Another one tries once.
+        A generator that has been healthy before tries again for setup_timeout seconds. A generator that has not tries once.
         """
         is_first = self.told is None and self._first_version is not None
         if is_first:
@@ -334,7 +340,7 @@ class Fleet:
                 return
 
     async def sleep(self, level: int) -> DeviceMemory:
-        """Put all generators to sleep. One that dies meanwhile is started again only at `wake`, because its start takes memory."""
+        """Put all generators to sleep. A generator that dies meanwhile is started again only at `wake`, because a start takes memory."""
         await self._until(lambda: all(replica.state in ("healthy", "dead", "retired") for replica in self.replicas))
         self._awake.clear()
         try:
@@ -373,14 +379,14 @@ class Fleet:
         return [place for place, replica in enumerate(self.replicas) if replica.state == "healthy"]
 
     async def _until_healthy(self) -> list[int]:
-        """The places of the healthy generators. Waits until there is one. Raises the first error if none is left."""
+        """The places of the healthy generators. Waits until there is one. If none is left, raises the error of `_end_cause`."""
         await self._until(lambda: bool(self._healthy()) or self._end_cause() is not None)
         if not self._healthy() and (cause := self._end_cause()) is not None:
             raise cause
         return self._healthy()
 
     def _end_cause(self) -> Exception | None:
-        """The first error, if no generator is left."""
+        """If no generator is left, the error that ended the first generator of the list, otherwise None."""
         causes = [replica.cause for replica in self.replicas]
         return causes[0] if all(causes) else None
 
@@ -410,8 +416,8 @@ def is_death(client: OneGenerator, error: BaseException) -> bool:
 
 async def gather_all(work: Sequence[Awaitable[T]]) -> list[T]:
     """The results of all awaitables, in their order. Waits for the end of all before it raises the first error."""
-    # Every call of a fleet reaches its generators through one `gather`, also a call for a single generator. So calls are sent in the order
-    # in which they were made.
+    # Every call of a fleet passes through `gather`, even a call for a single generator. So calls reach the generators in the order in which
+    # they were made.
     results = await asyncio.gather(*work, return_exceptions=True)
     found: list[T] = []
     for result in results:

@@ -39,11 +39,11 @@ Check = Callable[[GeneratorLimits], None]
 
 
 class GeneratorClient(Client):
-    """The client of one or several generators. Any number of calls run at the same time. Each waits until the generators are ready.
+    """The client of one or several generators. Any number of calls can run at the same time. Each waits until the generators are ready.
 
     A generator that the client spawned is started again when it dies. Calls only take longer meanwhile.
-    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client that did not spawn
-    it knows them after the setup; before that, these checks run when the call is sent.
+    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client of a mesh that the
+    caller spawned learns them in the setup. Before that, these checks run when the call is sent.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class GeneratorClient(Client):
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The last pull of this client; with several generators, the slowest one. num_bytes is 0 if they had the version already."""
+        """The last pull of this client; with several generators, that of the slowest one. num_bytes is 0 if it had the version already."""
         return self._fleet.last_pull
 
     def on_news(self, tell: Callable[[str], None]) -> None:
@@ -281,9 +281,9 @@ class GeneratorClient(Client):
         await self._fleet.abort_generate(call)
 
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
-        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence.
+        """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence of T tokens.
 
-        A sequence may have max_model_len tokens.
+        A sequence has at most max_model_len tokens.
         """
         copies = _as_lists(sequences)
         return self._call(
@@ -296,7 +296,7 @@ class GeneratorClient(Client):
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.
 
-        in_flight: running requests go on, and their later tokens are the new policy's. Otherwise they end first, and requests that come
+        in_flight=True: running requests go on, and their later tokens are the new policy's. False: they end first, and requests that come
         meanwhile wait for the new weights.
         """
         validate_pull(version, timeout)

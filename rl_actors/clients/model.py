@@ -3,7 +3,7 @@
 trainer.py adds the calls that only a trainer has.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
-that the caller may change. Only the send is queued.
+that the caller may change. Only the sending is queued.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ different orders and wait for ever."""
 class ModelClient(Client):
     """The client of a model's ranks, which nobody else may call. Calls run one at a time on all ranks, in the order in which they came.
 
-    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client that did not spawn it
-    knows them after the setup; before that, these checks run when it is the call's turn.
+    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client of a mesh that the caller
+    spawned learns them in the setup. Before that, these checks run when it is the call's turn.
     """
 
     default_name: ClassVar[str] = "model"
@@ -109,15 +109,15 @@ class ModelClient(Client):
         checkpoint: str = "",
         hosts: "Hosts | None" = None,
     ) -> Self:
-        """Build the model in processes. Returns at once; the answer to the first call waits for the start.
+        """Build the model in new or in given processes. Returns at once; the answer to the first call waits for the start.
 
-        transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes a torchstore,
-        or a small actor if torchstore is not installed; other clients have none.
-        processes: running processes in which the model is built, beside the models that are there: a ProcMesh, or another client whose
-        processes are used. That client must outlive this one. Clients of the same processes take turns. None: new processes, which end
-        with this client.
-        checkpoint: a directory that save_checkpoint of a trainer of the same model wrote. The model starts with its weights. Empty: the
-        model starts with the weights of config.hf_path, or with random ones.
+        transport: an open transport, or the call that opens it; the caller closes it. None: a TrainerClient opens and closes the transport
+        that transports/default.py chooses; other clients have none.
+        processes: running processes in which the model is built, beside the models that are there already: a ProcMesh, or another client
+        whose processes are used. That client must outlive this one. Clients of the same processes take turns. None: new processes, which
+        end with this client.
+        checkpoint: a directory that save_checkpoint of a trainer of the same model wrote. The model starts with the weights in it. Empty:
+        the model starts with the weights of config.hf_path, or with random ones.
         hosts: those of `rl_actors.processes.hosts.connect`, over which new processes are spread evenly. None: this host.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
         `processes` has another number of processes than the config needs.
@@ -226,7 +226,7 @@ class ModelClient(Client):
 
     @property
     def process_mesh(self) -> Awaitable["ProcMesh"]:
-        """An awaitable whose result is the processes, as soon as the model is up in them. For a client that shares them."""
+        """An awaitable whose result is the processes, as soon as the model is set up in them. A client that shares them awaits it."""
         return self._processes_with_model()
 
     async def _processes_with_model(self) -> "ProcMesh":
@@ -271,9 +271,10 @@ class ModelClient(Client):
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> Call[ForwardBackwardOutput]:
-        """Logprobs of the targets, or the values of a value model, without gradients. Nothing changes.
+        """Logprobs of the targets, or values of a value model, without gradients. Nothing changes.
 
-        A loss adds the metrics that forward_backward would report. `entropy` adds the entropy of the whole distribution.
+        With a loss, the output also has the metrics that forward_backward would report. With entropy=True it also has the entropy of the
+        whole distribution at each position.
         """
         resolved = None if loss is None else resolve(loss)
         copies = as_tensors(samples)
@@ -307,9 +308,9 @@ class ModelClient(Client):
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
 
         The host's memory is allocated at the first offload and kept; beside a GPU it is pinned. Every later call first brings back the
-        parts that it needs. Forward, pushes and exports need the weights. forward_backward needs the weights and gradients, optim_step
-        needs everything, and checkpoints need the weights and the optimizer state. Raises RuntimeError while a step is broken. On a CPU
-        it saves no memory.
+        parts that it needs. `forward`, pushes, pulls and exports need the weights. forward_backward needs the weights and the gradients.
+        save_checkpoint needs the weights and, unless optimizer=False, the optimizer state. optim_step and load_checkpoint need all parts.
+        Raises RuntimeError while the trainer is broken. On a CPU an offload saves no memory.
         """
         require_parts("offload", parts)
         return self._in_turn("offload", self._move, "offload", list(parts))

@@ -34,7 +34,7 @@ Groups = list[tuple[int, list[Completion]]]
 class OneGenerator(Client):
     """The client of a Generator mesh of one process, which the caller spawned or the client spawns. Its methods are coroutines.
 
-    A call raises ActorDiedError if a process of the generator has ended, and the client spawned it.
+    If the client spawned the generator, a call raises ActorDiedError as soon as a process of the generator has ended.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class OneGenerator(Client):
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
         self.config, self._transport = config, transport
-        self.last_pull: Transfer | None = None  # of this client; without bytes if the generator had the version already
+        self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if the generator had the version already
         self.known: GeneratorInfo | None = None  # the last info; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has ended, also if it failed
         # The GeneratorClient closes this client at the end of the program, so it is not among the open ones.
@@ -90,7 +90,10 @@ class OneGenerator(Client):
         return await self._is_alive(timeout)
 
     async def start_generate(self, prompts: list[list[int]], params: SamplingParams, indices: list[int]) -> int:
-        """The number of the new call. indices: for each prompt the p from which its seeds are computed; see SamplingParams."""
+        """Start a generate call, and return its number.
+
+        indices: for each prompt the p from which its seeds are computed; see SamplingParams.
+        """
         return await self._one("start_generate", prompts, params, indices, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
@@ -131,7 +134,7 @@ class OneGenerator(Client):
         return answers[0]
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """As in the base class. A generator whose engine does not finish a step in time has died, too."""
+        """As in the base class. A generator has also died if its engine has done nothing for silent_after seconds while requests wait."""
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
             return None
@@ -153,7 +156,7 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # A longer time means that this process itself was stopped, so the rest of it does not count.
+                # If this round took longer, this process itself was stopped. Only the usual part of the time counts.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()
@@ -171,9 +174,9 @@ class OneGenerator(Client):
 
 
 class Silence:
-    """Counts the seconds since a generator's last sign of life. Pure.
+    """Counts the seconds since a generator's last sign of life. Reads no clock.
 
-    A sign of life is an answer that says that the generator waits for requests, or that it has done something since the answer before.
+    A sign of life is an answer that says that the generator waits for requests, or that it has done something since the previous answer.
     """
 
     def __init__(self) -> None:
@@ -181,7 +184,7 @@ class Silence:
         self._num_done = -1
 
     def saw(self, answer: Heartbeat | None, seconds: float) -> None:
-        """Count `seconds` more. answer: the one that came in these seconds; None: none came."""
+        """Count `seconds` more. answer: the answer that came in these seconds; None: no answer came."""
         if answer is not None and (answer.is_idle or answer.num_done != self._num_done):
             self.seconds, self._num_done = 0.0, answer.num_done
         else:

@@ -5,8 +5,8 @@ The states of a replica, and what leads from one to the next:
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
                                     └─────► retired
 
-Every state but retired leads to dead when a process has ended or is silent. A replica becomes healthy only after a complete pull of the
-version that the others have. So it never generates with the weights of a transfer that broke.
+From every state except retired a replica becomes dead when a process has ended or is silent. A replica becomes healthy only after a
+complete pull of the version that the others have. So it never generates with weights of which only a part has arrived.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Watcher:
-    """The functions with which a fleet takes part in the lives of its replicas."""
+    """The functions of a fleet that its replicas call."""
 
     changed: Callable[["Replica", str], None]
-    """Gets a replica whose state has changed, and a line of text if people want to know."""
+    """Called with a replica whose state has changed, and with a line of text for the user. The line is empty if the change is usual."""
     returned: Callable[[GeneratorReturn], None]
-    """Gets a replica's return after a death."""
+    """Called with the record of a replica that is healthy again after a death."""
     refit: Callable[["Replica"], Awaitable[None]]
     """Pulls the newest version into a replica. Raises an error if that fails for good."""
     may_restart: Callable[[], Awaitable[object]]
@@ -40,7 +40,7 @@ class Watcher:
 
 
 class Replica:
-    """A place for a generator. `live` starts and ends its processes, unless the caller of the client has spawned the generator."""
+    """A place for a generator. `live` restarts the generator when it has died, unless the caller of the client has spawned it."""
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
         self.name, self.spawn, self.policy, self.watcher = name, spawn, policy, watcher
@@ -54,7 +54,7 @@ class Replica:
         self.client = spawn()
         self._death: asyncio.Future[Exception]  # of `client`; from `live` on
         self._died: tuple[float, float, Exception] | None = (
-            None  # first death since it was healthy: its time on two clocks, and its cause
+            None  # first death since it was healthy: time.time(), time.monotonic() and the error
         )
         self._is_final = False  # whether the last death is one after which no restart is tried
         self._is_stale = asyncio.Event()
@@ -71,11 +71,11 @@ class Replica:
                 with contextlib.suppress(Exception):
                     await self.client.kill()
                 await self._restart(cause)
-        except Exception as error:  # a bug; without this line its callers would wait for ever
+        except Exception as error:  # a bug; without this handler the callers of the replica would wait for ever
             self._retire(error)
 
     async def _begin(self) -> None:
-        """Wait until a generator that the caller has spawned is up. Nobody watches it."""
+        """Wait until a generator that the caller has spawned is set up. It is not watched later."""
         try:
             await self.client.ready()
         except Exception as error:
@@ -130,7 +130,7 @@ class Replica:
             self.lose(client, death)
 
     async def _serve(self, client: OneGenerator) -> None:
-        """Bring the generator up, and bring it the weights of the last pull whenever it has others."""
+        """Wait until the generator is set up, and give it the weights of the last pull then and whenever it becomes stale."""
         try:
             await client.ready()
             while True:
@@ -142,7 +142,7 @@ class Replica:
         except Exception as error:
             cause = error
             if not isinstance(error, ActorDiedError):
-                # If a first start fails without a death, another start would fail, too.
+                # If the first start fails although no process has died, another start would fail, too.
                 self._is_final = not self.was_ready
                 if self.was_ready:
                     cause = ActorDiedError(f"{self.name} did not start again: {error!r}", self.name)

@@ -1,4 +1,4 @@
-"""`Restarts`, the limit of an actor's restarts. Pure."""
+"""`Restarts`, which counts and limits the restarts of an actor. Starts nothing."""
 
 import time
 from collections import deque
@@ -8,13 +8,13 @@ from rl_actors.config import RestartPolicy
 
 HOUR = 3600.0  # seconds
 LONGEST_PAUSE = 60.0
-"""Seconds between a death and a restart, at most."""
+"""Largest number of seconds between a death and the restart after it."""
 FIRST_RESTARTS = 2
-"""Largest number of restarts of an actor that has never been ready. Its start may be what kills it."""
+"""Largest number of restarts of an actor that has never been ready. The start itself may kill such an actor."""
 
 
 class Restarts:
-    """Counts the restarts of an actor, and says when one more is too many."""
+    """Counts the restarts of an actor, and refuses a restart above the limit of the policy."""
 
     def __init__(
         self,
@@ -26,10 +26,10 @@ class Restarts:
         """note: text that is added to the first error when it is raised after several deaths."""
         self.policy, self.clock, self.note = policy, clock, note
         self.total = 0
-        self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: when, and why
+        self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: the time on `clock`, and the error
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Seconds to wait before the restart. Raises the error of the first death of the last hour if there would be too many restarts."""
+        """Seconds to wait before the restart. If the limit is reached, raises the error of the first death in the last hour."""
         now = self.clock()
         while self._deaths and self._deaths[0][0] <= now - HOUR:
             self._deaths.popleft()

@@ -1,4 +1,4 @@
-"""Choice of the replica that gets a prompt: the least loaded one, or the one that has the start of the prompt in its cache. Pure."""
+"""Chooses the replica that gets a prompt: the least loaded one, or the one that has the start of the prompt in its cache. Sends nothing."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ MAX_KNOWN = 16_384
 """Number of prompts whose replica is remembered."""
 
 SLACK = 4
-"""A replica gets a prompt that it knows while it has at most this many groups of n requests more than the least loaded one."""
+"""A replica that has the start of a prompt in its cache gets the prompt if its load is at most this many groups of n requests above the
+load of the least loaded replica."""
 
 MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # of a rolling hash
 
@@ -46,7 +47,7 @@ class Router:
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of the longest known prompt with which it begins, such as that of an earlier turn."""
+        """The hash of a prompt, and the replica of the longest known prompt that it starts with, such as the prompt of an earlier turn."""
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

@@ -1,7 +1,7 @@
 """The client of a trainer. Unless a method says otherwise, it returns a Call: `await` it in a program, or use `.result()` in a REPL.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
-that the caller may change. Only the send is queued.
+that the caller may change. Only the sending is queued.
 """
 
 import asyncio
@@ -46,7 +46,7 @@ class SavedCheckpoint:
 
 
 class TrainerClient(ModelClient):
-    """The client of a trainer. Its base class, ModelClient, has the calls that change nothing, the order of calls, and `spawn`.
+    """The client of a trainer. Its base class, ModelClient, has `spawn`, `attach` and the calls that do not train, and keeps all in order.
 
     >>> trainer = TrainerClient.spawn(config)                                  # doctest: +SKIP
     >>> trainer.forward_backward(samples, loss="cross_entropy").result()       # doctest: +SKIP
@@ -73,7 +73,7 @@ class TrainerClient(ModelClient):
     def forward_backward(
         self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False
     ) -> Call[ForwardBackwardOutput]:
-        """Add the gradient of the summed loss. Gradients accumulate over any number of calls, until optim_step.
+        """Add the gradient of the summed loss. Gradients accumulate over any number of calls, until optim_step or discard_gradients.
 
         loss: a name, an instance such as PPO(), or the "module:name" of your own loss, which client and ranks import.
         """
@@ -92,9 +92,8 @@ class TrainerClient(ModelClient):
     def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
         """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward pass.
 
-        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample; a value model gives
-        values in its place. Samples may have any columns, because columns are not sent. The output
-        has the metrics of the loss, and loss:sum.
+        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample; for a value model these
+        are values. Samples may have any columns, because columns are not sent. The output has the metrics of the loss, and loss:sum.
 
         >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
         """
@@ -125,7 +124,7 @@ class TrainerClient(ModelClient):
         known = await self._run("forward", bare, None, False)
         outputs = known.logprobs if known.values is None else known.values
         carrier = LogprobGradient() if known.values is None else ValueGradient()
-        # In another thread, because a user's function may take long and other clients share the loop.
+        # The loss runs in another thread, because a user's function may take long and other clients share the loop.
         gradients, partials = await asyncio.to_thread(output_gradients, loss, given, outputs)
         carriers = []
         for sample, gradient in zip(bare, gradients, strict=True):
@@ -165,7 +164,7 @@ class TrainerClient(ModelClient):
         return await self._first("optim_step", params)
 
     def discard_gradients(self) -> Call[None]:
-        """Drop the accumulated gradients. If a timeout broke the client, this repairs it as soon as the ranks answer again."""
+        """Drop the accumulated gradients. If a timeout broke the client, this call repairs it as soon as the ranks answer again."""
         call = self._in_turn("discard_gradients", self._discard_gradients, mends=True)
         self._gradient_calls = ()
         return call
@@ -175,7 +174,7 @@ class TrainerClient(ModelClient):
         self._broken = None
 
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
-        """Copy model, optimizer and policy_version, and write them to a directory. The directory never holds half a checkpoint.
+        """Copy weights, optimizer state and policy_version, and write them. The directory appears only when the checkpoint is complete.
 
         The answer comes when the state is copied. The call that `.wait()` of the answer returns is done when the directory is complete on
         disk. If the writing fails and nobody waits for it, the next optim_step or save_checkpoint raises the error and does nothing else.
@@ -282,9 +281,9 @@ class TrainerClient(ModelClient):
     ) -> "ValueTrainerClient":
         """Spawn a value model, which is trained like a policy. Returns its client at once; the first answer waits for the start.
 
-        config: of the value model; its head is "values" whatever the config says. None: the config of this trainer, without adapters.
-        processes, checkpoint: see `spawn`. processes=this client puts the value model beside the policy. checkpoint may also be one of
-        a policy of these dimensions; the head of the value model then starts at zero.
+        config: of the value model; its field `head` is replaced by "values". None: the config of this trainer, without adapters.
+        processes, checkpoint: see `spawn`. With this client as `processes`, the value model is built beside the policy. checkpoint may also
+        be that of a policy with the same dimensions; the head of the value model then starts at zero.
         Raises ValueError as `spawn` does.
         """
         from rl_actors.clients.value_trainer import ValueTrainerClient
@@ -301,10 +300,10 @@ class TrainerClient(ModelClient):
         name: str = "reference",
         logs: LogRoute | None = None,
     ) -> "ReferenceClient":
-        """Spawn a model that only infers, from the trainer's config unless another is given. Returns its client at once.
+        """Spawn a model that only infers. Returns its client at once; the first answer waits for the start.
 
-        Its `refresh(version)` takes versions that this trainer has pushed. A program may have several, such as a
-        teacher with another config.
+        config: of the model. None: the config of this trainer. The client's `refresh(version)` takes versions that this trainer has
+        pushed. A program may have several such models, for example a teacher with another config.
         processes, checkpoint: see `spawn`. Raises ValueError as `spawn` does.
         """
         from rl_actors.clients.reference import ReferenceClient
