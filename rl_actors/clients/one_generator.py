@@ -54,7 +54,7 @@ class OneGenerator(Client):
             mesh, name=name, call_timeout=call_timeout, setup_timeout=setup_timeout, logs=logs, hosts=hosts
         )
         self.config, self._transport = config, transport
-        self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if the generator had the version already
+        self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if nothing was transferred
         self.known: GeneratorInfo | None = None  # the last info; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has ended, also if it failed
         # The GeneratorClient closes this client at the end of the program, so it is not among the open ones.

@@ -1,4 +1,4 @@
-"""Addresses at which programs of a run listen. Knows no actors."""
+"""Addresses at which programs of a run listen. Knows nothing of actors."""
 
 import ipaddress
 import socket
@@ -38,7 +38,7 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     def numeric(self) -> "Address":
-        """This address with a number as its host, because Monarch does not try several addresses of a name.
+        """This address with an IP address as its host, because Monarch does not try the several addresses of a name.
 
         Raises ValueError if the host has no address.
         """
@@ -55,7 +55,7 @@ class Address:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses of a host, as numbers. Raises ValueError naming the host if it has none."""
+    """The IP addresses of a host. Raises ValueError naming the host if it has none."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Code with which a process that this package spawned starts and ends. Knows nothing of actors."""
+"""Code that runs at the start and at the end of each process that this package spawns. Knows nothing of actors."""
 
 BOOTSTRAP = """
 import atexit, gc, os, runpy, sys
@@ -24,7 +24,7 @@ except SystemExit as error:
 """
 """Code for `python -c CODE -m MODULE`: run the module as `python -m MODULE` does, but start and end faster.
 
-It collects no garbage until `collector.keep` is called. At the end the threads have ended and all exit handlers have run, because `end` is
-registered first and so runs last. Without `end`, Python would then take apart the thousands of modules that torch and vLLM import, object
-by object. That takes one second of processor time for a trainer and two for a generator, and nothing needs it.
+The process collects no garbage until `collector.keep` is called. `end` is registered first and so runs last, when the threads have ended
+and all other exit handlers have run. Without `end`, Python would then delete the objects of the thousands of modules that torch and vLLM
+import, one by one. That takes one second of processor time for a trainer and two for a generator, and nothing needs it.
 """

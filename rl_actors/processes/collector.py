@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Import modules without garbage collections. Later collections leave out every object that exists at the end.
+    """Import modules without garbage collections. Later collections leave out every object that exists when the imports are done.
 
-    Modules make hundreds of thousands of objects that live as long as the process. Collections while vLLM is imported, and those that vLLM
-    itself makes when its engine starts, look through all of them. They took three of the ten seconds of a start.
+    Modules make hundreds of thousands of objects that live as long as the process. Every collection would look through all of them, while
+    vLLM is imported and when vLLM starts its engine. These collections took three of the ten seconds of a start.
     """
     if not _is_ours():
         yield
@@ -24,9 +24,10 @@ def importing() -> Iterator[None]:
 
 
 def keep(*, collect: bool = False) -> None:
-    """Leave every object that exists now out of all later collections, and collect from now on. Only in a process that we spawned.
+    """Leave every object that exists now out of all later collections, and collect garbage from now on.
 
-    collect: True to collect the garbage first, which would otherwise stay until the process ends.
+    Does nothing in a process that this package did not spawn. collect: True to collect the garbage first, which would otherwise stay until
+    the process ends.
     """
     if _is_ours():
         if collect:

@@ -1,6 +1,4 @@
-"""Machines on which workers of Monarch listen, for the processes of a run that spans several machines.
-
-A worker is started by `make worker`."""
+"""Connects a program to Monarch's workers on other machines, so that its actors can run there. `make worker` starts a worker."""
 
 import socket
 from collections.abc import Sequence
@@ -20,7 +18,7 @@ if TYPE_CHECKING:
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
 
-JOB = "process://"
+JOB = "process://"  # begins the text process://N, a job of N workers on this machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +28,13 @@ class Hosts:
     names: tuple[str, ...]
     mesh: "HostMesh"
     own_address: str
-    job: "ProcessJob | None" = None  # `close` ends its workers
+    job: "ProcessJob | None" = None  # of process://N; `close` ends the workers of the job
 
     def __len__(self) -> int:
         return len(self.names)
 
     def part(self, start: int, stop: int) -> "Hosts":
-        """The hosts from index `start` to index `stop`, without the latter. `close` of a part does nothing."""
+        """The hosts from index `start` to index `stop` - 1. `close` of a part does nothing."""
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
@@ -53,7 +51,7 @@ def parse(addresses: Sequence[str]) -> list[Address]:
         if parsed.count(address) > 1:
             raise ValueError(f"the host {address} is named {parsed.count(address)} times")
     if len({address.tls for address in parsed}) > 1:
-        raise ValueError(f"some of {', '.join(addresses)} are with TLS and some without; all must be the same")
+        raise ValueError(f"some of {', '.join(addresses)} use TLS and some do not; all must use it, or none")
     return parsed
 
 
@@ -68,7 +66,7 @@ def connect(addresses: Sequence[str], *, certificates: str = "") -> Hosts:
         return _of_job(job_size(addresses[0]))
     workers = [address.numeric() for address in parse(addresses)]
     if workers[0].tls != bool(certificates):
-        raise ValueError("workers at tls:// need a folder of certificates, and only they")
+        raise ValueError("workers at tls:// need a folder of certificates, and workers at tcp:// take none")
     if certificates:
         tls.use_for_monarch(certificates)
     for worker in workers:
@@ -88,7 +86,7 @@ def job_size(address: str) -> int:
     """The number of workers of process://N. Raises ValueError for anything else."""
     number = address.removeprefix(JOB)
     if not address.startswith(JOB) or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"the host is {address!r}; a job of workers on this machine is process://2")
+        raise ValueError(f"the host is {address!r}; it must be process://N, which starts N workers on this machine")
     return int(number)
 
 
@@ -118,7 +116,7 @@ def _require_listening(worker: Address) -> None:
 
 
 def _own_address(worker: Address) -> str:
-    """The address of this machine's interface from which a worker is reached. Nothing is sent."""
+    """The address of this machine's network interface that leads to a worker. Nothing is sent."""
     family = socket.AF_INET6 if ":" in worker.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((worker.host, worker.port))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 LOG_VARIABLE = "RL_ACTORS_LOG"
-"""Environment variable of an actor's process: the file that has its output and log lines."""
+"""Environment variable of an actor's process: the path of the file with the output and the log lines of the process."""
 
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -28,7 +28,7 @@ class LogRoute:
     """Files `<directory>/<name>-<rank>.log` for the output and the log lines of the processes that a client spawns.
 
     tee=True shows each line on the terminal, too: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
-    Without a LogRoute the files are in a new temporary directory. `info().result()[0].logs` says where.
+    Without a LogRoute the files are in a new temporary directory. The field `logs` of TrainerInfo and GeneratorInfo is the path of the file.
     """
 
     directory: Path
@@ -93,8 +93,8 @@ class RoutedOutput(AbstractContextManager):
     def _follow(self, path: Path, start: int, prefix: str) -> None:
         """Copy new lines of the file to the terminal until the redirection ends.
 
-        A pipe in the place of the file would lose the last output of a crash. Native code that fills a pipe while it holds the GIL would
-        hang.
+        With a pipe instead of the file, the last output of a crash would be lost. Native code that holds the GIL while it writes would
+        also hang as soon as the pipe is full.
         """
         partial, is_last = b"", False
         # An OSError means that the terminal is gone. The file still gets everything.
@@ -108,7 +108,7 @@ class RoutedOutput(AbstractContextManager):
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """Make fd 1 and 2 what they were before, and show the last lines on the terminal. A second call does nothing."""
+        """End the redirection of fd 1 and 2, and with a tee show the last lines on the terminal. A second call does nothing."""
         if not self._done.is_set():
             _point_output(self._originals)
             self._done.set()
@@ -129,7 +129,7 @@ def route_process_output(path: str | Path, tee_prefix: str | None = None) -> Rou
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
     """Send the log lines and warnings of this process to a file. With verbose=True they also go to stderr, each line after `[label]`.
 
-    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. They would appear twice.
+    Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. Otherwise they would appear twice.
     """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     in_file: logging.Handler = logging.FileHandler(path)

@@ -1,8 +1,8 @@
-"""Processes for actors, with their rendezvous and their logs. Importing this module changes nothing. Spawning sets up Monarch in this
-process.
+"""Spawns the processes of actors, with their rendezvous and their logs.
 
+Importing this module changes nothing. The first spawn sets up Monarch in this process.
 A spawned process ends within seconds after the process that spawned it, even if the latter was killed with kill -9. A process on another
-host is ended by the worker that started it.
+host is then ended by the worker that started it.
 """
 
 import asyncio
@@ -47,18 +47,18 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = Path("/sys/class/net/lo")
-START_TIMEOUT = 120.0
-STOP_TIMEOUT = 20.0
+START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
+STOP_TIMEOUT = 20.0  # seconds in which Monarch must have stopped them; then they are killed
 logger = logging.getLogger(__name__)
 
 # By default Monarch notices a dead process after nine seconds. With this value it takes about one second. A user's own value is kept.
-# Monarch asks its processes whether they live, and its time limits for their answers stay as they are. With shorter limits a process of an
+# Monarch also asks its processes whether they live. Its time limits for their answers are not changed: with shorter limits a process on an
 # overloaded machine was taken for dead, because it was silent for over three seconds while it imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
 
 class Probe(Actor):
-    """A second actor on each process. It answers while a call runs in the first."""
+    """A second actor on each process. It answers even while the first actor runs a call."""
 
     @endpoint
     async def who(self) -> tuple[int, int]:
@@ -94,7 +94,7 @@ class Process:
         return f"rank {self.rank} (pid {self.pid})"
 
     def has_ended(self) -> bool:
-        """True if the process has ended. False for every process of another host; calls to it fail when Monarch has noticed its end."""
+        """True if the process has ended. Always False for a process on another host; calls to it fail when Monarch has noticed its end."""
         if self.handle is None:
             return False
         poll = select.poll()
@@ -171,10 +171,11 @@ async def spawn_processes(
 ) -> ProcessMesh:
     """Spawn processes with RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in their environment.
 
-    hosts: the hosts of the processes; None: this host. Each host gets equally many, and the first host gets the first ranks.
+    hosts: the hosts of the processes; None: this host. Every host gets the same number of processes, and the first host gets the first
+    ranks.
     The caller's process serves the rendezvous store, on a port that the system chose. So no rank can find the port taken.
-    Raises TimeoutError if the processes have not started within START_TIMEOUT, and ValueError if the hosts cannot have equally many, or do
-    not share the folder of the logs.
+    Raises TimeoutError if the processes have not started within START_TIMEOUT. Raises ValueError if the number of hosts does not divide the
+    number of processes, or if the hosts do not share the folder of the logs.
     """
     prepare_this_process()
     num_hosts = 1 if hosts is None else len(hosts)
@@ -226,7 +227,7 @@ def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point:
     of_rank = {
         "RANK": str(point.rank),
         "LOCAL_RANK": str(point["gpus"]),
-        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks our processes, also for people who look at the process list
+        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks our processes for collector.py, and for people who look for them
     }
     if logs is not None:
         of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
@@ -236,7 +237,7 @@ def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point:
 
 
 async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folder: Path) -> None:
-    """`require_shared`, which ends the processes if it fails."""
+    """Call `require_shared`, and end the processes if it raises an error."""
     try:
         await require_shared(name, probe.read, folder)
     except BaseException:
@@ -292,7 +293,7 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     collector.keep()
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both, because the spawning
-    # process may still need them for a checkpoint. They end when it stops them, or when it ends.
+    # process may still need them for a checkpoint. They end when the spawning process stops them, or when it ends itself.
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM):
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))

@@ -1,7 +1,7 @@
 """Settings of a process: threads and memory if it computes on a CPU, only threads if it uses a GPU.
 
-A process on a CPU gets accurate vector functions, keeps its memory, and has one pool of worker threads. `choose_kernels`, `keep_memory` and
-`keep_one_pool` say why.
+A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. The reasons are at
+`choose_kernels`, `keep_memory` and `keep_one_pool`.
 
 A process that uses a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation over
 some ten thousand numbers. With several such processes on 64 shared cores, a scan of the ids of 65,536 positions took 170 to 200 ms.
@@ -22,7 +22,7 @@ HOST_THREADS = 4
 
 
 def prepare_cpu_process() -> None:
-    """Set up a process that computes on a CPU. The caller sets the number of threads first, and is the one thread that will compute."""
+    """Set up a process that computes on a CPU. Set torch's number of threads first, and call this from the thread that will compute."""
     choose_kernels()
     keep_memory()
     keep_one_pool()
@@ -69,8 +69,8 @@ def keep_one_pool() -> None:
 def one_thread() -> Iterator[None]:
     """Compute on this thread without workers.
 
-    For many short copies. After each copy the threads wait for the slowest one, and on a busy machine that one waits for a core. On four
-    cores with twenty runnable processes, 165 copies of 0.5 GB together took 0.1 s on one thread and 0.6 to 9 s on two.
+    Use it for many short copies. After each copy the threads wait for the slowest one, and on a busy machine that thread waits for a core.
+    On four cores with twenty runnable processes, 165 copies of 0.5 GB in all took 0.1 s on one thread and 0.6 to 9 s on two.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

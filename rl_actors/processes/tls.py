@@ -1,7 +1,7 @@
-"""Mutual TLS: certificates of a private authority, for the door of a service and for Monarch's own connections.
+"""Mutual TLS with certificates of a private authority, for the port of a service and for Monarch's own connections.
 
-A folder of certificates has `authority.pem`, and a program's own pair of `certificate.pem` and `key.pem`. Both sides of a connection show a
-certificate of the same authority; a program without one is refused.
+A folder of certificates has `authority.pem`, and a program's own pair of `certificate.pem` and `key.pem`. Both sides of a connection must
+show a certificate of the same authority.
 """
 
 import os
@@ -35,14 +35,17 @@ def require_files(folder: str) -> Path:
 
 
 def server_context(folder: str) -> ssl.SSLContext:
-    """TLS of a service, which lets in only programs with a certificate of the authority. Raises ValueError as require_files does."""
+    """The TLS context of a service, which admits only programs with a certificate of the authority. Raises ValueError as require_files."""
     made = _context(ssl.PROTOCOL_TLS_SERVER, folder)
     made.verify_mode = ssl.CERT_REQUIRED
     return made
 
 
 def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
-    """TLS of a client, or None for an address without it. Raises ValueError if only one of the address and the folder asks for TLS."""
+    """The TLS context of a client, or None for an address without TLS.
+
+    Raises ValueError for an address with TLS and no folder, for a folder and an address without TLS, and as require_files does.
+    """
     if address.tls != bool(folder):
         missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"
         raise ValueError(f"{address} {missing}; see docs/operations.md")

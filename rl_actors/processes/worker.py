@@ -27,7 +27,7 @@ def main() -> None:
     try:
         address = Address.parse(given.address).numeric()
         if address.tls != bool(given.tls):
-            raise ValueError(f"{address}: --tls FOLDER belongs to addresses tls://, and only to them")
+            raise ValueError(f"{address}: --tls FOLDER must be given for an address tls://, and for no other address")
         if not (given.tls or given.insecure or address.is_loopback()):
             raise ValueError(f"{address} is reachable from other machines; use tls:// with --tls FOLDER, or --insecure")
         if given.tls:

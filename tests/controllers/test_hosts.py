@@ -38,9 +38,9 @@ def test_the_first_hosts_have_the_trainer_and_the_others_the_generators(addresse
     [
         ({"addresses": "10.0.0.1:4444"}, "hosts.addresses: the address is '10.0.0.1:4444'"),
         ({"addresses": "tcp://a:1,tcp://a:1"}, "the host tcp://a:1 is named 2 times"),
-        ({"addresses": "tcp://a:1,tls://b:1"}, "some of .* are with TLS and some without"),
-        ({"addresses": "process://0"}, "a job of workers on this machine is process://2"),
-        ({"addresses": "process://two"}, "a job of workers on this machine is process://2"),
+        ({"addresses": "tcp://a:1,tls://b:1"}, "some of .* use TLS and some do not"),
+        ({"addresses": "process://0"}, "it must be process://N"),
+        ({"addresses": "process://two"}, "it must be process://N"),
         ({"addresses": THREE, "trainer": 4}, "hosts.trainer=4, but hosts.addresses names 3 hosts"),
         ({"addresses": THREE, "trainer": 3}, "4 ranks cannot be spread evenly over 3 hosts; set hosts.trainer"),
         ({"trainer": 1}, "need hosts.addresses"),
@@ -85,7 +85,7 @@ def test_a_worker_that_does_not_listen_is_named_with_the_command_that_starts_it(
     ("arguments", "error"),
     [
         (["tcp://192.0.2.1:4444"], "reachable from other machines; use tls:// with --tls FOLDER, or --insecure"),
-        (["tls://127.0.0.1:4444"], "--tls FOLDER belongs to addresses tls://"),
+        (["tls://127.0.0.1:4444"], "--tls FOLDER must be given for an address tls://"),
         (["4444"], "the address is '4444'"),
     ],
 )
