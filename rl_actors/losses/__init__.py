@@ -1,4 +1,6 @@
-"""The losses and their names. A loss is a frozen dataclass whose call takes logprobs and columns and returns sums. It never sees logits."""
+"""The losses and their names. A loss of this package is a frozen dataclass. Its call takes logprobs and columns and returns sums. It never
+gets logits.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -64,10 +66,10 @@ __all__ = [
 
 
 def resolve(loss: "str | Loss") -> Loss:
-    """The loss that a caller means.
+    """The loss for a name or a loss that a caller gives.
 
-    A name in LOSSES gives that loss with default options. A "module:name" gives a loss of your own: a function, an instance, or a
-    class that needs no arguments. Any other callable is the loss itself. Raises ValueError for anything else.
+    A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own: a function, an instance, or a class that
+    needs no arguments. A callable that is not a class is returned as it is. Raises ValueError for anything else.
     """
     if isinstance(loss, str) and ":" in loss:
         loss = _imported(loss)

@@ -48,8 +48,8 @@ class KL:
 class TruncatedImportanceSampling:
     """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. KL and entropy keep their weights.
 
-    (Yao et al., "Your efficient RL framework secretly brings you off-policy RL training", 2025.) At level "sequence" q_i is the geometric
-    mean of q over the trained positions of the sample.
+    At level "sequence" q_i is the geometric mean of q over the trained positions of the sample. The source is Yao et al., "Your efficient
+    RL framework secretly brings you off-policy RL training", 2025.
     """
 
     cap: float = 2.0

@@ -21,7 +21,8 @@ from rl_actors.metrics import Partials
 class PolicyLoss:
     """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
-    J is the objective of the subclass, c the correction (1 without one), H the entropy of the whole distribution.
+    At position i, w is the loss weight, J the objective of the subclass, c the correction (1 without one), kl the estimate of the KL to the
+    reference, and H the entropy of the whole distribution.
     The correction is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then old_logprobs are the
     trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs). If they do not have it, old_logprobs are the
     generator's, and q = exp(logprobs - old_logprobs) without a gradient.
@@ -34,7 +35,7 @@ class PolicyLoss:
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    # True: J contains the ratio to old_logprobs. If these are the generator's, J corrects for the generator by itself.
+    # True: J contains the ratio to old_logprobs. If these are the generator's, J already corrects for the generator.
     corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 

@@ -18,10 +18,9 @@ class ValueLoss:
     """sum_i w_i l_i, where l_i = (V_i - R_i)^2 / 2. V are the values, R the returns.
 
     With a clip c, l_i = max((V_i - R_i)^2, (C_i - R_i)^2) / 2, where C_i is V_i limited to [O_i - c, O_i + c]. O are the old_values, which
-    the value model gave before the batch's first step. (Schulman et al., "Proximal policy optimization algorithms", as in OpenAI's
-    baselines.)
-    Among the metrics are value_clip_fraction:mean, the share of positions where the clipped term is the larger one, and the sums from which
-    explained_variance is computed.
+    the value model gave before the first optimizer step on the batch. OpenAI's baselines clip the values in this way.
+    The metric value_clip_fraction:mean is the share of the trained positions where the clipped term is the larger one. explained_variance is
+    computed from other metrics of this loss.
     """
 
     clip: float | None = None
@@ -42,8 +41,7 @@ class ValueLoss:
         self, values_BL: Tensor, *, loss_weights: Tensor, returns: Tensor, old_values: Tensor | None = None
     ) -> tuple[Tensor, Partials]:
         is_trained_BL = loss_weights != 0
-        # A NaN in a column would make the whole sum NaN even where it is multiplied by a weight of 0, so values at positions that are not
-        # trained are replaced.
+        # At positions that are not trained the columns are replaced, because a NaN there would make the sum NaN even with a weight of 0.
         returns_BL = torch.where(is_trained_BL, returns, values_BL.detach())
         error_BL = (values_BL - returns_BL).square()
         was_clipped_BL = torch.zeros_like(is_trained_BL)

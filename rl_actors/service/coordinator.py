@@ -1,7 +1,7 @@
-"""The coordinator of a service as a Monarch actor. Attached clients call it, and it calls the one client of each mesh.
+"""The coordinator of a service as a Monarch actor. Attached clients call it. It passes their calls to the only client of each actor mesh.
 
-It lives in the service's own process, beside the clients of the meshes. A message carries pickled bytes, so that an object that cannot be
-unpickled here is an error of its call and does not end the actor.
+The coordinator runs in the service's own process, beside these clients. A message carries pickled bytes, so that an object that cannot be
+unpickled here makes its call fail but does not end the actor.
 """
 
 import pickle
@@ -23,16 +23,16 @@ _services: dict[str, Service] = {}
 
 
 class Coordinator(Actor):
-    """Any number of calls run at the same time. The Service decides which of them wait."""
+    """The actor. Any number of its calls can run at the same time. The Service decides which of them wait."""
 
     def __init__(self, key: str) -> None:
         self.service = _services[key]
 
     @concurrent_endpoint
     async def call(self, number: int, endpoint: str, arguments: bytes, patience: float) -> bytes:
-        """The answers of all ranks, or the error of the call; see `opened`.
+        """The answers of all ranks or the error of the call, pickled; see `opened`.
 
-        number: that of the client. arguments: pickled. patience: as in Member.run.
+        number: number of the calling client. arguments: the pickled arguments. patience: seconds, as in Member.run.
         """
         try:
             unpickled = pickle.loads(arguments)

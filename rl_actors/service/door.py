@@ -1,8 +1,8 @@
-"""The door of a service: a port at which programs attach, and ask for its state or its end. It speaks lines of JSON, and no call of an
-actor passes through it.
+"""`Door`, the port of a service. Programs connect to it to attach, or to ask for the state, the logs or the end of the service.
 
+Both sides send lines of JSON. Calls of actors do not pass through the door.
 A program that wants to attach gets the reference to the coordinator, if it has the versions of the service. Its connection then stays open
-as long as the client lives. The end of the connection tells each side that the other one is gone, for whatever reason.
+as long as its client exists. When the connection ends, each side knows that the other one is gone.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from rl_actors.service.wire import versions as own_versions
 logger = logging.getLogger(__name__)
 
 GREETING_TIMEOUT = 10.0
-"""Seconds in which a connection must say what it wants."""
+"""Seconds in which a program that has connected must send its greeting, the line that says what the program wants."""
 
 
 class Door:
@@ -31,7 +31,7 @@ class Door:
     def __init__(
         self, service: Service, coordinator: bytes, *, logs: Path, stop: Callable[[str], None], transport: str
     ) -> None:
-        """coordinator: the pickled reference to it. logs: folder of the actors' logs. stop: ends the service, for a reason.
+        """coordinator: the pickled reference to the Coordinator. logs: folder of the actors' logs. stop: ends the service, given the reason.
 
         transport: kind of Monarch's connections, "tcp" or "tls".
         """
@@ -114,7 +114,7 @@ class Door:
             self.service.leave(client)
 
     async def _until_it_leaves(self, client: Attached, reader: asyncio.StreamReader) -> None:
-        """A client sends nothing after its greeting. So the next thing to read is the end of the connection."""
+        """Wait for the end of the connection. A client sends nothing after its greeting, so a read waits until the connection ends."""
         with contextlib.suppress(OSError):
             await reader.read()
 

@@ -1,4 +1,4 @@
-"""The actors of a service, each behind its one client in the service's process. They run the calls of attached clients."""
+"""The members of a service: its actors, each with its only client, which is in the service's process. They run attached clients' calls."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ class Member(Protocol):
         """Undo what the client left unfinished."""
 
     async def describe(self) -> dict[str, object]:
-        """State for people, as values of JSON."""
+        """The state, for people to read, as values of JSON."""
 
     def numbers(self) -> MemberNumbers:
         """State for a program that watches the actor. Asks nobody."""
@@ -64,7 +64,7 @@ class ModelMember:
     """A trainer, value model or reference. At most one attached client has an open step; see OpenStep."""
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
-        """infos: those of all ranks. The model is up."""
+        """client: of a model that is set up. infos: the TrainerInfo of every rank."""
         self.client, self.num_ranks = client, len(infos)
         self._infos = infos
         self.step = OpenStep()
@@ -114,7 +114,7 @@ class ModelMember:
         return all(info.state == "idle" for info in infos)
 
     async def leave(self, client: Attached) -> None:
-        """Discard the gradients of a step that the client has open. This waits for the call that is running."""
+        """Discard the gradients of a step that the client has open, as soon as the running call has ended."""
         self._saved.pop(client.number, None)
         if self.step.holder is not client:
             return
@@ -146,7 +146,7 @@ class ModelMember:
 
 
 class GeneratorMember:
-    """A generator, or several replicas. Its calls run at the same time."""
+    """A generator, or several replicas. Any number of calls can run at the same time."""
 
     num_ranks = 1
 

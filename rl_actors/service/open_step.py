@@ -1,7 +1,7 @@
-"""`OpenStep`: which client of a service has an open step, and which clients wait for its end. Knows no actors.
+"""`OpenStep`, which lets only one client of a service at a time have an open step. Knows nothing of actors.
 
-The first forward_backward of a client opens a step, and its optim_step or discard_gradients closes it. Meanwhile the calls of other clients
-wait if they are in CHANGING.
+The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes it. Meanwhile other clients'
+calls of the endpoints in CHANGING wait.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Attached:
 
 
 class OpenStep:
-    """Gives the step of one trainer to one client at a time, in the order in which clients ask. Use it on one event loop."""
+    """Gives the step of one trainer to one client at a time, in the order in which clients ask. Use an instance on one event loop only."""
 
     def __init__(self) -> None:
         self._free = asyncio.Lock()
@@ -43,7 +43,7 @@ class OpenStep:
     async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
         """Wait until no other client has an open step, and give it to this client. Does nothing if this client has it already.
 
-        After `patience` seconds raises RuntimeError naming the client that has it. Raises RuntimeError if `client` has left meanwhile.
+        Raises RuntimeError after `patience` seconds, naming the client that has the step, and if `client` has left meanwhile.
         """
         if self.holder is client:
             return

@@ -1,4 +1,7 @@
-"""A client's side of a service: the connection, the calls to the coordinator, and `attach`, which returns a mesh for a usual client."""
+"""The client's side of a service: the connection, the calls to the coordinator, and `attach`, which returns a stand-in for an actor mesh.
+
+A TrainerClient or GeneratorClient uses this stand-in like a mesh.
+"""
 
 import asyncio
 import base64
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """The connection to a service. Each side takes its end for the end of the other one."""
+    """The connection of a client to a service. When the connection ends, each side knows that the other one is gone."""
 
     def __init__(self, address: Address, connection: socket.socket, answer: Message) -> None:
         self.address, self.answer = address, answer
@@ -73,7 +76,7 @@ class RemoteMesh:
 
     @property
     def probe(self) -> "LocalEndpoint":
-        """An endpoint that answers with a probe. The probe's `who` asks the service whether all processes live."""
+        """An endpoint that answers with a stand-in for a Probe. Its `who` asks the service whether all processes of the actor answer."""
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
@@ -104,7 +107,7 @@ class RemoteEndpoint:
         self._num_answers = mesh.num_ranks if num_answers is None else num_answers
 
     def stream(self, *arguments: object, order: object = None) -> Iterator[Awaitable[object]]:
-        """The answers of the ranks. order: is not sent, because the service numbers the calls of all its clients."""
+        """The answers of the ranks. `order` is not sent, because the service numbers the calls of all its clients."""
         answers = asyncio.ensure_future(self._mesh.send(self._name, arguments))
         return (_nth(answers, index) for index in range(self._num_answers))
 
@@ -128,7 +131,7 @@ async def _just(value: object) -> object:
 
 
 class RemoteProbe:
-    """A stand-in for a Probe."""
+    """A stand-in for a Probe, with only the endpoint `who`."""
 
     def __init__(self, who: RemoteEndpoint) -> None:
         self.who = who
@@ -170,7 +173,7 @@ def _plain(error: Exception, address: Address, timeout: float) -> Exception:
     """The error to raise for an error of a connection. It says in words what went wrong."""
     match error:
         case ssl.SSLError():
-            return ConnectionError(f"{address}: no trust between this program and the service: {error}")
+            return ConnectionError(f"{address}: TLS failed between this program and the service: {error}")
         case TimeoutError():
             return TimeoutError(f"{address} did not answer within {timeout:g} s")
         case ConnectionRefusedError():

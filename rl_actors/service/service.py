@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """The only caller of the actors. Its methods run on the event loop that the clients of a process share."""
+    """Attached clients and their calls. Only the service calls its actors. Its methods run on the loop that a process's clients share."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""

@@ -1,4 +1,4 @@
-"""Lines of JSON that a client and a service exchange before anything is unpickled. Knows no actors."""
+"""Lines of JSON that a client and a service exchange before anything is unpickled. Knows nothing of actors."""
 
 import importlib.metadata
 import json
@@ -10,7 +10,7 @@ import torch
 import rl_actors
 
 PROTOCOL = "rl-actors service 1"
-"""Value of the field `protocol` of every message. A program that sends anything else is no service of this kind, nor its client."""
+"""Value of the field `protocol` of every message. A program that sends another value is neither a service of this kind nor its client."""
 
 MAX_LINE_BYTES = 1 << 20
 """Longest line of JSON that is read."""
@@ -23,7 +23,7 @@ def versions() -> dict[str, str]:
     major, minor, _ = platform.python_version_tuple()
     return {
         "rl_actors": rl_actors.__version__,
-        "torch": torch.__version__.partition("+")[0],  # a CPU build and a CUDA build understand each other
+        "torch": torch.__version__.partition("+")[0],  # a CPU build and a CUDA build can unpickle each other's objects
         "torchmonarch": importlib.metadata.version("torchmonarch"),
         "python": f"{major}.{minor}",
     }
@@ -44,7 +44,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message:
-    """The message of a line. Raises ValueError if neither a service nor its client sent the line."""
+    """The message in a line. Raises ValueError if the line is not from a service or its client."""
     try:
         message = json.loads(line)
     except ValueError:
@@ -55,7 +55,7 @@ def decode(line: bytes) -> Message:
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Make this side notice within half a minute that the other machine is gone, even if that one could not close the connection."""
+    """Make this side notice within half a minute that the other machine is gone, even if that machine could not close the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)

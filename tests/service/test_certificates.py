@@ -79,7 +79,7 @@ def test_a_program_without_a_certificate_stays_outside(served, certificates):
 
 def test_a_program_with_the_certificate_of_another_authority_stays_outside(served, tmp_path):
     other = make(tmp_path / "other")
-    with pytest.raises(ConnectionError, match="no trust between this program and the service"):
+    with pytest.raises(ConnectionError, match="TLS failed between this program and the service"):
         TrainerClient.attach(served, certificates=other, timeout=TIMEOUT)
 
 
@@ -96,7 +96,7 @@ def test_a_host_that_the_certificate_does_not_name_is_not_trusted(tmp_path, cert
     door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.2", 0, tls=True), tls.server_context(certificates))
     address = str(in_background(opening, "open").result())
-    with pytest.raises(ConnectionError, match="no trust .*127.0.0.2"):
+    with pytest.raises(ConnectionError, match="TLS failed .*127.0.0.2"):
         TrainerClient.attach(address, certificates=certificates, timeout=TIMEOUT)
     in_background(door.close("the test is over"), "close").result()
 
