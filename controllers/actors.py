@@ -139,7 +139,8 @@ class Actors:
     async def _watch_store(self) -> None:
         with contextlib.suppress(Exception):  # if the transport does not open, the actors raise its error
             transport = await self.transport
-            self.report("store", ActorDiedError(await transport.death(), "store"))
+            silent_after = self.config.survival.silent_after
+            self.report("store", ActorDiedError(await transport.death(silent_after), "store"))
 
     def report(self, role: str, death: Exception) -> None:
         """Note that an actor has died. Does nothing for a generator, which its client replaces."""

@@ -166,7 +166,7 @@ def test_a_watch_notes_steps_also_after_a_recovery_has_removed_some(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["trainer", "critic", "store", "engine"])
 def test_a_run_whose_process_is_killed_ends_as_the_undisturbed_one(tmp_path, kind):
-    arguments = ["--rounds", "1", "--kinds", kind, "--modes", "sync", "--folder", str(tmp_path)]
+    arguments = ["--rounds", "1", "--kinds", kind, "--modes", "sync", "--without-bars", "--folder", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks", "drills", *arguments]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200)
     assert finished.returncode == 0, finished.stdout + finished.stderr

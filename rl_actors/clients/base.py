@@ -14,7 +14,7 @@ from monarch.actor import ActorError, shutdown_context
 
 from rl_actors.clients.call import Call, in_background
 from rl_actors.processes.output import LogRoute, default_log_route
-from rl_actors.processes.spawn import Probe, Process, ProcessMesh, collect, spawn_processes
+from rl_actors.processes.spawn import LONGEST_PAUSE, Probe, Process, ProcessMesh, collect, spawn_processes
 from rl_actors.types import CollectiveTimeoutError
 
 if TYPE_CHECKING:
@@ -30,8 +30,6 @@ KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the processes of a client have started."""
-LONGEST_PAUSE = 5.0
-"""Longest pause, in seconds, between two questions whether the processes of an actor are alive."""
 SILENCE = 2.0
 """Seconds in which a process must answer after a rank has waited too long for another one. Otherwise the error names the process."""
 ATTACH_TIMEOUT = 30.0
@@ -167,22 +165,20 @@ class Client:
         if processes is None:
             return None
         end = asyncio.ensure_future(processes.first_end())
+        silence: asyncio.Task[list[Process]] | None = None
         silent: list[Process] = []
         try:
             # A process that imports its modules may answer late. Until it is ready, Monarch and setup_timeout watch it.
             while not (end.done() or self._closed or self._started.done()):
                 await asyncio.wait((end,), timeout=POLL_SECONDS)
-            while not (end.done() or self._closed or silent):
-                asking = asyncio.ensure_future(self._silent(processes, silent_after))
-                await asyncio.wait((end, asking), return_when=asyncio.FIRST_COMPLETED)
-                if end.done():
-                    asking.cancel()
-                    break
-                silent = asking.result()
-                if not silent:
-                    await asyncio.wait((end,), timeout=min(silent_after / 4, LONGEST_PAUSE))
+            silence = asyncio.ensure_future(processes.first_silent(silent_after, self._note_sign))
+            while not (end.done() or self._closed or silence.done()):
+                await asyncio.wait((end, silence), timeout=LONGEST_PAUSE, return_when=asyncio.FIRST_COMPLETED)
+            silent = [] if end.done() or self._closed else silence.result()
         finally:
             end.cancel()
+            if silence is not None:
+                silence.cancel()
         if self._closed:
             return None
         phase = f"during {self._phases[-1]}" if self._phases else "between two calls"
@@ -321,29 +317,14 @@ class Client:
         finally:
             self._phases.remove(phase)
 
-    async def _silent(self, processes: ProcessMesh, timeout: float) -> list[Process]:
-        """The processes that do not answer within `timeout` seconds."""
-        answered: set[int] = set()
-
-        async def ask() -> None:
-            for answer in processes.probe.who.stream():
-                rank, _ = await answer
-                answered.add(rank)
-                self._heard[rank] = time.monotonic()
-
-        try:
-            await asyncio.wait_for(ask(), timeout)
-        except TimeoutError:
-            pass
-        except Exception:
-            await asyncio.sleep(timeout)  # a process has ended; its handle says which one
-        return [process for process in processes.processes if process.rank not in answered]
+    def _note_sign(self, rank: int) -> None:
+        self._heard[rank] = time.monotonic()
 
     async def _hung(self, error: CollectiveTimeoutError, phase: str) -> ActorSilentError:
         """The error of a call in which a rank has waited too long for another one. It names the ranks that do not answer."""
         silent: list[Process] = []
         if self.watched is not None:
-            silent = await self._silent(self.watched, SILENCE)
+            silent = await self.watched.silent(SILENCE, self._note_sign)
         names = ", ".join(map(str, silent))
         reason = f"; {names} did not answer for {SILENCE:g} s" if silent else ""
         self._broken = f"{error}, during {phase}"

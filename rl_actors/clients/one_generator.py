@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rl_actors.clients.base import LONGEST_PAUSE, ActorDiedError, ActorSilentError, Client
+from rl_actors.clients.base import ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
 from rl_actors.config import GeneratorConfig
 from rl_actors.generator import Generator
 from rl_actors.processes import gpus
 from rl_actors.processes.output import LogRoute
-from rl_actors.processes.spawn import collect
+from rl_actors.processes.spawn import LONGEST_PAUSE, collect
 from rl_actors.transports.base import Transport
 from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, Heartbeat, SamplingParams, Transfer
 from rl_actors.validation import require_gpu

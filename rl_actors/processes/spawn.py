@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = Path("/sys/class/net/lo")
+LONGEST_PAUSE = 5.0  # seconds between two questions whether the processes of an actor are alive, at most
 START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
 STOP_TIMEOUT = 20.0  # seconds in which Monarch must have stopped them; then they are killed
 logger = logging.getLogger(__name__)
@@ -140,6 +141,31 @@ class ProcessMesh:
             for handle in handles:
                 loop.remove_reader(handle)
                 os.close(handle)
+
+    async def silent(self, timeout: float, heard: Callable[[int], None] | None = None) -> list[Process]:
+        """The processes that do not answer within `timeout` seconds. heard: gets the rank of each process that answers, at once."""
+        answered: set[int] = set()
+
+        async def ask() -> None:
+            for answer in self.probe.who.stream():
+                rank, _ = await answer
+                answered.add(rank)
+                if heard is not None:
+                    heard(rank)
+
+        try:
+            await asyncio.wait_for(ask(), timeout)
+        except TimeoutError:
+            pass
+        except Exception:
+            await asyncio.sleep(timeout)  # a process has ended; its handle says which one
+        return [process for process in self.processes if process.rank not in answered]
+
+    async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
+        """Wait until some processes have not answered for silent_after seconds, and return them."""
+        while not (silent := await self.silent(silent_after, heard)):
+            await asyncio.sleep(min(silent_after / 4, LONGEST_PAUSE))
+        return silent
 
     async def stop(self) -> None:
         """End the processes. A second call does nothing."""

@@ -160,8 +160,11 @@ class Transport(ABC):
     async def close(self) -> None:  # noqa: B027
         """Stop the processes and remove the directories of `open`."""
 
-    async def death(self) -> str:
-        """Wait until a process that `open` has started has ended, and say which. Waits for ever if there is none."""
+    async def death(self, silent_after: float) -> str:
+        """Wait until a process that `open` has started has ended, or has not answered for silent_after seconds, and say which.
+
+        Waits for ever if there is no such process.
+        """
         return await asyncio.get_running_loop().create_future()
 
     @abstractmethod

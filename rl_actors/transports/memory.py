@@ -1,5 +1,6 @@
 """The simplest transport: dictionaries in one actor. For tests, and as an example. It is slow: every byte goes in a Monarch message."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -66,10 +67,21 @@ class MemoryTransport(Transport):
             await self._processes.stop()
             self._processes = None
 
-    async def death(self) -> str:
+    async def death(self, silent_after: float) -> str:
         if self._processes is None:
-            return await super().death()
-        return f"store: the process of {await self._processes.first_end()} ended"
+            return await super().death(silent_after)
+        end = asyncio.ensure_future(self._processes.first_end())
+        silence = asyncio.ensure_future(self._processes.first_silent(silent_after))
+        try:
+            await asyncio.wait((end, silence), return_when=asyncio.FIRST_COMPLETED)
+            if end.done():
+                return f"store: the process of {end.result()} ended"
+            for process in silence.result():
+                process.kill()  # `close` would wait for its answer
+            return f"store: {', '.join(map(str, silence.result()))} did not answer for {silent_after:g} s"
+        finally:
+            end.cancel()
+            silence.cancel()
 
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None

@@ -5,9 +5,11 @@ import re
 import signal
 
 import pytest
-from waiting import GUARD
+from waiting import GUARD, wait_until
 
 from rl_actors.clients.base import ActorDiedError, ActorSilentError, Client
+from rl_actors.clients.call import in_background
+from rl_actors.transports.memory import MemoryTransport
 
 
 class Bare(Client):
@@ -41,6 +43,24 @@ def test_a_dead_process_is_noticed_while_nobody_calls_it_and_all_are_ended(sent,
     pids = [process.pid for process in processes]
     client.kill().result(GUARD)
     assert not any(is_running(pid) for pid in pids)
+
+
+@pytest.mark.parametrize(
+    ("sent", "text"),
+    [
+        (signal.SIGKILL, r"store: the process of rank 0 \(pid {pid}\) ended"),
+        (signal.SIGSTOP, r"store: rank 0 \(pid {pid}\) did not answer for 2 s"),
+    ],
+)
+def test_the_store_of_weights_has_died_when_its_process_has_ended_or_is_silent(sent, text):
+    transport = MemoryTransport()
+    in_background(transport.open(), "open").result(GUARD)
+    death = in_background(transport.death(silent_after=2.0), "death")
+    [process] = transport._processes.processes
+    os.kill(process.pid, sent)
+    assert re.fullmatch(text.format(pid=process.pid), death.result(GUARD))
+    in_background(transport.close(), "close").result(GUARD)
+    wait_until(lambda: not is_running(process.pid))
 
 
 def is_running(pid: int) -> bool:
