@@ -5,9 +5,9 @@ kind at a random moment. In about half of the rounds a second process is killed 
 have all steps, the data position of the undisturbed run and as many problems, none of them twice; a synchronous run must have the same
 problems. It must leave no process and no shared memory.
 
-The program also measures the seconds from the signal to the record of the next step after the recovery. Rounds with one death, after the
-start, have a bar: the median must not be longer, and the longest time at most twice as long. After SIGSTOP `--silent-after` is added to both. The exit status
-is 1 if a round has a fault or a bar is missed.
+The program also measures the seconds from the signal to the record of the next step after the recovery. For rounds with one death, after
+the start, BARS has limits. The median of the seconds must not be above the limit, and the longest time not above twice the limit. After a
+SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit is exceeded.
 
 Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
 """
@@ -43,12 +43,13 @@ PROCESS_NAMES = {"store": "memory"}
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The limit of the longest time is twice as high."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
-"""Kinds of rounds. Only those with one death have a bar. A death during the start of the actors ("start") costs as much as the start that is
-left, which an undisturbed run needs, too."""
+"""Kinds of rounds. Only rounds with one death have limits. A round whose death comes while the actors start ("start") has none, because its
+seconds include the rest of the start, which an undisturbed run needs, too."""
 LOOK_PAUSE = 0.25
 """Seconds between two looks at the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
-SHARED_MEMORY_PAUSE = 2.0  # seconds before the check, because a program keeps the name of a semaphore for a moment
+# Seconds between the end of a run and the check of its shared memory. A program keeps the name of a semaphore for a moment.
+SHARED_MEMORY_PAUSE = 2.0
 LONGEST_START = 15.0  # seconds between the start of a run and a death before its first step, at most
 LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
 
@@ -166,7 +167,7 @@ class Watch:
         self._thread = threading.Thread(target=self._look_again_and_again, daemon=True)
 
     def look(self) -> None:
-        """Note the shared memory and the steps of now."""
+        """Note the shared memory that is used now, and the step that was recorded last."""
         self.segments |= shared_memory.used_by(self.run.processes()) - self._before
         lines = read_jsonl(self.folder.metrics)
         last = lines[-1]["step"] if lines else -1
@@ -226,8 +227,8 @@ def cursor(folder: RunFolder) -> int:
 def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float, int]], moment: float) -> float | None:
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
-    restarts: lines of restarts.jsonl. The line of a generator is written with the first step after its return. A death that has no line,
-    because it happened while the actors started, or because no later step needed the generator, ends with the next step that was recorded.
+    restarts: lines of restarts.jsonl. The line of a generator is written with the first step after its return. A death may have no line:
+    because it happened while the actors started, or because no later step needed the generator. Its seconds end at the next recorded step.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()

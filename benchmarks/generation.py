@@ -113,8 +113,8 @@ def start_way(way: str, config: GeneratorConfig) -> tuple[Run, Shutdown]:
 def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
     """Run vLLM in one of WAYS until the pipe is closed.
 
-    It first sends the seconds that the engine took to start. Then it receives (prompts, params) again and again, and answers with the seconds
-    that the prompts took.
+    It first sends the seconds that the engine took to start. Then it receives pairs (prompts, params), and answers each pair with the
+    seconds that its prompts took.
     """
     start = time.perf_counter()
     run, shutdown = start_way(way, config)

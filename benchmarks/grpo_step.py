@@ -1,8 +1,8 @@
 """Times of the phases of a synchronous GRPO step, and how busy each GPU is in each phase.
 
 The phases are generate, reward, samples, plan, forward_backward, optim_step, push and pull. With two GPUs the trainer has the first and the
-generator the second; otherwise both share one. The weights are random and nothing is to be learned, so the reward is arbitrary: the parity
-of a completion's tokens. nvidia-smi reports the share of its last sampling period in which a GPU was busy.
+generator the second; otherwise both share one device. The weights are random and there is nothing to learn, so the reward is arbitrary: the
+parity of the sum of a completion's token ids. A GPU's reading is the share of nvidia-smi's last sampling period in which the GPU was busy.
 """
 
 import argparse
@@ -54,8 +54,8 @@ class Phases:
 def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
     """The busy share of each GPU in a phase, as {"gpu0_busy": 0.96, …}.
 
-    readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. The result is the mean of the means of these times, so that a
-    long one with many readings counts as much as a short one.
+    readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. Readings are averaged for each of these times, and then these
+    means are averaged. So a long time with many readings counts as much as a short one.
     """
     means: dict[int, list[float]] = {}
     for readings in readings_of_spans:

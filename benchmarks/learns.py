@@ -1,6 +1,6 @@
 """Held-out accuracy and time of a whole run, started as a user starts it: supervised steps, then GRPO. Both figures have targets.
 
-The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller: `--steps 20` makes a short rehearsal.
+The config is `small` on a GPU and `tiny` on a CPU. Unknown flags are passed on to the controller, for example `--steps 20` for a short trial.
 At the end of the run its result is recorded and its curve is copied to learns-<config>.png, even if the run was stopped early. If this
 program was killed, `--read FOLDER` does the same afterwards.
 """

@@ -52,7 +52,7 @@ def padded(lengths: Sequence[int], *, tokens_per_row: int, num_ranks: int, **_) 
 
 
 def now() -> float:
-    """The time when a GPU has done all its work. It waits for the GPU, because forward_backward answers before its last backward pass ends."""
+    """Wait for the GPU, if there is one, and return the time. forward_backward returns before its last backward pass has ended."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -6,7 +6,7 @@ First controllers.ppo takes steps with the devices of the config. Then, in the s
 completions of the same lengths: generate, logprobs (of the policy, for a correction), reference, values, policy, critic, push and pull. The
 seconds of a GPU are the sum of the parts that run on it. A step takes at least the seconds of its slowest GPU, and no more if that GPU never
 waits. On a CPU all parts share one device, and may overlap on its cores.
-The weights are random and nothing is to be learned. A reward is the parity of a completion's length.
+The weights are random and there is nothing to learn. A reward is the parity of a completion's length.
 """
 
 import argparse
@@ -45,7 +45,8 @@ from rl_actors import ReferenceClient, Sample, ValueTrainerClient
 CONFIGS = {make.__name__: make for make in (tiny_ppo, qwen3_0_6b_ppo, qwen3_4b_ppo)}
 DIGITS = "0123456789"
 WARM_UP = 2
-"""First steps, which are not counted, because they compile and fill the queue of rollouts. The last step is not counted either: it validates."""
+"""Number of first steps that are not counted, because they compile and fill the queue of rollouts. The last step is not counted either,
+because it validates."""
 ACTORS = {
     "generate": "generator",
     "logprobs": "trainer",
@@ -226,7 +227,7 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
 
 
 def figures(config: PPOConfig, steps: list[dict[str, Any]], parts: dict[str, float]) -> dict[str, Any]:
-    """The figures of a line of results. ratio: seconds of the slowest device over those of the step; 1 if it never waits."""
+    """The figures of a line of results. ratio: seconds of the slowest device over those of the step; 1 if that device never waits."""
     seconds = statistics.median(step["time/step"] for step in steps)
     of_devices = seconds_by_device(parts, devices(config))
     slowest = max(of_devices.values())

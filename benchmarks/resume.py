@@ -53,7 +53,7 @@ FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
         "--steps": MAIN_STEPS - 2,
         **_PARITY,
         **_MANY_GROUPS,
-    },  # two more steps train the critic only
+    },  # the run has two more steps before these, which train only the critic
     "tiny_ppo_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS - 2, **_MANY_GROUPS},
 }
 
@@ -72,7 +72,7 @@ class Kill:
 class Controller:
     """A controller in a new process group. Its processes have a mark in their environment, by which they are found.
 
-    The processes of vLLM's engine core are found by their parents, because vLLM writes their title where their environment was.
+    The processes of vLLM's engine core are found by their parents, because vLLM overwrites their environment with their title.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path) -> None:
@@ -91,7 +91,7 @@ class Controller:
             )
 
     def processes(self) -> list[psutil.Process]:
-        """The processes of this run that have not ended. Those that were found once count also when their parents have ended."""
+        """The processes of this run that have not ended. A process that was found once still counts when its parent has ended."""
         found = []
         parents = {process.pid for process in list(self.seen) if process.is_running()}
         for process in psutil.process_iter():

@@ -1,4 +1,4 @@
-"""Speed of the weights' way from a trainer to a generator, beside a plain copy of as many bytes in the same run.
+"""Speed of the transfer of weights from a trainer to a generator, beside a plain copy of as many bytes in the same run.
 
 On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
 out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
@@ -8,8 +8,8 @@ affects all of them.
 
 With --actors the program also times a push and a pull of a real trainer and a real generator, as their callers see them, and the parts of
 both. On a machine with GPUs it measures only these actors, and then a plain copy of as many bytes: between the two GPUs and back, or to
-pinned memory and back, because a push and a pull copy once each. With --path point_to_point --network NCCL may use neither direct access
-between GPUs nor shared memory, so its bytes take the way that they take between hosts. This has not been run on a GPU yet.
+pinned memory and back, because a push and a pull copy once each. With --path point_to_point --network, NCCL may use neither direct access
+between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not been run on a GPU yet.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from rl_actors.transports.server import SlotServer
 from rl_actors.transports.snapshot import Snapshot
 from rl_actors.types import Transfer
 
-TIMEOUT = 120.0
+TIMEOUT = 120.0  # seconds
 ONLY_NETWORK = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 SECRET = b"benchmark"
 # Gigabytes in bfloat16 -> (blocks of a Qwen3 0.6B, vocabulary).

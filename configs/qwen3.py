@@ -1,4 +1,4 @@
-"""GRPO with models of Qwen3's shapes, for Hopper GPUs of 141 GB. Trainer and generator have GPUs of their own, or they share them.
+"""GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have GPUs of their own or share them.
 
 The weights are random and the task is that of the tiny run, so a run needs no download. With `--trainer.hf-path DIR` the weights are read
 from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
@@ -72,7 +72,7 @@ def _own() -> _Own:
 def qwen3_0_6b() -> GRPOConfig:
     """Two GPUs: the trainer on the first, the generator on the second. The trainer recomputes no activations.
 
-    By --plan it needs 68 GiB.
+    `--plan` estimates 68 GiB for the trainer.
     """
     config = _apart("0_6b", tokens_per_row=32_768)
     config.trainer.activation_checkpointing = "none"
@@ -80,7 +80,7 @@ def qwen3_0_6b() -> GRPOConfig:
 
 
 def qwen3_0_6b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.4 of it."""
+    """One GPU: vLLM takes 0.4 of its memory."""
     return _shared("0_6b", tokens_per_row=16_384, share=0.4)
 
 
@@ -90,7 +90,7 @@ def qwen3_1_7b() -> GRPOConfig:
 
 
 def qwen3_1_7b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.35 of it."""
+    """One GPU: vLLM takes 0.35 of its memory."""
     return _shared("1_7b", tokens_per_row=16_384, share=0.35)
 
 
@@ -100,15 +100,14 @@ def qwen3_4b() -> GRPOConfig:
 
 
 def qwen3_4b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.3 of it. Weights, gradients and Adam's moments take 60 GiB in float32."""
+    """One GPU: vLLM takes 0.3 of its memory. Weights, gradients and Adam's moments take 60 GiB in float32."""
     return _shared("4b", tokens_per_row=8192, share=0.3)
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer on both, and vLLM takes 0.25 of the first.
+    """Two GPUs: the trainer is on both, and vLLM takes 0.25 of the first one's memory.
 
     Weights, gradients and moments take 122 GiB, which leaves too little of one GPU for activations and vLLM.
-
     The generator runs on a third GPU with `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
@@ -117,7 +116,7 @@ def qwen3_8b() -> GRPOConfig:
 
 
 def qwen3_8b_one_gpu() -> GRPOConfig:
-    """One GPU of 139 GiB, used in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU while it generates.
+    """One GPU, used in turns: vLLM sleeps while the trainer works, and takes 0.65 of the GPU's memory while it generates.
 
     While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU.
     The host also holds two pushed versions of the weights (31 GiB together, in bfloat16).

@@ -1,8 +1,8 @@
-"""PPO with models of Qwen3's shapes, for two Hopper GPUs of 141 GB.
+"""PPO with models of Qwen3's shapes, for two H200 GPUs, which have 139 GiB of memory each.
 
 The policy and the reference have the first GPU, the critic and the generator the second. So policy and critic train at the same time, and
 the generator completes the next step's problems meanwhile. Weights and task are those of qwen3.py. The learning rates are verl's. These
-configs have not run on a GPU yet, nor with pretrained weights.
+configs have not been run on a GPU yet, nor with pretrained weights.
 """
 
 from dataclasses import fields, replace
@@ -19,7 +19,7 @@ UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """PPO at 0.6B. By --plan the first GPU holds 58 GiB. The second holds 35 GiB for the critic, and vLLM takes half of that GPU.
+    """PPO at 0.6B. `--plan` estimates 58 GiB on the first GPU, and 35 GiB for the critic on the second, of which vLLM takes half.
 
     No activations are recomputed.
     """
@@ -29,14 +29,14 @@ def qwen3_0_6b_ppo() -> PPOConfig:
 
 
 def qwen3_4b_ppo() -> PPOConfig:
-    """PPO at 4B. By --plan the first GPU holds 107 GiB. The second holds 78 GiB for the critic, and vLLM takes 0.3 of that GPU."""
+    """PPO at 4B. `--plan` estimates 107 GiB on the first GPU, and 78 GiB for the critic on the second, of which vLLM takes 0.3."""
     base = qwen3.qwen3_4b()
     base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096
     return _ppo(base, generator_share=0.3)
 
 
 def _ppo(base: GRPOConfig, *, generator_share: float) -> PPOConfig:
-    """PPO with as many completions a step as `base` has, one for each problem. In the first ten steps only the critic is trained."""
+    """PPO with as many completions a step as `base`, but only one for each problem. In the first ten steps only the critic is trained."""
     given = {each.name: getattr(base, each.name) for each in fields(base)}
     given["rollouts"] = RolloutConfig(
         groups_per_step=base.rollouts.groups_per_step * base.rollouts.group_size,

@@ -67,7 +67,7 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 def _parts() -> _Parts:
     """Fields that the tiny runs start from. The alphabet and two special tokens make a vocabulary of 16."""
-    # rope_theta is small, because with a base of 10,000 most frequencies would hardly rotate over a text of nine tokens.
+    # rope_theta, the base of the rotary embedding, is small. With 10,000 most of its angles would hardly change over a text of nine tokens.
     model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
     return {
         **addition(digits=2),
@@ -117,6 +117,6 @@ def addition(digits: int) -> Task:
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            prompt_pattern=rf"{term}\+{term}=",  # the task itself draws terms from 0 to a power of ten
+            prompt_pattern=rf"{term}\+{term}=",  # because the task itself also draws terms with fewer or more digits
         ),
     }

@@ -25,7 +25,7 @@ from benchmarks.harness.table import H200, newest, sentence
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
-# Seconds between an interrupt and the kill. A row gives its controller 60 s to close, which is less.
+# Seconds between an interrupt and the kill. They are longer than the 60 s in which a row lets its controller close.
 GRACE = 75.0
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 

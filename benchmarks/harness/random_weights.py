@@ -1,7 +1,7 @@
 """A Hugging Face directory with random bfloat16 weights of a Qwen3 shape: `python -m benchmarks random_weights 4b DIR` writes it.
 
-It serves for measurements and rehearsals. It has a config.json and safetensors with the right names and shapes, so a run loads it as it
-would load trained weights.
+It is for measurements and trials. It has a config.json and safetensors with the right names and shapes, so a run can load it like a
+directory of trained weights.
 """
 
 import argparse

@@ -59,7 +59,7 @@ READABLE = {
     "difference_mean": "mean difference",
     "first_line": "seconds to the first line",
 }
-"""Field -> its name for readers, where "_" -> " " does not give one."""
+"""Field -> its name for readers, if a space in the place of each "_" does not give a readable name."""
 
 
 def plain(name: str) -> str:

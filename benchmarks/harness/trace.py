@@ -62,8 +62,10 @@ def summary(path: str | Path, steps: int = 1) -> str:
 
 
 def _spans(kernels: list[dict[str, Any]]) -> tuple[float, float, list[tuple[float, str]]]:
-    """(whole, busy, gaps), in microseconds. whole: the time from the start of the first kernel to the last end of one. busy: the part of it
-    in which a kernel ran. gaps: (length, name of the next kernel) of every time in which none ran.
+    """(whole, busy, gaps), in microseconds.
+
+    whole: the time from the start of the first kernel to the end of the kernel that ends last. busy: the part of `whole` in which a kernel
+    ran. gaps: (length, name of the next kernel) of every interval in which no kernel ran.
     """
     spans = sorted((event["ts"], event["ts"] + event["dur"], event["name"]) for event in kernels)
     first = end = spans[0][0]
