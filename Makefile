@@ -1,4 +1,4 @@
-# DEVICE=cpu or DEVICE=cuda overrides the detected device; use the same one for every target. ARGS="..." is passed to the program.
+# DEVICE=cpu or DEVICE=cuda overrides the detected device. Give the same DEVICE to every target. ARGS="..." is passed on to the program.
 PYTHON_IN_VENV := .venv/bin/python
 .DEFAULT_GOAL := help
 .PHONY: help setup doctor check test test-all grpo ppo sft serve cookbook test-cookbook service worker certificates bench clean
@@ -20,7 +20,7 @@ check: setup ## lint, formatting, types, direction of imports
 	.venv/bin/mypy
 	$(PYTHON_IN_VENV) -m pytest -q tests/test_imports.py
 
-# Two test processes with one thread each, for two cores: more threads than cores make every kernel wait.
+# Two test processes with one thread each, for two cores. With more threads than cores every kernel would wait for its slowest thread.
 test: setup ## the quick tests, which take minutes
 	OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -n 2 --dist loadscope -m "not slow and not gpu" $(ARGS)
 
@@ -51,10 +51,10 @@ serve: setup ## a Tinker server of a tiny model at 127.0.0.1:8000, for programs 
 cookbook: setup ## make .venv-cookbook, with the SDK `tinker` and its cookbook
 	@scripts/cookbook.sh
 
-test-cookbook: cookbook ## the SDK and recipes of the cookbook against the Tinker server, in half an hour
+test-cookbook: cookbook ## tests of the Tinker server with the SDK and the cookbook's recipes, which take half an hour
 	.venv-cookbook/bin/python -m pytest tests/serve tests/cookbook $(ARGS)
 
-bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all without a result from this kind of machine
+bench: setup ## list the benchmarks; ROW=name runs one, ROW=missing runs all that have no result from this kind of device
 	$(PYTHON_IN_VENV) -m benchmarks $(ROW) $(ARGS)
 
 clean: ## remove .venv and caches; runs/ stays

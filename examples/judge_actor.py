@@ -1,7 +1,6 @@
 """A Monarch program of your own. It spawns a trainer, a generator and a judge, which is an actor of the program, and takes GRPO steps.
 
-The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn
-about 0.5.
+The judge gets completions as lists of token ids. The score of a completion is the share of even ids. Random weights earn about 0.5.
 
 python examples/judge_actor.py [STEPS]
 """
@@ -28,7 +27,10 @@ class Judge(Actor):
 
 
 async def sample(generator: rl.GeneratorClient, judge: Judge, seed: int) -> tuple[list[rl.Sample], float]:
-    """Samples of completions of all prompts, with advantages, and the mean reward. The judge scores a group while others are generated."""
+    """Generate completions of all prompts. Returns them as Samples with advantages, and the mean reward.
+
+    The judge scores a group while other groups are generated.
+    """
     params = rl.SamplingParams(n=GROUP_SIZE, max_tokens=8, seed=seed)
     samples, rewards = [], []
     async for index, group in generator.generate_each(PROMPTS, params):
@@ -73,5 +75,5 @@ async def main(num_steps: int) -> None:
 
 if __name__ == "__main__":
     asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 20))
-    # At exit Monarch would wait only one second, which is too short on a busy machine.
+    # At exit Monarch would wait only one second for its shutdown, which is too short on a busy machine.
     shutdown_context().get(timeout=15)

@@ -1,4 +1,4 @@
-"""Write a tiny Qwen3 with random weights, a byte-level tokenizer and a chat template in Qwen3's form, to try conversations with.
+"""Write a tiny model for trials with conversations: a Qwen3 with random weights, a byte-level tokenizer and Qwen3's form of conversations.
 
 python examples/tiny_chat_model.py DIRECTORY
 """

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv-cookbook: the packages of tests/cookbook/requirements.txt, over those of .venv. Do nothing when it is finished.
+# Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing when it is finished.
 #
 # pip must reach an index the first time. Later runs need no network.
 set -euo pipefail
@@ -12,7 +12,7 @@ if [[ -x $venv/bin/python && $(cat $venv/stamp 2>/dev/null) == "$stamp" ]]; then
 echo "[cookbook] making $venv"
 rm -rf $venv
 "$(readlink -f .venv/bin/python)" -m venv $venv
-# Its own packages come first on the path, and those of .venv after them.
+# On the import path the packages of .venv-cookbook come first, and those of .venv after them.
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo $venv/lib/python*/site-packages)/zz_shared.pth"
 $venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $requirements
 $venv/bin/python -c 'import tinker, tinker_cookbook.recipes.math_rl.train'

@@ -23,7 +23,7 @@ CUDA_ONLY_ON_PYPI = ("torchvision", "torchaudio", "torchcodec")
 STACK = ("torch", "transformers", "vllm", "monarch.actor", "torchtitan", "torchstore", "reasoning_gym")
 SHARED_MEMORY_BYTES = 1 << 30
 
-# This program runs inside .venv and prints one line of JSON. It imports one module after another, so a broken one does not hide the others.
+# This program runs inside .venv and prints one line of JSON. It tries every import, so that a broken module does not hide another one.
 PROBE = """
 import importlib, json, platform, sys
 report = {"python": platform.python_version(), "errors": {}}
@@ -97,7 +97,7 @@ def installed(venv: Path) -> dict[str, str]:
 
 
 def is_reaper(process_id: int) -> bool:
-    """True for a process that adopts processes whose parent ended: the first process, or a user's systemd."""
+    """True for a process that adopts processes whose parent has ended: process 1, or a user's systemd."""
     try:
         return process_id == 1 or Path(f"/proc/{process_id}/comm").read_text().startswith("systemd")
     except OSError:

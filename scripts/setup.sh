@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make .venv from the lock of this machine's device. Do nothing when .venv is finished and belongs to this lock and folder.
-# Otherwise say why, and replace .venv. One that holds packages of the user is renamed and not deleted.
+# Otherwise say why, and replace .venv. A .venv with packages that the user has added is renamed and not deleted.
 #
 #   scripts/setup.sh            DEVICE=cpu|cuda and PYTHON=PATH override the detected device and Python
 #   scripts/setup.sh --stamp    only print the content that a finished .venv/stamp must have: device, lock, folder
@@ -65,8 +65,8 @@ if [[ -d .venv/lib ]]; then
     if [[ -n $added ]]; then
         kept=.venv-$(date +%Y%m%d-%H%M%S)
         mv .venv "$kept"
-        say "the old .venv holds packages that are not of the lock: $added"
-        say "so it was renamed $kept; install them again, and delete it when you need nothing of it"
+        say "the old .venv holds packages that are not in the lock: $added"
+        say "so it was renamed $kept; install those packages again, and delete $kept when you need nothing from it"
     fi
 fi
 rm -rf .venv
@@ -100,8 +100,8 @@ fi
 rm -rf "$uv_folder"
 pip --no-build-isolation --editable . || failed "cannot install the project into .venv"
 say "packages installed after $((SECONDS - started)) s, compiling and importing them"
-# Compile on all cores; pip would use one. Without compiled files, and with PYTHONDONTWRITEBYTECODE set, every process would compile all
-# packages again, which takes 30 s of each run.
+# Compile on all cores; pip would use one core. If the compiled files were missing and PYTHONDONTWRITEBYTECODE were set, every process would
+# compile all packages again, which takes 30 s of each run.
 .venv/bin/python -m compileall -q -j 0 .venv/lib >> "$log" 2>&1 || true     # some packages ship templates that are not Python
 .venv/bin/python -c 'import torch, transformers, vllm, monarch.actor, torchtitan, torchstore, reasoning_gym' >> "$log" 2>&1 ||
     failed "the installed packages do not import"

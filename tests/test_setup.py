@@ -89,5 +89,5 @@ def test_an_environment_with_packages_of_the_user_is_renamed_and_not_deleted(che
     assert failed.returncode == 1 and "cannot install torch==2.1.0" in failed.stderr
     kept = [path for path in checkout.folder.glob(".venv-*") if path.is_dir()]
     assert len(kept) == 1 and (kept[0] / "lib/python3.11/site-packages/My_Tool-3.2.dist-info").is_dir()
-    assert "packages that are not of the lock: my-tool\n" in failed.stdout
+    assert "packages that are not in the lock: my-tool\n" in failed.stdout
     assert f"so it was renamed {kept[0].name}" in failed.stdout
