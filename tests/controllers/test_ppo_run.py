@@ -53,7 +53,12 @@ def test_a_resumed_run_restores_policy_critic_and_data_and_ends_with_the_same_me
     shutil.copytree(folder, resumed)
     for step in (5, 6):
         shutil.rmtree(resumed / "checkpoints" / f"step-{step}")
-    assert {path.name for path in (resumed / "checkpoints" / "step-4").iterdir()} == {"critic", "trainer", "state.json", "checksums.json"}
+    assert {path.name for path in (resumed / "checkpoints" / "step-4").iterdir()} == {
+        "critic",
+        "trainer",
+        "state.json",
+        "checksums.json",
+    }
     run("--resume", str(resumed))
     assert differences(read_jsonl(folder / "metrics.jsonl"), read_jsonl(resumed / "metrics.jsonl")) == []
     assert json.loads((resumed / "checkpoints" / "step-6" / "state.json").read_text())["step"] == 6
