@@ -1,7 +1,7 @@
 """Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets the fields as the paper does, before all other flags.
 
-A preset sets the objective, the advantages, the refills and the penalty on long completions. It leaves learning rate, batch sizes and model
-as they are.
+A preset sets the loss and its bounds, the aggregation, the advantages, the KL divergence, the refills and the penalty on long completions.
+It leaves the other fields as they are, such as the correction, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,7 +38,7 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets, so that no earlier choice is left in them."""
+    """The fields that every preset sets. Bounds that a loss does not have become None, so that no earlier choice is left in these fields."""
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,

@@ -302,7 +302,7 @@ def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[
 
 
 def add_legend(axes: Axes, *, at_least: int = 2) -> None:
-    """Name the curves under the chart, if there are at least `at_least` curves."""
+    """Add a legend under the chart, if at least `at_least` curves have a name."""
     labels = axes.get_legend_handles_labels()[1]
     if len(labels) >= at_least:
         columns = 2 if max(map(len, labels)) > 16 else 4

@@ -27,7 +27,7 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. The name of a run is the last part of its path. If two names would be equal, all names get more parts.
+    """The runs by name. The name of a run is the last part of its path. If two names would be equal, all names have more parts of the paths.
 
     Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
     """

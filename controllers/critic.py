@@ -22,7 +22,7 @@ from rl_actors import ForwardBackwardOutput, OptimResult, Sample, TrainerClient,
 from rl_actors.losses import explained_variance
 
 FOLDER = "critic"
-"""Folder of the critic's part in a checkpoint."""
+"""Name of the folder in a checkpoint that holds the critic."""
 
 
 @dataclass(kw_only=True)

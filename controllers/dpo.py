@@ -31,6 +31,7 @@ class DPOConfig(RunConfig):
     pairs_per_step: int = 64
     """Pairs of one optimizer step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Learning rate by step."""
 
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {
         "--data": "--environment.task",

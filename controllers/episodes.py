@@ -1,7 +1,7 @@
 """Plays episodes: an environment and a policy take turns. Knows no groups and no advantages.
 
 The tokens of an episode grow turn by turn and are never encoded again: those that the policy sampled stay as they are. Text that is decoded
-and encoded again can have other tokens, which the policy did not sample.
+and encoded again can become other tokens, which the policy did not sample.
 """
 
 import asyncio
@@ -292,7 +292,7 @@ def require_demonstrations(environment: AnyEnvironment) -> None:
 
 
 class Scripted:
-    """A policy that says given texts."""
+    """A policy whose turns are given texts, such as those of a demonstration."""
 
     def __init__(self, texts: Sequence[str], player: Player) -> None:
         self.texts, self.player = list(texts), player
@@ -302,7 +302,7 @@ class Scripted:
             raise ValueError(f"a demonstration of {len(self.texts)} turns ended before its episode: {self.texts}")
         tokenizer = self.player.tokenizer
         said = [*tokenizer.encode(self.texts[turn]), tokenizer.end_token_id]
-        said = said[: self.player.limits.max_tokens_per_turn]  # cut off as a sampled turn would be
+        said = said[: self.player.limits.max_tokens_per_turn]  # a sampled turn would be cut off there, too
         zeros = [0] * len(said)
         return Completion(tokens=said, logprobs=[0.0] * len(said), policy_versions=zeros, finish_reason="stop")
 

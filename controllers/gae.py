@@ -33,7 +33,7 @@ class GAEConfig:
     """True: if a limit has cut a sequence off, its last state has the critic's value, as if the sequence went on (arXiv 1712.00378).
     False: the last state has the value 0, as at any other end."""
     whiten: bool = True
-    """Advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
+    """True: the advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
 
     def validate(self) -> None:
         for name in ("gamma", "actor_lambda", "critic_lambda"):

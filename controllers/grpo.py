@@ -34,7 +34,9 @@ class GRPOConfig(RunConfig):
     epochs_per_step: int = 1
     """Passes of a training step over its batch. Each pass takes up to updates_per_step optimizer steps on the same rollouts."""
     algorithm: Literal["grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo"] | None = None
-    """Preset of a paper. It sets and prints loss, aggregation, advantages, KL and refills. The other flags then change these values."""
+    """Preset of a paper. It sets and prints loss, aggregation, advantages, KL divergence, refills and the penalty on long completions. It
+    leaves the correction, loss.dual_clip and loss.beta as they are. The other flags then change these values. PPO needs
+    --advantage gae beside a preset."""
     loss: LossConfig = field(default_factory=LossConfig)
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     aggregation: Aggregation = "token_mean"
@@ -44,11 +46,11 @@ class GRPOConfig(RunConfig):
     entropy_bonus: float = 0.0
     """Weight of the policy's entropy in the objective. 0: no entropy in the objective."""
     reference_kl: float = 0.0
-    """Weight of the KL divergence from the reference. The reference is the policy at the start of GRPO. A second model, which is
-    not trained, holds it. 0: no KL divergence and no second model."""
+    """Weight of the KL divergence from the reference, which is the policy at the start of GRPO or PPO. A second model, which is not trained,
+    holds that policy. 0: no KL divergence and no second model."""
     reference_kl_in: Literal["loss", "reward"] = "loss"
     """loss: the divergence of every token is added to its loss. reward: the divergence of a completion, summed over its tokens, is
-    subtracted from its reward before advantages are computed."""
+    subtracted from its reward before advantages are computed. PPO subtracts the divergence of every token from that token's reward."""
     reference_kl_estimator: Literal["k1", "k2", "k3"] | None = None
     """Estimator of the KL divergence. A token's d is the policy's logprob minus the reference's. k1 is d, k2 is d^2 / 2, k3 is
     exp(-d) - 1 + d. None: k3 in the loss, k1 in the reward."""
@@ -210,7 +212,7 @@ async def train(run: Run[GRPOConfig]) -> None:
 def update_kl_coefficient(config: GRPOConfig, reference: Reference, values: dict[str, float]) -> None:
     """Set the coefficient of the KL divergence for the next step, and add this step's coefficient to `values`, its metrics."""
     values["kl/coefficient"] = reference.kl.coefficient
-    if "kl/reference" in values:  # a step in which every group was filtered has none
+    if "kl/reference" in values:  # with the divergence in the loss, a step without training has none
         reference.kl = config.kl_control.next_kl(reference.kl, values["kl/reference"])
 
 
@@ -252,7 +254,7 @@ async def train_step(
 async def with_columns_of_loss(
     run: Run[ConfigOfLoop], samples: Sequence[Sample], reference: Reference | None
 ) -> Sequence[Sample]:
-    """The samples, with the columns added that the loss reads and that rollouts do not have.
+    """The samples with all columns that the loss reads. Rollouts do not have all of them.
 
     A correction that reweights needs the logprobs of two policies. The column old_logprobs then holds the trainer's logprobs from before
     the update, and the column generator_logprobs holds the generator's.

@@ -187,13 +187,13 @@ class MetricsLogger(AbstractContextManager):
         self._log_table(step, "rollouts", [row for group in kept for row in completions_of(group)])
 
     def validation(self, step: int, samples: Sequence[Record]) -> None:
-        """Write completions of held-out problems."""
+        """Write completions of held-out problems to validation.jsonl, and show them in the trackers."""
         kept = [{"step": step, **sample} for sample in samples]
         self._append(self.folder.validation, kept)
         self._log_table(step, "validation_samples", kept)
 
     def timeline(self, step: int, timeline: StepTimeline) -> None:
-        """Write the spans of a step."""
+        """Write the spans of a step to timeline.jsonl."""
         self._append(self.folder.timeline, [{"step": step, **timeline.record()}])
 
     def _log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:

@@ -53,7 +53,10 @@ class PPOConfig(GRPOConfig):
         self.gae.validate()
         self.critic.validate()
         if self.rollouts.advantage != "gae":
-            raise ValueError(f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'")
+            raise ValueError(
+                f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae' (a preset of --algorithm sets another rule; "
+                "--advantage gae beside it sets this one)"
+            )
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds "
@@ -188,7 +191,7 @@ async def token_rewards(
 
 
 def is_cut_off(batch: RolloutBatch) -> list[bool]:
-    """For each completion of the batch: True if a limit of tokens or turns has ended the completion."""
+    """For each completion of the batch: True if a limit of tokens or turns has ended it."""
     return [is_truncated for group in batch.groups for is_truncated in group.truncated]
 
 

@@ -95,8 +95,8 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     """Start a model that only infers, with the policy that a phase of the run begins with.
 
     is_saved: True if the policy is kept in run/reference. False if trainer and reference read it from hf_path.
-    has_begun: False if the phase begins now. With is_saved the trainer's current weights are then saved in run/reference. True if the phase
-    began before the run was resumed. With is_saved the weights are then there already.
+    has_begun: False if the phase begins now; the trainer's current weights are then saved in run/reference if is_saved is True. True if the
+    phase began before the run was resumed; run/reference then has the weights already.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

@@ -1,19 +1,19 @@
-"""Rollouts that run ahead of the trainer: which groups of completions are under way, and which of them the next step trains on.
+"""The queue of rollouts that run ahead of the trainer. It chooses the groups of completions that the next step trains on.
 
 The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
 `size` groups. At most (ahead + 1) * size groups are drawn and not yet trained on. While a step trains on its groups, the others are being
 generated.
 
-Why no group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most
+No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most
 `ahead` steps have changed the weights, each by at most `versions_per_step` versions. The config's max_staleness counts versions, so
 ahead = max_staleness // versions_per_step. A step that was skipped changes no weights, so groups are then younger than allowed. The queue
 compares the versions of the tokens with max_staleness before every step, and raises RuntimeError if it is exceeded.
 
-Why one long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
+One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
 younger groups may overtake an unfinished one. The condition is that all groups left behind can still be trained on in time: for every k,
-at most k * size of them must be trained on within the next k steps. If more would be left behind, the step waits.
+at most k * size of them are due within the next k steps. If more would be left behind, the step waits.
 
-Why the queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
+The queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
 (ahead + 1) * size. So when every group has finished, the first `size` of them always satisfy the condition. Groups finish without the
 trainer, because a generator needs no new weights to go on. With ahead=0 a step trains on all groups that it drew. That is the synchronous
 loop.

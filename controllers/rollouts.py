@@ -91,7 +91,7 @@ class Group:
     overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
     num_retries: int = 0  # times that a reward was asked for again, or an episode was played again
-    needs_difference: bool = True  # whether rewards that are all equal leave nothing to learn
+    needs_difference: bool = True  # True: if all rewards are equal, the group has nothing to learn from
     # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
     # One for each completion, which then has the tokens of all turns and of the replies between them. Empty for a task of single turns.
@@ -355,7 +355,7 @@ class Rollouts:
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
         """Complete problems with consecutive indices, in one call of the generator. Each group is scored in a task of its own.
 
-        first: place of the first problem in the list that `complete` has.
+        first: place of the first of these problems in the list that `complete` got.
         """
         problems = [self.environment.problem(index) for index in indices]
         prompts = [self.tokenizer.encode_prompt(problem) for problem in problems]
@@ -387,7 +387,7 @@ class Rollouts:
     def penalised(
         self, totals: list[float], lengths: Sequence[int], max_tokens: int
     ) -> tuple[list[float], list[float]]:
-        """The rewards minus the penalties on long completions, and these penalties. There are none without overlong_buffer."""
+        """The rewards minus the penalties on long completions, and these penalties. The list of penalties is empty without overlong_buffer."""
         if not self.config.overlong_buffer:
             return totals, []
         overlong = [self.config.overlong(length, max_tokens) for length in lengths]

@@ -57,7 +57,7 @@ class AdamConfig:
     weight_decay: float = DEFAULT_PARAMS.weight_decay
     """Decoupled weight decay."""
     grad_clip_norm: float | None = DEFAULT_PARAMS.grad_clip_norm
-    """Norm to which larger gradients are clipped. None: no clipping."""
+    """Largest norm of the gradient. A gradient with a larger norm is scaled down to it. None: no clipping."""
 
     def params(self, *, learning_rate: float, grad_divisor: float) -> OptimParams:
         return OptimParams(learning_rate=learning_rate, grad_divisor=grad_divisor, **asdict(self))
@@ -90,7 +90,7 @@ class RunConfig:
     """The model's chat template: whether prompts go through it, and how."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """The generator's model and adapters are the trainer's."""
+    """Config of the generators. Their model and adapters are the trainer's."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The GPUs of the reference policy, in a run that has one."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
@@ -110,7 +110,7 @@ class RunConfig:
     validate_every: int = 10
     """Steps between two validations on the held-out problems."""
     validate_first: bool = True
-    """Also validate before the first step."""
+    """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further validation sets: environments by name, whose held-out problems are validated on. The flag takes one JSON object, such as
     {"hard": {"task": "hard.jsonl"}}. The metrics are then validation/hard/accuracy and so on."""
@@ -264,7 +264,8 @@ class RunConfig:
                 raise ValueError(f"max_tokens={self.max_tokens} leaves no room for a prompt in {name}={limit}")
         if self.trainer.lora.syncs_adapter and self.generator.hf_path != self.trainer.hf_path:
             raise ValueError(
-                f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}; the adapters belong to it"
+                f"generator.hf_path={self.generator.hf_path!r} is not trainer.hf_path={self.trainer.hf_path!r}; "
+                "the adapters are trained on the weights of trainer.hf_path"
             )
 
     def _validate_models(self) -> None:

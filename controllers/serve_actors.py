@@ -60,7 +60,7 @@ class Options:
     certificates: str  # folder; empty: without TLS
     idle_timeout: float | None  # seconds without a client, after which the service ends; None: never
     has_generator: bool
-    metrics: tuple[str, int] | None  # host and port of the numbers for Prometheus; None: nowhere
+    metrics: tuple[str, int] | None  # host and port of the numbers for Prometheus; None: they are not served
 
 
 def main() -> None:
@@ -98,7 +98,9 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--config", help="name of a config, or a file of JSON, YAML or TOML (default: tiny)")
     parser.add_argument(
-        "--address", default=DEFAULT_ADDRESS, help=f"tcp://HOST:PORT; port 0: any (default: {DEFAULT_ADDRESS})"
+        "--address",
+        default=DEFAULT_ADDRESS,
+        help=f"tcp://HOST:PORT; port 0: any free port (default: {DEFAULT_ADDRESS})",
     )
     parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates; the address then begins with tls://")
     parser.add_argument(
@@ -113,7 +115,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "--metrics",
         default=DEFAULT_METRICS,
         metavar="HOST:PORT",
-        help=f"numbers for Prometheus, without a password; port 0: any; none: nowhere (default: {DEFAULT_METRICS})",
+        help=f"numbers for Prometheus, without a password; port 0: any free port; none: no numbers (default: {DEFAULT_METRICS})",
     )
     parser.add_argument("--without-generator", action="store_true", help="serve only the trainer")
     return parser

@@ -41,6 +41,7 @@ class SFTPhaseConfig:
 @dataclass(kw_only=True)
 class SFTConfig(RunConfig):
     sft: SFTPhaseConfig = field(default_factory=SFTPhaseConfig)
+    """The supervised steps."""
 
     short_flags: ClassVar[dict[str, str]] = RunConfig.short_flags | {"--lr": "--sft.schedule.learning-rate"}
 

@@ -29,11 +29,11 @@ class SurvivalConfig:
     """Seconds in which every process of an actor must answer, also while it runs a call. A process that does not answer is killed.
     While a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
-    """Largest memory of the rollouts since the last checkpoint, which a recovered run trains on again. If they take more, the oldest are
+    """Largest memory, in GB, of the rollouts since the last checkpoint. A recovered run trains on them again. If they take more, the oldest are
     dropped, and the problems of the repeated steps are completed again."""
 
     def policy(self) -> RestartPolicy:
-        """The limits for the run, and for every generator, which its client starts again."""
+        """The limits of the run's restarts. Each generator, which its client starts again, has the same limits of its own."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
@@ -49,7 +49,7 @@ class SurvivalConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedStep:
-    """The batch of a step, and what the controller's state was when the step got it."""
+    """The batch of a step, and the controller's state at the moment when the step got the batch."""
 
     batch: RolloutBatch
     state: State  # of the queue

@@ -9,7 +9,7 @@ from controllers.run_folder import Record, RunFolder
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-# The name of a tracker is also that of its package.
+# Each name is also the name of the tracker's package.
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 Scalars = dict[str, int | float]
 

@@ -64,9 +64,9 @@ class EnvironmentConfig:
     prompt_pattern: str = ""
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
     reward: str = "exact_match"
-    """Rule that scores a completion. exact_match compares stripped text. math_verify compares mathematical values. regex compares the last
-    matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks a model. python runs the program of the completion
-    with the tests in the answer. module:function calls your function(answer, completion), which returns a number."""
+    """Rule that scores a completion. exact_match compares the texts without surrounding whitespace. math_verify compares mathematical
+    values. regex compares the last matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks a model. python runs
+    the program of the completion with the tests in the answer. module:function calls your function(answer, completion), which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression. Its first group is compared, or the whole match if it has no group."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
@@ -79,9 +79,10 @@ class EnvironmentConfig:
     reward_timeout: float = 60.0
     """Seconds for the answer of a reward function that is `async` or that a process calls. If it takes longer, it is asked again."""
     reward_retries: int = 2
-    """Number of new attempts after such a reward function has failed or taken too long. If the last one fails too, the run ends."""
+    """Number of new attempts if a reward function that is `async`, or that a process calls, fails or takes too long. If the last one fails too,
+    the run ends."""
     reward_concurrency: int = 64
-    """Largest number of answers of `async` reward functions that are waited for at once."""
+    """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512
     """Distinct problems that are used for validation and never for training. With held_out_task or held_out_split it is the largest
     number of them."""

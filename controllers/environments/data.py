@@ -169,7 +169,8 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    _column(config.prompt_column, where, row)  # raises without a prompt: a pair cannot have a conversation in its place
+    # This raises an error if there is no prompt, because a pair cannot have a conversation instead.
+    _column(config.prompt_column, where, row)
     chosen, rejected = config.answer_column, config.rejected_column
     value = _column(rejected, where, row)
     _require_kind(rejected, value, where, kinds)

@@ -56,4 +56,4 @@ AnyEnvironment = Environment | EpisodeEnvironment
 
 
 class EpisodeError(ValueError):
-    """An episode returned something else than its protocol says, or failed too often."""
+    """An episode returned something that its protocol does not allow, or failed too often."""

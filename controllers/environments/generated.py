@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Largest share of the keys that training leaves out. In a task with few keys `num_held_out` can need a larger share."""
+"""Largest share of the keys that training leaves out, unless the task has too few keys for `num_held_out`. Then the share is larger."""
 
 DRAWS_PER_PROBLEM = 1000
 """Largest number of draws for one training problem. If none of them fits, the run ends with an error."""

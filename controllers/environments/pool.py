@@ -1,7 +1,7 @@
 """A pool of processes for slow rewards. The event loop goes on while they work, and several rewards are computed at once.
 
-The standard library's pools have two faults here. They cannot end one process whose call hangs. Their processes import the program's
-main module, which takes seconds.
+The standard library's pools do not fit, for two reasons. They cannot end one process whose call hangs. Their processes import the
+program's main module, which takes seconds.
 """
 
 import asyncio

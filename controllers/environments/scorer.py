@@ -43,7 +43,7 @@ class Scorer:
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
-    # Its count is the largest number of answers that are waited for at once.
+    # Limits the number of answers that are waited for at the same time.
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
     pool: RewardPool | None = None  # calls the rewards of some environments; the caller starts and closes it
 
@@ -116,7 +116,7 @@ class Scorer:
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
             limits = contextlib.nullcontext  # the pool measures from the moment when a process is free
-            pauses = False  # a new process needs no time
+            pauses = False  # a process that failed has been replaced
         for attempt in range(self.max_retries + 1):
             if attempt and pauses:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))

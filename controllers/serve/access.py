@@ -1,4 +1,4 @@
-"""Who may call the server, and how often: keys, rates, the access log, and counts of requests. It wraps the application."""
+"""Control of access to the server: keys, rates, the access log, and counts of requests. It wraps the application."""
 
 import asyncio
 import hashlib
@@ -34,7 +34,7 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths of calls that the rate limits. It limits no other calls, because the SDK repeats many of them by itself."""
+"""Last parts of the paths of the calls that the rate limits. Other calls have no limit, because the SDK repeats many of them by itself."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # seconds, in Retry-After
 
@@ -160,7 +160,9 @@ class Access:
         if wait == 0:
             return None
         headers = {"Retry-After": str(min(math.ceil(wait), int(LONGEST_WAIT)))}
-        return JSONResponse({"detail": f"{owner} may send {self.rate:g} requests in a second"}, 429, headers=headers)
+        return JSONResponse(
+            {"detail": f"{owner} may send {self.rate:g} requests for work in a second"}, 429, headers=headers
+        )
 
     def _note(self, scope: Scope, owner: str | None, status: int, seconds: float) -> None:
         route = scope.get("route")

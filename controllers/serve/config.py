@@ -19,13 +19,13 @@ class ServeConfig:
     write_base: Callable[[Path], None] | None = None
     """Writes the directory of the base model, if hf_path is empty."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-    """Config of every trainer. Model, path and adapters are set for each run."""
+    """Config of every trainer. The server sets the model and hf_path when it starts, and the adapters for each run."""
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     """Config of the generator. The model is set when the server starts."""
     lora_alpha: float = 32.0
     """Scale of the adapters of every run. The protocol has no field for it."""
     max_trainers: int = 2
-    """Largest number of training runs in memory at the same time. Another one waits on disk until it is used again."""
+    """Largest number of training runs in memory at the same time. The others wait on disk until they are used again."""
     samplers_kept: int = 8
     """Number of unnamed samplers of each run whose weights are kept; those of older ones are deleted."""
     hold_seconds: float = 30.0
@@ -35,7 +35,7 @@ class ServeConfig:
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """Largest number of unanswered requests. A request for a sample beyond it gets a 429 and is sent again."""
+    """Largest number of unanswered requests. Beyond it a request for samples gets a 429, and the SDK sends it again."""
 
     def for_base(self, directory: Path) -> None:
         """Set the model of trainer and generator from the directory of the base model."""

@@ -46,7 +46,7 @@ pages = APIRouter()
 
 
 def make_app(server: Server, counts: Counts | None = None) -> FastAPI:
-    """The application. `server.begin` must have run on the loop that serves the application. counts: what /metrics shows."""
+    """The application. `server.begin` must have run on the loop that serves the application. counts: the requests that /metrics shows."""
     app = FastAPI(title="rl-actors", docs_url=None, redoc_url=None)
     app.state.server, app.state.counts, app.state.downloads = server, counts or Counts(), Downloads()
     app.include_router(pages)
@@ -224,7 +224,7 @@ async def retrieve_future(body: messages.RetrieveFuture, server: Serving, owner:
     try:
         promise = await server.futures.wait(body.request_id, server.config.hold_seconds, owner=owner)
     except KeyError:
-        detail = f"there is no request {body.request_id}: its answer is dropped, or the server was started again since"
+        detail = f"there is no request {body.request_id}: its answer is dropped, or the server was restarted"
         return JSONResponse({"detail": detail}, status_code=410)
     return _reply(promise, server, allow_metadata_only=body.allow_metadata_only)
 

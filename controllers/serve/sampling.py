@@ -1,7 +1,7 @@
 """Samples of many versions of the weights from one generator, which holds one version at a time.
 
-Requests for the version that the generator holds run together. Requests for another version wait until those have ended, and then the
-generator pulls theirs. Knows no HTTP.
+Requests for the version that the generator holds run together. Requests for another version wait until those have ended. Then the
+generator pulls the other version. Knows no HTTP.
 """
 
 import asyncio
@@ -55,7 +55,8 @@ class VersionedGenerator:
         self.version: int | None = None  # None before the first pull, and after one that failed
         self.num_running = 0
         self.num_switches = 0
-        self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()  # version -> its requests, oldest version first
+        # Version -> its requests. The versions are in the order in which they were asked for.
+        self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
         self._switching: asyncio.Task[None] | None = None
         self._completions: _Gatherer[SamplingParams, list[int], list[Completion]] = _Gatherer(self._generate)
         self._logprobs: _Gatherer[None, list[int], Tensor] = _Gatherer(self._score)

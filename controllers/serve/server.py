@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 ABANDONED_SECONDS = 120.0
 """Seconds without a heartbeat after which a session counts as gone."""
 CURVE_POINTS = 300
-"""Points of the curve of a run on the status page."""
+"""Largest number of points in the curve of a run on the status page."""
 SILENT_SECONDS = 24 * 3600.0
 """Seconds without a heartbeat after which unnamed weights of a session are deleted."""
 SWEEP_SECONDS = 60.0
@@ -40,7 +40,7 @@ SWEEP_SECONDS = 60.0
 
 
 class Server:
-    """The state of a server. Its actors are started by `start.py`."""
+    """The state of a server. start.py starts its actors."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Server:
         return session
 
     def is_abandoned(self, run: Run) -> bool:
-        """Whether the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
+        """True if the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
         return is_abandoned(self.store, run)
 
     # training runs
@@ -340,7 +340,7 @@ class Server:
         return self.folder / "samplers" / str(version)
 
     def _link(self, version: int, directory: Path) -> None:
-        """Make a directory that is somewhere else the directory of this version, by a link."""
+        """Make the directory of this version a link to `directory`."""
         link = self._directory(version)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.exists():
@@ -519,7 +519,7 @@ class Server:
 
 
 def is_abandoned(store: Store, run: Run) -> bool:
-    """Whether the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
+    """True if the client of a run is gone: it finished its session, or it was silent for ABANDONED_SECONDS."""
     session = store.session(run.session_id)
     if session is None or session["finished"]:
         return True

@@ -62,7 +62,7 @@ class Trainers:
         spawn: Callable[[TrainerConfig], Trainer],
         is_abandoned: Callable[[Run], bool],
     ) -> None:
-        """folder: for the state of runs that wait on disk. is_abandoned: whether the client of a run is gone."""
+        """folder: for the state of runs that wait on disk. is_abandoned: function that says whether the client of a run is gone."""
         self.config, self.store, self.folder = config, store, folder
         self._spawn, self._is_abandoned = spawn, is_abandoned
         self.residents: dict[str, Resident] = {}
@@ -146,8 +146,8 @@ class Trainers:
                 idle.append(resident)
         if not idle:
             raise UserError(
-                f"max_trainers={self.config.max_trainers}: as many training runs are at work; try again later, or start "
-                "the server with a larger number"
+                f"max_trainers={self.config.max_trainers}: every training run in memory is at work or has gradients for a "
+                "step; try again later, or start the server with a larger --max-trainers"
             )
         return min(idle, key=lambda resident: resident.used)
 
