@@ -66,7 +66,7 @@ class DPOConfig(RunConfig):
         for name, value in {"environment": self.environment, **self.validation}.items():
             if value.rejected_column != self.environment.rejected_column or not value.rejected_column:
                 raise ValueError(
-                    f"{name}.rejected_column={value.rejected_column!r}; every set of problems must name the same column"
+                    f"{name}.rejected_column={value.rejected_column!r}; every set of problems must name a column, the same one in all sets"
                 )
 
     def validate_resumed(self, folder: RunFolder) -> None:

@@ -49,7 +49,8 @@ class HostsConfig:
             raise ValueError(f"hosts.addresses: {error}") from None
         if not count:
             if self.trainer or self.certificates:
-                raise ValueError("hosts.trainer and hosts.certificates need hosts.addresses")
+                given = f"hosts.trainer={self.trainer}, hosts.certificates={self.certificates!r}"
+                raise ValueError(f"{given}; they need hosts.addresses, which is empty")
             return
         if not 0 <= self.trainer <= count:
             raise ValueError(f"hosts.trainer={self.trainer}, but hosts.addresses names {count} hosts")
@@ -60,7 +61,10 @@ class HostsConfig:
         if self.certificates:
             tls.require_files(self.certificates)
         if self.addresses.startswith("tls://") != bool(self.certificates):
-            raise ValueError("hosts.certificates belongs to addresses tls://, and only to them")
+            raise ValueError(
+                f"hosts.certificates={self.certificates!r} with hosts.addresses={self.addresses!r}; addresses tls:// need certificates, and "
+                "no others take them"
+            )
 
     def connect(self) -> "Placement":
         """Connect to the workers, if there are hosts. Raises as rl_actors.processes.hosts.connect does."""

@@ -29,7 +29,10 @@ class JudgeConfig:
 
     def validate(self) -> None:
         if not re.match(r"https?://", self.url) or not self.model:
-            raise ValueError(f"judge.url={self.url!r}, judge.model={self.model!r}; the reward judge needs both")
+            raise ValueError(
+                f"judge.url={self.url!r}, judge.model={self.model!r}; the reward judge needs both, and the url must begin with http:// or "
+                "https://"
+            )
         try:
             groups = re.compile(self.pattern).groups
         except re.error as error:

@@ -95,7 +95,9 @@ class Scorer:
         if getattr(owner, "rewards", None) is not None:
             answers, num_retries = await self._ask(owner, problem, list(texts))
             if not isinstance(answers, Sequence) or len(answers) != len(texts):
-                raise RewardError(f"rewards of {problem.prompt!r} gave {answers!r} for {len(texts)} completions")
+                raise RewardError(
+                    f"rewards of {problem.prompt!r} gave {answers!r} for {len(texts)} completions; it must give one reward for each"
+                )
         else:
             asked = [self._ask(owner, problem, text) for text in texts]
             pairs = await asyncio.gather(*asked)

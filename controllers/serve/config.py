@@ -47,7 +47,9 @@ class ServeConfig:
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if the server cannot start from this config."""
         if ":" in self.name or not self.name:
-            raise ValueError(f"name={self.name!r}; it must not be empty, and the SDK cuts a name at ':'")
+            raise ValueError(
+                f"name={self.name!r}; it must not be empty, and must not have ':', at which the SDK cuts a name"
+            )
         for name in ("max_trainers", "samplers_kept", "hold_seconds", "max_body_bytes", "max_samples", "max_waiting"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")

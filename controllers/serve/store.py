@@ -90,7 +90,10 @@ class Sampler:
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
     """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7". Raises ValueError for a name that cannot be one."""
     if not NAME.fullmatch(name):
-        raise ValueError(f"the name {name!r} is not possible; it must have 1 to 128 letters, digits, '.', '_' and '-'")
+        raise ValueError(
+            f"the name {name!r} is not possible; it must have 1 to 128 letters, digits, '.', '_' and '-', and not "
+            "begin with '.' or '-'"
+        )
     return f"tinker://{run_id}/{KIND_SEGMENTS[kind]}/{name}"
 
 

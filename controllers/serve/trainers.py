@@ -95,10 +95,7 @@ class Trainers:
         if run is None:
             raise UserError(f"there is no training run {run_id}")
         if run.parked is None:
-            raise UserError(
-                f"the trainer of {run_id} ended with the server that ran it; {self._last_saved(run_id)}, "
-                "and create_training_client_from_state_with_optimizer continues from it"
-            )
+            raise UserError(f"the trainer of {run_id} ended with the server that ran it; {self._last_saved(run_id)}")
         resident = await self._start(run, run.parked, optimizer=True)
         self.store.update_run(run_id, parked=None)
         await asyncio.to_thread(shutil.rmtree, run.parked, ignore_errors=True)
@@ -106,7 +103,9 @@ class Trainers:
 
     def _last_saved(self, run_id: str) -> str:
         saved = [checkpoint for checkpoint in self.store.checkpoints(run_id=run_id) if checkpoint.kind == "training"]
-        return f"its last saved state is {saved[0].path}" if saved else "it saved no state"
+        if not saved:
+            return "it saved no state"
+        return f"its last saved state is {saved[0].path}, from which create_training_client_from_state_with_optimizer continues"
 
     async def _start(self, run: Run, checkpoint: str | None, *, optimizer: bool) -> Resident:
         await self._make_room()
