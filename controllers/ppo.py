@@ -49,14 +49,15 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        super().validate()
-        self.gae.validate()
-        self.critic.validate()
+        # First, because the default group size of 1 is possible only with this rule.
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae' (a preset of --algorithm sets another rule; "
                 "--advantage gae beside it sets this one)"
             )
+        super().validate()
+        self.gae.validate()
+        self.critic.validate()
         if self.generator.max_model_len > self.trainer.max_sequence_length:
             raise ValueError(
                 f"generator.max_model_len={self.generator.max_model_len} exceeds "
