@@ -132,7 +132,7 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
         return  # GRPO has not begun. The weights are saved when it begins.
     if _is_saved(config, state["sft_steps"]) and not folder.reference.is_dir():
         raise ValueError(
-            f"reference_kl={config.reference_kl} needs the weights that GRPO began with, but {folder.reference} is not there: "
+            f"reference_kl={config.reference_kl} needs the weights that GRPO or PPO began with, but {folder.reference} is not there: "
             "this run began with reference_kl=0; resume it with reference_kl=0, or start a new run"
         )
 

@@ -105,9 +105,8 @@ class Store:
         self.db = sqlite3.connect(file, isolation_level=None, check_same_thread=False)
         self.db.row_factory = sqlite3.Row
         self.db.execute("PRAGMA journal_mode=WAL")
-        self.db.execute(
-            "PRAGMA synchronous=NORMAL"
-        )  # a killed process loses nothing; a power failure may lose the last rows
+        # With NORMAL a killed process loses nothing. After a power failure the last rows may be missing.
+        self.db.execute("PRAGMA synchronous=NORMAL")
         self.db.executescript(SCHEMA)
 
     def close(self) -> None:

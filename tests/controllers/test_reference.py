@@ -248,7 +248,8 @@ def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, 
     status, error = resume(monkeypatch, capsys, folder, "--reference-kl", "0.05", "--reference-kl-in", kind)
     assert status == 2
     assert (
-        f"error: reference_kl=0.05 needs the weights that GRPO began with, but {folder.reference} is not there" in error
+        f"error: reference_kl=0.05 needs the weights that GRPO or PPO began with, but {folder.reference} is not there"
+        in error
     )
     assert "this run began with reference_kl=0; resume it with reference_kl=0, or start a new run" in error
     assert resume(monkeypatch, capsys, folder) == (None, "")
