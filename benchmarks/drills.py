@@ -50,7 +50,9 @@ LOOK_PAUSE = 0.25
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
 # Seconds between the end of a run and the check of its shared memory. A program keeps the name of a semaphore for a moment.
 SHARED_MEMORY_PAUSE = 2.0
-LONGEST_START = 15.0  # seconds between the start of a run and a death before its first step, at most
+LONGEST_START = (
+    8.0  # seconds between the start of a run and a death before its first step, at most; the shortest runs take 13 s
+)
 LONGEST_RECOVERY = 12.0  # seconds between two deaths, at most
 
 

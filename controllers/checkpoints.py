@@ -65,6 +65,10 @@ class Checkpoints:
             if task is not None:
                 await asyncio.wait((task,))
                 _ = task.cancelled() or task.exception()  # else asyncio logs an exception that was never retrieved
+        copying = self._copying
+        if copying is not None and not copying.cancelled() and copying.exception() is None:
+            # If the caller of `save` was cancelled, nobody has waited for the writing of the trainers' parts.
+            await asyncio.gather(*(part.wait() for part in copying.result()), return_exceptions=True)
         self._copying = self._writing = None
 
     async def _copy(self, trainers: Mapping[str, "TrainerClient"], path: Path) -> "list[SavedCheckpoint]":

@@ -28,6 +28,7 @@ from rl_actors.types import (
 )
 from rl_actors.validation import validate_prompts, validate_pull, validate_sampling_params, validate_sequences
 from rl_actors.vllm import sleeping
+from rl_actors.vllm.core import a_child_is_stopped
 from rl_actors.vllm.engine import EngineThread
 from rl_actors.vllm.pull import OneAdapter, WholeWeights
 from rl_actors.vllm.requests import EngineCall, read_completion, read_prompt_logprobs, vllm_params
@@ -92,7 +93,8 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            return Heartbeat(is_idle=True, num_done=0)  # the caller of setup has a time limit for it
+            # The caller of setup has a time limit for it. A stopped engine core is noticed before.
+            return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
     @property

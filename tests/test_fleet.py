@@ -380,6 +380,13 @@ async def test_a_first_start_that_fails_is_an_error_and_one_that_is_killed_is_tr
     started.generators.plans = [lambda killed: setattr(killed, "is_up", killed.die_now)]
     async with started as (fleet, _):
         assert fleet.num_restarts == 1
+
+    async def be_silent() -> None:
+        raise ActorSilentError("g0: setup did not answer within 300 s", "g0")
+
+    started.generators.plans = [lambda silent: setattr(silent, "is_up", be_silent)]
+    async with started as (fleet, _):
+        assert fleet.num_restarts == 1
     started.generators.plans = [lambda killed: setattr(killed, "is_up", killed.die_now)] * (FIRST_RESTARTS + 1)
     with pytest.raises(ActorDiedError, match="was killed"):
         await started.__aenter__()

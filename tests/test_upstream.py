@@ -854,7 +854,7 @@ def _() -> None:
     from multiprocessing import popen_spawn_posix, util
 
     from vllm.v1.engine.core_client import BackgroundResources, SyncMPClient
-    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.engine.utils import CoreEngineProcManager, wait_for_engine_startup
 
     made = source(SyncMPClient.__init__)
     assert "self.outputs_queue = queue.Queue" in made and "utility_results = self.utility_results" in made
@@ -865,6 +865,7 @@ def _() -> None:
     assert "# shutdown signal, exit thread." in made and "outputs_queue.put_nowait(EngineDeadError" not in made
     assert {"engine_dead", "engine_manager"} <= set(BackgroundResources.__annotations__)
     assert "self.processes: list[BaseProcess]" in source(CoreEngineProcManager.__init__)
+    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)  # vllm/core.py finds the signal there
     assert "spawn.get_command_line" in source(popen_spawn_posix.Popen) and callable(util.spawnv_passfds)
 
 

@@ -122,16 +122,19 @@ class OneGenerator(Client):
 
     async def _one(self, endpoint: str, *args: object, phase: str = "") -> Any:
         """The answer of an endpoint. phase: the name in error texts, if it is not the endpoint's."""
-        answers: list[Any]
+        answers: list[Any] = await self._ask(
+            getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
+        )
+        return answers[0]
+
+    async def _ask(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """As in the base class. If the client spawned the generator, raises ActorDiedError when the engine has failed for good."""
         try:
-            answers = await self._ask(
-                getattr(self._mesh, endpoint), phase or endpoint, self.call_timeout, *args, breaks=False
-            )
+            return await super()._ask(*args, **kwargs)
         except (EngineDiedError, SilentWorkerError) as error:
             if not self.is_owned:
                 raise
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
-        return answers[0]
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
         """As in the base class. A generator has also died if its engine has done nothing for silent_after seconds while requests wait."""

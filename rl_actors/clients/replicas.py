@@ -16,7 +16,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from rl_actors.clients.base import ActorDiedError
+from rl_actors.clients.base import ActorDiedError, ActorSilentError
 from rl_actors.clients.one_generator import OneGenerator
 from rl_actors.clients.restarts import Restarts
 from rl_actors.config import RestartPolicy
@@ -141,7 +141,7 @@ class Replica:
                 self._is_stale.clear()
         except Exception as error:
             cause = error
-            if not isinstance(error, ActorDiedError):
+            if not isinstance(error, ActorDiedError | ActorSilentError):
                 # If the first start fails although no process has died, another start would fail, too.
                 self._is_final = not self.was_ready
                 if self.was_ready:

@@ -9,6 +9,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import re
 import shlex
 import signal
 import sys
@@ -33,6 +34,9 @@ NEWS_TIMEOUT = 1.0
 """Seconds after an error of a core within which its end is known, if it has ended."""
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
+
+KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
+"""Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, it names no core."""
 
 # A program that the core's process runs first. It makes the kernel end the core with its parent. vLLM's core would not notice that its
 # parent was killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal. A Ctrl-C would end it in the
@@ -142,6 +146,10 @@ class OwnProcess:
             multiprocessing.set_executable(_executable(Path(directory), python))
             try:
                 yield
+            except RuntimeError as error:
+                if re.search(KILLED_AT_START, str(error)):
+                    raise EngineDiedError(f"vLLM's engine core ended at its start: {error}") from error
+                raise
             finally:
                 multiprocessing.set_executable(python)
                 del os.environ["VLLM_RPC_BASE_PATH"]
@@ -198,6 +206,17 @@ def _executable(directory: Path, python: str) -> str:
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -S {shlex.quote(str(child))} "$@"\n')
     program.chmod(0o700)
     return str(program)
+
+
+def a_child_is_stopped() -> bool:
+    """True if a process below this one is stopped, as after a SIGSTOP. Cores that start give no other sign of life."""
+    import psutil
+
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if child.status() == psutil.STATUS_STOPPED:
+                return True
+    return False
 
 
 def describe(process: BaseProcess) -> str:

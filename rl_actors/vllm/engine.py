@@ -230,6 +230,9 @@ class EngineThread:
             self.core.watch(self.engine, self._on_death)
             self._set_version(NO_VERSION)
             self.weights.begin(self.engine)
+        except Exception as error:
+            started.set_exception(self._named(error))
+            return
         except BaseException as error:
             started.set_exception(error)
             return
@@ -310,7 +313,7 @@ class EngineThread:
 
     def _named(self, error: Exception) -> Exception:
         """The error, or EngineDiedError if it comes from the end of the core."""
-        if isinstance(error, ValueError | TypeError) or not self.core.has_died():
+        if isinstance(error, ValueError | TypeError | EngineDiedError) or not self.core.has_died():
             return error
         return EngineDiedError(f"{self.core.death(error)}; spawn the generator again")
 

@@ -100,6 +100,24 @@ def test_a_caller_that_stops_waiting_does_not_cancel_the_checkpoint(tmp_path):
     assert names(tmp_path) == ["step-1"]
 
 
+def test_a_checkpoint_is_abandoned_when_no_trainer_writes_its_part_any_more(tmp_path):
+    """Even if the work that called `save` was cancelled while the state was copied. Otherwise a file would be removed while it is written."""
+
+    async def run():
+        trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
+        saving = asyncio.create_task(saver.save({"trainer": trainer}, {"step": 1}))
+        await asyncio.sleep(0)  # the copying has begun
+        saving.cancel()
+        abandoning = asyncio.create_task(saver.abandon())
+        await asyncio.sleep(0.05)
+        assert saving.cancelled() and not abandoning.done()
+        trainer.durable.set()
+        await abandoning
+
+    asyncio.run(run())
+    assert names(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("keep", "keep_every", "left"),
     [
