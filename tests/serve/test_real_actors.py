@@ -4,77 +4,36 @@ import math
 import os
 import signal
 import subprocess
-import time
-from pathlib import Path
+import sys
 
 import numpy as np
 import pytest
 import torch
+from program import BUSY, LOST_ANSWER, LOST_REQUEST, Process, Proxy
 
 tinker = pytest.importorskip("tinker")
 types = tinker.types
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
-START_SECONDS = 900
 ADAM = types.AdamParams(learning_rate=1e-3)
 PROMPT = list(b"the cat")
 RANK = 4
 
 
-class Process:
-    """A server as a program."""
-
-    def __init__(self, state: Path, *arguments: str) -> None:
-        command = [
-            str(ROOT / ".venv/bin/python"),
-            "-m",
-            "controllers.serve",
-            "--config",
-            "tiny_chat",
-            "--address",
-            "127.0.0.1:0",
-        ]
-        self.log = state.with_suffix(".log")
-        with self.log.open("a") as log:
-            self.process = subprocess.Popen(
-                [*command, "--state", str(state), *arguments],
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-            )
-        self.url = self._read_url()
-
-    def _read_url(self) -> str:
-        deadline = time.monotonic() + START_SECONDS
-        while time.monotonic() < deadline:
-            line = self.process.stdout.readline()
-            if not line:
-                break
-            if line.startswith("export TINKER_BASE_URL="):
-                return line.strip().partition("=")[2]
-        raise RuntimeError(f"the server did not start: {self.log.read_text()[-4000:]}")
-
-    def service(self):
-        return tinker.ServiceClient(base_url=self.url, api_key="tml-test")
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(timeout=300)
+def service_of(url: str):
+    return tinker.ServiceClient(base_url=url, api_key="tml-test")
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    made = Process(tmp_path_factory.mktemp("serve") / "state", "--max-trainers", "3")
+    made = Process(tmp_path_factory.mktemp("serve") / "state", "--max-trainers", "4")
     yield made
     assert made.end() == 0
 
 
 @pytest.fixture(scope="module")
 def service(server):
-    return server.service()
+    return service_of(server.url)
 
 
 @pytest.fixture(scope="module")
@@ -260,23 +219,157 @@ def test_a_state_with_optimizer_continues_bit_for_bit(service):
     assert steps(again, [3, 4]) == expected == steps(other, [3, 4])
 
 
-def test_a_killed_server_goes_on_from_the_last_saved_state(tmp_path):
+STEPS_OF_A_PROGRAM = """
+import os, signal, sys
+import tinker
+from tinker import types
+
+url, path, num_steps, ends_itself = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "killed"
+service = tinker.ServiceClient(base_url=url, api_key="tml-test")
+if path:
+    client = service.create_training_client_from_state_with_optimizer(path).result()
+else:
+    client = service.create_lora_training_client("tiny_chat", rank=4, seed=5).result()
+tokens = list(range(1, 31))
+datum = types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:]})
+pairs = []
+for _ in range(num_steps):
+    pairs.append(client.forward_backward([datum], "cross_entropy"))
+    pairs.append(client.optim_step(types.AdamParams(learning_rate=1e-3)))
+if ends_itself:
+    pairs[num_steps].result()
+    os.kill(os.getpid(), signal.SIGKILL)
+for future in pairs:
+    future.result()
+output = client.forward([datum], "cross_entropy").result()
+print("logprobs", output.loss_fn_outputs[0]["logprobs"].to_numpy().tobytes().hex())
+"""
+"""A program that takes steps on one datum without waiting for them. It prints its logprobs, or it kills itself in the middle."""
+
+
+def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal") -> bytes:
+    """Run the program and return the logprobs that it prints at its end. path: of the state with which it begins."""
+    command = [sys.executable, "-c", STEPS_OF_A_PROGRAM, url, path, str(num_steps), end]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=600, env=os.environ | {"TINKER_TELEMETRY": "0"}
+    )
+    assert done.returncode == (-signal.SIGKILL if end == "killed" else 0), done.stderr[-4000:]
+    printed = [line.removeprefix("logprobs ") for line in done.stdout.splitlines() if line.startswith("logprobs ")]
+    return bytes.fromhex(printed[0]) if printed else b""
+
+
+def chain_step(client) -> None:
+    """The step of STEPS_OF_A_PROGRAM."""
+    tokens = list(range(1, 31))
+    client.forward_backward([datum(tokens[:-1], tokens[1:])], "cross_entropy")
+    client.optim_step(ADAM).result()
+
+
+def test_a_state_continues_bit_for_bit_in_another_program(server, service):
+    client = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
+    for _ in range(3):
+        chain_step(client)
+    path = client.save_state("for-another-program").result().path
+    continued = run_program(server.url, 3, path=path)
+    for _ in range(3):
+        chain_step(client)
+    # Six steps that nobody waits for, in one program, are the same six steps, too.
+    assert logprobs_of(client) == continued == run_program(server.url, 6)
+
+
+def test_a_killed_client_disturbs_no_other(server, service):
+    alone = run_program(server.url, 4)
+    assert run_program(server.url, 40, end="killed") == b""
+    client = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
+    for _ in range(4):
+        chain_step(client)
+    assert logprobs_of(client) == alone
+
+
+def test_lost_answers_and_lost_connections_add_no_gradient_twice(server, service):
+    proxy = Proxy(server.url)
+    try:
+        through = service_of(proxy.url).create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
+        undisturbed = service.create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
+        proxy.faults += [BUSY, LOST_ANSWER, LOST_REQUEST, BUSY, BUSY, LOST_ANSWER]
+        for seed in range(4):
+            for client in (through, undisturbed):
+                client.forward_backward(policy_data(seed), "importance_sampling")
+                client.optim_step(ADAM).result()
+        assert not proxy.faults
+        assert logprobs_of(through) == logprobs_of(undisturbed)
+    finally:
+        proxy.close()
+
+
+def test_a_call_of_2500_datums_has_the_gradient_of_its_parts(client):
+    draw = np.random.default_rng(0)
+    data = []
+    for _ in range(2500):
+        tokens = draw.integers(0, 256, 9).tolist()
+        data.append(datum(tokens[:-1], tokens[1:]))
+
+    def step(parts: list[list]) -> tuple[float, float, list]:
+        futures = [client.forward_backward(part, "cross_entropy") for part in parts]
+        norm = client.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["unclipped_grad_l2:mean"]
+        outputs = [future.result() for future in futures]
+        rows = [record for output in outputs for record in output.loss_fn_outputs]
+        return sum(output.metrics["loss:sum"] for output in outputs), norm, rows
+
+    loss, norm, rows = step([data])
+    parts_loss, parts_norm, parts_rows = step([data[:700], data[700:1400], data[1400:]])
+    assert (
+        len(rows) == 2500
+        and loss == pytest.approx(parts_loss, rel=1e-4)
+        and norm == pytest.approx(parts_norm, rel=1e-3)
+    )
+    for one, other in zip(rows, parts_rows, strict=True):
+        assert one["logprobs"].to_numpy() == pytest.approx(other["logprobs"].to_numpy(), abs=1e-4)
+
+
+def test_an_unknown_loss_is_an_error_of_its_call_and_the_run_goes_on(client):
+    before = logprobs_of(client)
+    with pytest.raises(tinker.RequestFailedError, match="unknown loss 'entropy'"):
+        client.forward_backward(policy_data(), "entropy").result()
+    assert logprobs_of(client) == before
+    client.forward_backward(policy_data(), "ppo").result()
+    client.optim_step(types.AdamParams(learning_rate=0.0)).result()
+
+
+def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
+    sampler = service.create_sampling_client(base_model="tiny_chat").result()
+    prompt = types.ModelInput.from_ints(PROMPT)
+    every = [sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, token])) for token in range(261)]
+    at_one = torch.tensor([future.result()[-1] for future in every], dtype=torch.float64)
+    assert at_one.exp().sum().item() == pytest.approx(1.0, abs=1e-4)
+    for temperature in (0.5, 0.7, 1.0, 1.2, 1.8):
+        expected = torch.log_softmax(at_one / temperature, dim=0)
+        params = types.SamplingParams(max_tokens=1, temperature=temperature, stop=[])
+        for sequence in sampler.sample(prompt, 20, params).result().sequences:
+            (token,), (logprob,) = sequence.tokens, sequence.logprobs
+            assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
+
+
+def test_a_program_goes_on_from_its_last_saved_state_after_its_server_was_killed(tmp_path):
     state = tmp_path / "state"
     first = Process(state)
-    client = first.service().create_lora_training_client("tiny_chat", rank=RANK, seed=1).result()
-    client.forward_backward(policy_data(), "ppo")
-    client.optim_step(ADAM).result()
-    path = client.save_state("a").result().path
+    client = service_of(first.url).create_lora_training_client("tiny_chat", rank=RANK, seed=5).result()
+    for _ in range(4):
+        chain_step(client)
+    path = client.save_state("4").result().path
     weights = client.save_weights_for_sampler("w").result().path
-    before = logprobs_of(client)
-    client.forward_backward(policy_data(1), "ppo").result()
+    saved = logprobs_of(client)
+    chain_step(client)  # this step is lost with the server
+    client.forward_backward(policy_data(1), "ppo")  # so is this call, which the kill meets
     first.end(signal.SIGKILL)
 
     second = Process(state)
-    service = second.service()
+    service = service_of(second.url)
     again = service.create_training_client_from_state_with_optimizer(path).result()
-    assert logprobs_of(again) == before
+    assert logprobs_of(again) == saved
+    for _ in range(4):
+        chain_step(again)
+    assert logprobs_of(again) == run_program(second.url, 8)
     sampler = service.create_sampling_client(model_path=weights).result()
-    score = sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()[1]
-    assert math.isfinite(score)
+    assert math.isfinite(sampler.compute_logprobs(types.ModelInput.from_ints(PROMPT)).result()[1])
     assert second.end() == 0
