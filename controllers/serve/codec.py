@@ -265,14 +265,19 @@ def dense_of_csr(
     """A matrix from compressed sparse rows; entries that are not listed are 0. Raises ValueError for indices that do not fit."""
     if len(shape) != 2 or any(size < 0 for size in shape) or shape[0] * shape[1] > MAX_ELEMENTS:
         raise ValueError(f"{name} is sparse with shape {shape}; it must be [T, K] with at most {MAX_ELEMENTS} elements")
+    dense = np.zeros(shape, values.dtype)
+    dense[rows_of_csr(len(values), crow, col, shape, name), col] = values
+    return dense
+
+
+def rows_of_csr(num_values: int, crow: np.ndarray, col: np.ndarray, shape: tuple[int, ...], name: str) -> np.ndarray:
+    """[num_values]: the row of each value of a matrix [T, K] in compressed sparse rows. Raises ValueError for indices that do not fit."""
     num_rows, num_columns = shape
     steps = np.diff(crow)
-    fits = len(crow) == num_rows + 1 and crow[0] == 0 and crow[-1] == len(values) == len(col) and (steps >= 0).all()
+    fits = len(crow) == num_rows + 1 and crow[0] == 0 and crow[-1] == num_values == len(col) and (steps >= 0).all()
     if not fits or (len(col) and not (col.min() >= 0 and col.max() < num_columns)):
-        raise ValueError(f"{name}: the indices of its sparse rows do not fit shape {shape} and {len(values)} values")
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(num_rows), steps), col] = values
-    return dense
+        raise ValueError(f"{name}: the indices of its sparse rows do not fit shape {shape} and {num_values} values")
+    return np.repeat(np.arange(num_rows), steps)
 
 
 def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
@@ -326,14 +331,23 @@ class SampledSequence:
     topk: TopK | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """A float32 matrix [N - 1, K], or the cells of it that compressed sparse rows list."""
+
+    values: np.ndarray  # flat
+    shape: tuple[int, int]
+    sparse: tuple[np.ndarray, np.ndarray] | None = None  # row pointers and columns, int64; None: all cells are listed
+
+
 def write_sample(
     sequences: Sequence[SampledSequence],
     *,
     prompt_logprobs: np.ndarray | None = None,
     topk_prompt: TopK | None = None,
-    target_prompt: np.ndarray | None = None,
+    target_prompt: Cells | None = None,
 ) -> bytes:
-    """A SampleResponse. prompt_logprobs: [N] float32, NaN where there is none. target_prompt: [N - 1, K] float32."""
+    """A SampleResponse. prompt_logprobs: [N] float32, NaN where there is none."""
     message = CLASSES["SampleResponse"]()
     for sequence in sequences:
         written = message.sequences.add(stop_reason=0 if sequence.is_stopped else 1)
@@ -346,10 +360,23 @@ def write_sample(
     if topk_prompt is not None:
         _write_topk(message.topk_prompt_logprobs, topk_prompt)
     if target_prompt is not None:
-        tensor = message.target_prompt_logprobs
-        tensor.dense, tensor.dtype = np.ascontiguousarray(target_prompt, "<f4").tobytes(), 1
-        tensor.shape.extend(target_prompt.shape)
+        _write_cells(message.target_prompt_logprobs, target_prompt)
     return message.SerializeToString()
+
+
+def _write_cells(message: Any, cells: Cells) -> None:
+    message.dtype = 1
+    message.shape.extend(cells.shape)
+    values = np.ascontiguousarray(cells.values, "<f4").tobytes()
+    if cells.sparse is None:
+        message.dense = values
+        return
+    row_pointers, columns = (each.astype("<i8").tobytes() for each in cells.sparse)
+    message.sparse_csr.values, message.sparse_csr.crow_indices, message.sparse_csr.col_indices = (
+        values,
+        row_pointers,
+        columns,
+    )
 
 
 def _write_topk(message: Any, topk: TopK) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from controllers.serve import messages
 from controllers.serve.codec import SampledSequence, write_sample
 from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.targets import Targets
 from rl_actors import SamplingParams
 from rl_actors.types import Completion
 from rl_actors.validation import validate_prompts, validate_sampling_params, validate_sequences
@@ -62,6 +63,7 @@ class Wanted:
     stop_strings: StopStrings | None
     prompt_logprobs: bool
     last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
+    targets: Targets | None  # further tokens whose logprobs are wanted
 
     async def run(self, generator: VersionedGenerator) -> tuple[bytes, int]:
         """(the answer as a SampleResponse, number of sampled tokens). Must run inside `generator.holding`."""
@@ -69,7 +71,8 @@ class Wanted:
         scores = await self._scores(generator) if self.prompt_logprobs else None
         sequences = [self._sequence(completion) for completion in completions]
         num_tokens = sum(len(completion.tokens) for completion in completions)
-        return write_sample(sequences, prompt_logprobs=scores), num_tokens
+        cells = await self.targets.scores(generator, self.prompt) if self.targets is not None else None
+        return write_sample(sequences, prompt_logprobs=scores, target_prompt=cells), num_tokens
 
     async def _scores(self, generator: VersionedGenerator) -> np.ndarray:
         """[N]: the logprob of each token of the prompt at temperature 1, NaN for the first and for those that are not wanted."""
@@ -107,6 +110,9 @@ class SamplingLimits:
         validate_sampling_params(params, vocab_size=self.vocab_size)
         if body.prompt_logprobs:
             validate_sequences([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        targets = None
+        if body.target_prompt_logprobs is not None:
+            targets = Targets.read(body.target_prompt_logprobs, prompt, self.vocab_size)
         last_n = body.prompt_logprobs_last_n
         if last_n is not None and not (body.prompt_logprobs and 1 <= last_n < len(prompt)):
             raise ValueError(
@@ -118,6 +124,7 @@ class SamplingLimits:
             stop_strings=stop_strings,
             prompt_logprobs=bool(body.prompt_logprobs),
             last_n=last_n,
+            targets=targets,
         )
 
     def _params(self, body: messages.Sample, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
@@ -161,7 +168,7 @@ def prompt_tokens(prompt: messages.Prompt) -> list[int]:
 
 def _refuse_unsupported(body: messages.Sample) -> None:
     """Raises ValueError naming a field that this server cannot honour."""
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if getattr(body, name):
             raise ValueError(f"{name} is not supported by this server")
 

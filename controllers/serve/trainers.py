@@ -203,6 +203,8 @@ class Trainers:
 
     async def optim_step(self, run_id: str, params: OptimParams) -> OptimResult:
         async with self.using(run_id) as resident:
+            if not resident.has_gradients:
+                raise UserError("no gradients are accumulated; optim_step comes after forward_backward")
             result = await resident.trainer.optim_step(params)
             resident.has_gradients = False
             return result
@@ -210,11 +212,13 @@ class Trainers:
     async def save(self, run_id: str, directory: Path) -> None:
         """Write weights, optimizer state and version. Answers when they are on disk."""
         async with self.using(run_id) as resident:
+            require_no_gradients(resident)
             saved = await resident.trainer.save_checkpoint(str(directory), optimizer=True)
             await saved.wait()
 
     async def load(self, run_id: str, directory: str, *, optimizer: bool) -> None:
         async with self.using(run_id) as resident:
+            require_no_gradients(resident)
             await resident.trainer.load_checkpoint(directory, optimizer=optimizer)
 
     async def export(self, run_id: str, directory: Path, dtype: Literal["float32", "bfloat16"]) -> None:
@@ -231,3 +235,11 @@ class Trainers:
                 logger.exception("%s was not written; its last saved state is there", resident.run.id)
                 self.residents.pop(resident.run.id, None)
                 await resident.trainer.close()
+
+
+def require_no_gradients(resident: Resident) -> None:
+    """Raises UserError if an open step has gradients, which no checkpoint can hold."""
+    if resident.has_gradients:
+        raise UserError(
+            "the gradients of forward_backward wait for an optim_step; states are saved and loaded after it"
+        )

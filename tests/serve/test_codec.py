@@ -151,7 +151,7 @@ def test_the_sdk_reads_our_answers(sdk):
         sequences,
         prompt_logprobs=np.float32([np.nan, -2]),
         topk_prompt=topk,
-        target_prompt=np.float32([[-1, -2], [-3, -4]]),
+        target_prompt=codec.Cells(values=np.float32([-1, -2, -3, -4]), shape=(2, 2)),
     )
     response = sdk[1].deserialize_sample_response(body)
     assert [each.stop_reason for each in response.sequences] == ["stop", "length"]

@@ -342,6 +342,14 @@ def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
     every = [sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, token])) for token in range(261)]
     at_one = torch.tensor([future.result()[-1] for future in every], dtype=torch.float64)
     assert at_one.exp().sum().item() == pytest.approx(1.0, abs=1e-4)
+    # One request asks for every token in the place of the prompt's last one.
+    ids = torch.full((len(PROMPT) - 1, 261), -1)
+    ids[-1], ids[0, 0] = torch.arange(261), PROMPT[1]
+    wanted = types.TensorData.from_torch_sparse(ids, pad_value=-1)
+    answer = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=wanted).result()
+    named = answer.target_prompt_logprobs.to_torch()
+    assert named[-1].exp().sum().item() == pytest.approx(1.0, abs=1e-4)
+    assert named[0, 0].item() == pytest.approx(sampler.compute_logprobs(prompt).result()[1], abs=1e-5)
     for temperature in (0.5, 0.7, 1.0, 1.2, 1.8):
         expected = torch.log_softmax(at_one / temperature, dim=0)
         params = types.SamplingParams(max_tokens=1, temperature=temperature, stop=[])

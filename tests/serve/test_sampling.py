@@ -221,3 +221,40 @@ def test_too_many_waiting_requests_are_a_429_with_a_time(api):
         api.generator.gate.set()
 
     api(use, max_waiting=1)
+
+
+def test_logprobs_of_tokens_that_the_request_names(api):
+    async def use(api):
+        model = await api.create_model()
+        await train(api, model, 1)
+        sampler = await ephemeral(api, model, 3)
+
+        async def score(token: int) -> float:
+            response = await api.sample(sampler, 100 + token, [1, token], prompt_logprobs=True)
+            return np.frombuffer(response.prompt_logprobs, "<f4")[1]
+
+        expected = [await score(token) for token in range(6)]
+        dense = {"data": [3, 5, 2, -1], "dtype": "int64", "shape": [2, 2]}
+        response = await api.sample(sampler, 10, [1, 3, 2], target_prompt_logprobs=dense)
+        tensor = response.target_prompt_logprobs
+        found = np.frombuffer(tensor.dense, "<f4")
+        assert list(tensor.shape) == [2, 2] and found == pytest.approx([expected[3], expected[5], expected[2], 0.0])
+
+        rows = {"sparse_crow_indices": [0, 0, 2], "sparse_col_indices": [0, 4]}
+        sparse = {"data": [5, 4], "dtype": "int64", "shape": [2, 5]} | rows
+        tensor = (await api.sample(sampler, 11, [1, 3, 2], target_prompt_logprobs=sparse)).target_prompt_logprobs
+        assert list(tensor.shape) == [2, 5]
+        assert np.frombuffer(tensor.sparse_csr.values, "<f4") == pytest.approx([expected[5], expected[4]])
+        assert np.frombuffer(tensor.sparse_csr.crow_indices, "<i8").tolist() == [0, 0, 2]
+        assert np.frombuffer(tensor.sparse_csr.col_indices, "<i8").tolist() == [0, 4]
+
+        for fault, text in (
+            ({"shape": [3, 2]}, "a row for each token"),
+            ({"data": [3, 5, 2, 16]}, "tokens 2 to 16"),
+            ({"data": [3, 5, 2]}, "holds 3 numbers"),
+            ({"dtype": "float32"}, "is float32"),
+        ):
+            wrong = await api.send_sample(sampler, 20 + len(text), [1, 3, 2], target_prompt_logprobs=dense | fault)
+            assert text in await api.error(wrong)
+
+    api(use)

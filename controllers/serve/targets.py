@@ -1,0 +1,80 @@
+"""Logprobs of tokens that a request names for the positions of its prompt (target_prompt_logprobs). Knows no HTTP.
+
+N tokens of the prompt, K tokens that are asked for at one position, C cells: the tokens that are asked for in all.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from controllers.serve import messages
+from controllers.serve.codec import Cells, rows_of_csr, shaped
+from controllers.serve.sampling import VersionedGenerator
+
+NOTHING = -1
+"""Value of a cell that asks for no token."""
+MAX_SCORED = 1024
+"""Largest number of different tokens of a request that are not the prompt's own. The generator reads the prompt once for each."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """The tokens that a request asks for. A token of row i takes the place of the prompt's token i + 1."""
+
+    rows: np.ndarray  # [C]
+    tokens: np.ndarray  # [C]; NOTHING where no token is asked for
+    shape: tuple[int, int]  # (N - 1, K)
+    sparse: tuple[np.ndarray, np.ndarray] | None  # row pointers and columns, if the request lists its cells so
+
+    @classmethod
+    def read(cls, tensor: messages.TensorData, prompt: list[int], vocab_size: int) -> Self:
+        """Raises ValueError naming what is wrong with the tensor."""
+        name = "target_prompt_logprobs"
+        if (
+            tensor.dtype != "int64"
+            or tensor.shape is None
+            or len(tensor.shape) != 2
+            or tensor.shape[0] != len(prompt) - 1
+        ):
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tensor.shape}; it must be int64 [{len(prompt) - 1}, K], a row for each "
+                "token of the prompt after the first"
+            )
+        shape, tokens = (tensor.shape[0], tensor.shape[1]), np.asarray(tensor.data, np.int64)
+        sparse = None
+        if tensor.sparse_crow_indices is not None and tensor.sparse_col_indices is not None:
+            sparse = np.asarray(tensor.sparse_crow_indices, np.int64), np.asarray(tensor.sparse_col_indices, np.int64)
+            rows = rows_of_csr(len(tokens), *sparse, shape, name)
+        else:
+            rows = np.repeat(np.arange(shape[0]), max(shape[1], 0))
+            shaped(tokens, shape, name)
+        if len(tokens) and not (tokens.min() >= NOTHING and tokens.max() < vocab_size):
+            raise ValueError(
+                f"{name} has tokens {tokens.min()} to {tokens.max()}; they must be {NOTHING} to {vocab_size - 1}"
+            )
+        made = cls(rows=rows, tokens=tokens, shape=shape, sparse=sparse)
+        if (count := len(made.foreign(prompt))) > MAX_SCORED:
+            raise ValueError(f"{name} asks for {count} tokens beside the prompt's own; it must be at most {MAX_SCORED}")
+        return made
+
+    def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
+        """The different pairs (row, token) whose token is not the prompt's own."""
+        own = np.asarray(prompt[1:], np.int64)[self.rows] if len(self.rows) else self.rows
+        wanted = (self.tokens != NOTHING) & (self.tokens != own)
+        return sorted(set(zip(self.rows[wanted].tolist(), self.tokens[wanted].tolist(), strict=True)))
+
+    async def scores(self, generator: VersionedGenerator, prompt: list[int]) -> Cells:
+        """The logprobs at temperature 1, and 0 where no token is asked for. Must run inside `generator.holding`."""
+        values = np.zeros(len(self.tokens), np.float32)
+        if not (self.tokens != NOTHING).any():
+            return Cells(values=values, shape=self.shape, sparse=self.sparse)
+        foreign = self.foreign(prompt)
+        sequences = [prompt, *([*prompt[: row + 1], token] for row, token in foreign)]
+        own, *others = await asyncio.gather(*(generator.score(sequence) for sequence in sequences))
+        known = {pair: float(scores[-1]) for pair, scores in zip(foreign, others, strict=True)}
+        for index, pair in enumerate(zip(self.rows.tolist(), self.tokens.tolist(), strict=True)):
+            if pair[1] != NOTHING:
+                values[index] = known[pair] if pair in known else float(own[pair[0]])
+        return Cells(values=values, shape=self.shape, sparse=self.sparse)
