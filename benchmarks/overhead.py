@@ -22,11 +22,20 @@ from configs.tiny import tiny
 from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient, num_loss_tokens
 
 
-def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], repeats: int, tokens: int) -> None:
+def compare(
+    name: str,
+    through: Callable[[], Any],
+    direct: Callable[[], Any],
+    repeats: int,
+    tokens: int,
+    *,
+    benchmark: str = "overhead",
+    sides: tuple[str, str] = ("client", "engine"),
+) -> None:
     """Record both medians and their ratio.
 
     through: one call through a client. direct: the same work by the engine itself. tokens: number of tokens that a call generates; 0 for a
-    training step.
+    training step. benchmark: name of the file of results. sides: names of the two sides in the results.
     """
     through()  # the first call of each side is warm-up, because it fills caches
     direct()
@@ -37,11 +46,11 @@ def compare(name: str, through: Callable[[], Any], direct: Callable[[], Any], re
             call()
             seconds.append(time.perf_counter() - start)
     client, engine = map(statistics.median, times)
-    figures = {"client_seconds": client, "engine_seconds": engine}
+    figures = {f"{sides[0]}_seconds": client, f"{sides[1]}_seconds": engine}
     figures["ratio"] = engine / client if tokens else client / engine
     if tokens:
-        figures |= {"tokens_per_second": tokens / client, "engine_tokens_per_second": tokens / engine}
-    results.add("overhead", name, figures)
+        figures |= {"tokens_per_second": tokens / client, f"{sides[1]}_tokens_per_second": tokens / engine}
+    results.add(benchmark, name, figures)
 
 
 def training(repeats: int) -> None:

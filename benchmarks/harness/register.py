@@ -92,6 +92,13 @@ def _overhead(line: Line) -> str:
     return f"{line['client_seconds'] * 1e3:,.0f} beside {line['engine_seconds'] * 1e3:,.0f} ms"
 
 
+def _serve_overhead(line: Line) -> str:
+    """ "12,031 beside 11,846 ms", and below 100 ms "12.3 beside 9.8 ms"."""
+    times = [line[f"{side}_seconds"] * 1e3 for side in ("sdk", "client")]
+    digits = 0 if min(times) >= 100 else 1
+    return f"{times[0]:,.{digits}f} beside {times[1]:,.{digits}f} ms"
+
+
 def _grpo_step(line: Line) -> str:
     """Seconds of the step and of every phase. Each GPU's idle share stands behind the step, its busy share behind a phase.
 
@@ -422,6 +429,18 @@ def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -
     )
 
 
+def _serve_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
+    return TableRow(
+        what=f"the Tinker server, {line}: the SDK beside the clients of the actors",
+        num_gpus=0,
+        command=("serve_overhead",),
+        argument=part,
+        line=line,
+        measured=_serve_overhead,
+        **limits,
+    )
+
+
 # The rows by name, in the order in which `missing` measures them.
 TABLE = {
     **{name: _trainer_row(name) for name in ROWS if not name.endswith("-kept")},
@@ -534,6 +553,10 @@ TABLE = {
     "overhead-callers-cpu": _overhead_row(
         CALLERS, "generation", "32 callers with one prompt each, 64 new tokens a prompt", at_least={"ratio": 0.7}
     ),
+    "serve-step-cpu": _serve_row("step of 1,024 samples of 256 tokens", "training", at_most={"ratio": 1.15}),
+    "serve-samples-cpu": _serve_row("256 requests of 32 + 128 tokens", "sampling", at_least={"ratio": 0.85}),
+    "serve-small-step-cpu": _serve_row("step of 1 sample of 9 tokens", "training"),
+    "serve-small-sample-cpu": _serve_row("1 request of 8 + 1 tokens", "sampling"),
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 

@@ -1,0 +1,146 @@
+"""Cost of the Tinker server: training steps and samples through the official SDK, compared with the same calls of the actors' clients.
+
+The server is a program of its own, as `make serve` starts it. Server and clients have the actors of the config `tiny_chat`, and each side
+has its own. The two sides take turns, so that both meet the same load of the machine. Needs the SDK `tinker`.
+"""
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+from benchmarks.overhead import compare
+from configs.tiny_chat import tiny_chat
+from controllers.serve.config import ServeConfig
+from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient
+
+START_SECONDS = 600.0
+END_SECONDS = 120.0
+LEARNING_RATE = 1e-4
+NUM_BYTES = 256  # the model's tokens below this number are bytes
+CALL_SECONDS = 600.0  # of one call through the SDK
+compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "client"))
+
+
+@contextlib.contextmanager
+def serving(folder: Path) -> Iterator[str]:
+    """The address of a server with the state in this folder. The server ends with the `with` block."""
+    command = [sys.executable, "-m", "controllers.serve", "--config", "tiny_chat", "--address", "127.0.0.1:0"]
+    process = subprocess.Popen([*command, "--state", str(folder)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    too_late = threading.Timer(START_SECONDS, process.kill)
+    too_late.start()
+    try:
+        lines = (line.strip() for line in process.stdout)
+        addresses = (line.partition("=")[2] for line in lines if line.startswith("export TINKER_BASE_URL="))
+        address = next(addresses, None)
+        too_late.cancel()
+        if address is None:
+            raise RuntimeError(
+                f"the server ended with status {process.wait(END_SECONDS)} or did not start in {START_SECONDS:g} s"
+            )
+        yield address
+    finally:
+        too_late.cancel()
+        process.send_signal(signal.SIGTERM)
+        process.wait(END_SECONDS)
+
+
+def tokens_of(count: int, draw: random.Random) -> list[int]:
+    return [draw.randrange(NUM_BYTES) for _ in range(count)]
+
+
+def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types.Datum], list[Sample]]:
+    """The same data for a step of PPO as datums of the SDK and as samples of a client: `count` of `length` positions each."""
+    data, samples = [], []
+    for _ in range(count):
+        ids = tokens_of(length + 1, draw)
+        inputs = {"target_tokens": ids[1:], "logprobs": [-5.5] * length, "advantages": [0.5] * length}
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=inputs))
+        samples.append(Sample.from_tokens(ids[:1], ids[1:], old_logprobs=-5.5, advantages=0.5))
+    return data, samples
+
+
+def training(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -> None:
+    """Compare forward_backward and optim_step of 1,024 samples of 256 tokens, and of one sample of nine tokens."""
+    draw = random.Random(0)
+    client = service.create_lora_training_client(config.name, rank=0).result()
+    adam = types.AdamParams(learning_rate=LEARNING_RATE)
+    params = OptimParams(learning_rate=LEARNING_RATE, beta2=adam.beta2, eps=adam.eps, grad_clip_norm=None)
+    with TrainerClient.spawn(config.trainer) as trainer:
+        for count, length, times in ((1024, 256, repeats), (1, 9, 10 * repeats)):
+            data, samples = both_forms(count, length, draw)
+
+            def through(data: list[types.Datum] = data) -> None:
+                forward_backward = client.forward_backward(data, "ppo")
+                step = client.optim_step(adam)
+                forward_backward.result(CALL_SECONDS)
+                step.result(CALL_SECONDS)
+
+            def direct(samples: list[Sample] = samples) -> None:
+                forward_backward = trainer.forward_backward(samples, loss=PPO())
+                step = trainer.optim_step(params)
+                forward_backward.result()
+                step.result()
+
+            name = f"step of {count:,} sample{'s' * (count > 1)} of {length} tokens"
+            compare_sides(name, through, direct, times, tokens=0)
+
+
+def sampling(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -> None:
+    """Compare 256 requests of 32 tokens for 128 more, and one request of eight tokens for one more."""
+    draw = random.Random(0)
+    sampler = service.create_sampling_client(base_model=config.name).result()
+    with GeneratorClient.spawn(config.generator) as generator:
+        generator.ready().result()
+        for count, num_prompt, num_new, times in ((256, 32, 128, repeats), (1, 8, 1, 10 * repeats)):
+            prompts = [tokens_of(num_prompt, draw) for _ in range(count)]
+            inputs = [types.ModelInput.from_ints(prompt) for prompt in prompts]
+            wanted = types.SamplingParams(max_tokens=num_new, stop=[])
+            ours = SamplingParams(max_tokens=num_new, ignore_stop=True)
+
+            def through(inputs: list[types.ModelInput] = inputs, wanted: types.SamplingParams = wanted) -> None:
+                futures = [sampler.sample(each, 1, wanted) for each in inputs]
+                for future in futures:
+                    future.result(CALL_SECONDS)
+
+            def direct(prompts: list[list[int]] = prompts, ours: SamplingParams = ours) -> None:
+                generator.generate(prompts, ours).result()
+
+            name = f"{count} request{'s' * (count > 1)} of {num_prompt} + {num_new} tokens"
+            compare_sides(name, through, direct, times, tokens=count * num_new)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parts = {"training": training, "sampling": sampling}
+    parser.add_argument("parts", nargs="*", default=list(parts), help=" or ".join(parts), metavar="PART")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="timed calls of each side; ten times as many of the smallest"
+    )
+    arguments = parser.parse_args()
+    unknown = set(arguments.parts) - parts.keys()
+    if unknown:
+        parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
+    os.environ.setdefault("TINKER_TELEMETRY", "0")
+    with tempfile.TemporaryDirectory(prefix="rl_actors_serve_") as folder, serving(Path(folder)) as address:
+        config = tiny_chat()
+        config.for_base(Path(folder) / "base" / config.name)
+        with tinker.ServiceClient(base_url=address, api_key="tml-local") as service:
+            for name in arguments.parts:
+                parts[name](service, config, arguments.repeats)
+
+
+if __name__ == "__main__":
+    main()
