@@ -32,6 +32,7 @@ from rl_actors.types import (
     OptimResult,
     Sample,
     SamplingParams,
+    TopLogprobs,
     TrainerInfo,
     num_loss_tokens,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "Reinforce",
     "Sample",
     "SamplingParams",
+    "TopLogprobs",
     "TorchStoreTransport",
     "TrainerClient",
     "TrainerConfig",

@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,6 +125,8 @@ class Generator(Actor):
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
+        if params.prompt_top_logprobs:
+            self._require_logprobs_of_prompts("prompt_top_logprobs")
 
         def params_of(index: int) -> "list[VLLMParams]":
             # The engine takes one token more than max_model_len (see start_vllm), so the limit is kept here.
@@ -132,7 +135,7 @@ class Generator(Actor):
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place)
 
         call = next(self.numbers)
-        self.calls[call] = self.engine.start(prompts, params_of, read_completion)
+        self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params))
         return call
 
     @concurrent_endpoint
@@ -172,17 +175,20 @@ class Generator(Actor):
         """
         from vllm import SamplingParams as VLLMParams
 
-        if self.config.lora.syncs_adapter and self.config.lora.train_unembed:
-            raise ValueError(
-                'compute_logprobs is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
-                'the output projection only to sampled tokens; set lora.sync="merged"'
-            )
+        self._require_logprobs_of_prompts("compute_logprobs")
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
         call = self.engine.start(sequences, lambda _: [params], read_prompt_logprobs)
         finished = await asyncio.wrap_future(call.take(len(sequences)))
         logprobs = {index: results[0] for index, results in finished}
         return [logprobs[index] for index in range(len(sequences))]
+
+    def _require_logprobs_of_prompts(self, what: str) -> None:
+        if self.config.lora.syncs_adapter and self.config.lora.train_unembed:
+            raise ValueError(
+                f'{what} is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
+                'the output projection only to sampled tokens; set lora.sync="merged"'
+            )
 
     @concurrent_endpoint
     @sends_errors

@@ -233,6 +233,18 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # the stop token is the last token of the completion
     seed: int | None = None  # completion i of prompt p draws from seed + p * n + i
     ignore_stop: bool = False  # generate max_tokens even if a stop token is drawn (for measurements)
+    top_logprobs: int = 0  # number of likeliest tokens that are given with each sampled token
+    prompt_top_logprobs: int = (
+        0  # number of likeliest tokens that are given with each token of the prompt after the first
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopLogprobs:
+    """The K likeliest tokens at each of P positions, the likeliest first."""
+
+    token_ids: Tensor  # [P, K] int64
+    logprobs: Tensor  # [P, K] float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +257,8 @@ class Completion:
     logprobs: list[float]
     policy_versions: list[int]  # C: version of the weights that produced each token
     finish_reason: str  # "stop" or "length"
+    top: TopLogprobs | None = None  # of the C tokens, under the distribution that was sampled from
+    prompt_top: TopLogprobs | None = None  # of the prompt's tokens after the first, at temperature 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -298,6 +298,9 @@ OPTIM_LIMITS = {
 
 _COUNT = _Limit(_is_integer, lambda x: x >= 1, "an integer of at least 1")
 _INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
+MAX_TOP_LOGPROBS = 20
+"""Largest number of likeliest tokens that vLLM gives with a token."""
+_TOP = _Limit(_is_integer, lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"an integer, 0 to {MAX_TOP_LOGPROBS}")
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,
     "n": _COUNT,
@@ -311,6 +314,8 @@ SAMPLING_LIMITS = {
         "an integer in [0, 2**62), or None",
     ),
     "ignore_stop": _Limit(lambda x: isinstance(x, bool), lambda _: True, "True or False"),
+    "top_logprobs": _TOP,
+    "prompt_top_logprobs": _TOP,
 }
 
 _TIMEOUT = _Limit(_is_number, lambda x: x >= 0, "a number of seconds, at least 0")
@@ -397,6 +402,9 @@ def validate_sampling_params(params: SamplingParams, *, vocab_size: int | None =
         f"a tuple of ids, 0 to {end - 1}" if vocab_size is not None else "a tuple of ids",
     )
     stops.require("stop_token_ids", params.stop_token_ids)
+    for name in ("top_logprobs", "prompt_top_logprobs"):
+        if getattr(params, name) > end:
+            raise ValueError(f"{name}={getattr(params, name)}; the vocabulary has {end} tokens")
 
 
 def validate_pull(version: int, timeout: float) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from rl_actors import (
     OptimResult,
     Sample,
     SamplingParams,
+    TopLogprobs,
     TrainerConfig,
     TrainerInfo,
     metrics,
@@ -378,7 +379,16 @@ class UnigramGenerator:
         await self.gate.wait()
         for index, prompt in enumerate(prompts):
             draws = [random.Random(f"{params.seed}/{list(prompt)}/{each}") for each in range(params.n)]
-            yield index, [self._completion(draw, params) for draw in draws]
+            prompt_top = self._top(len(prompt) - 1, params.prompt_top_logprobs)
+            yield index, [replace(self._completion(draw, params), prompt_top=prompt_top) for draw in draws]
+
+    def _top(self, num_positions: int, count: int) -> TopLogprobs | None:
+        if not count:
+            return None
+        top = self.numbers.log_softmax(0).topk(count)
+        return TopLogprobs(
+            token_ids=top.indices.expand(num_positions, count), logprobs=top.values.expand(num_positions, count)
+        )
 
     def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:
         tokens: list[int] = []
@@ -391,6 +401,7 @@ class UnigramGenerator:
             logprobs=[float(logprobs[token]) for token in tokens],
             policy_versions=[self.version] * len(tokens),
             finish_reason="stop" if stopped else "length",
+            top=self._top(len(tokens), params.top_logprobs),
         )
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from controllers.serve import messages
-from controllers.serve.codec import SampledSequence, write_sample
+from controllers.serve.codec import NO_LOGPROB, SampledSequence, TopK, write_sample
 from controllers.serve.sampling import VersionedGenerator
 from controllers.serve.targets import Targets
 from rl_actors import SamplingParams
-from rl_actors.types import Completion
-from rl_actors.validation import validate_prompts, validate_sampling_params, validate_sequences
+from rl_actors.types import Completion, TopLogprobs
+from rl_actors.validation import MAX_TOP_LOGPROBS, validate_prompts, validate_sampling_params, validate_sequences
 
 
 class Tokenizer(Protocol):
@@ -64,6 +64,7 @@ class Wanted:
     prompt_logprobs: bool
     last_n: int | None  # number of tokens at the end of the prompt whose logprobs are wanted; None: all
     targets: Targets | None  # further tokens whose logprobs are wanted
+    topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
 
     async def run(self, generator: VersionedGenerator) -> tuple[bytes, int]:
         """(the answer as a SampleResponse, number of sampled tokens). Must run inside `generator.holding`."""
@@ -72,7 +73,9 @@ class Wanted:
         sequences = [self._sequence(completion) for completion in completions]
         num_tokens = sum(len(completion.tokens) for completion in completions)
         cells = await self.targets.scores(generator, self.prompt) if self.targets is not None else None
-        return write_sample(sequences, prompt_logprobs=scores, target_prompt=cells), num_tokens
+        topk = await self._topk_of_prompt(generator) if self.topk_prompt else None
+        answer = write_sample(sequences, prompt_logprobs=scores, topk_prompt=topk, target_prompt=cells)
+        return answer, num_tokens
 
     async def _scores(self, generator: VersionedGenerator) -> np.ndarray:
         """[N]: the logprob of each token of the prompt at temperature 1, NaN for the first and for those that are not wanted."""
@@ -83,13 +86,38 @@ class Wanted:
             scores[: -self.last_n] = np.nan
         return scores
 
+    async def _topk_of_prompt(self, generator: VersionedGenerator) -> TopK:
+        """The likeliest tokens at each of the N positions at temperature 1; none for the first and for those that are not wanted."""
+        params = SamplingParams(max_tokens=1, ignore_stop=True, prompt_top_logprobs=self.topk_prompt)
+        [completion] = await generator.sample(self.prompt, params)
+        assert completion.prompt_top is not None
+        found = _topk(completion.prompt_top)
+        ids = np.zeros((len(self.prompt), self.topk_prompt), np.int32)
+        logprobs = np.full(ids.shape, NO_LOGPROB, np.float32)
+        first = max(1, len(self.prompt) - self.last_n) if self.last_n is not None else 1
+        ids[first:], logprobs[first:] = found.token_ids[first - 1 :], found.logprobs[first - 1 :]
+        return TopK(token_ids=ids, logprobs=logprobs)
+
     def _sequence(self, completion: Completion) -> SampledSequence:
         count, is_stopped = len(completion.tokens), completion.finish_reason == "stop"
         if self.stop_strings is not None:
             count, is_stopped = self.stop_strings.cut(completion)
         return SampledSequence(
-            tokens=completion.tokens[:count], logprobs=completion.logprobs[:count], is_stopped=is_stopped
+            tokens=completion.tokens[:count],
+            logprobs=completion.logprobs[:count],
+            is_stopped=is_stopped,
+            topk=_topk(completion.top, count) if completion.top is not None else None,
         )
+
+
+def _topk(top: TopLogprobs, count: int | None = None) -> TopK:
+    """The first `count` positions. A token that the distribution excludes (top_p, top_k) leaves its cell empty."""
+    ids, logprobs = top.token_ids[:count].numpy().astype(np.int32), top.logprobs[:count].numpy()
+    is_there = np.isfinite(logprobs)
+    return TopK(
+        token_ids=np.where(is_there, ids, 0).astype(np.int32),
+        logprobs=np.where(is_there, logprobs, NO_LOGPROB).astype(np.float32),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,6 +134,10 @@ class SamplingLimits:
         _refuse_unsupported(body)
         prompt = prompt_tokens(body.prompt)
         validate_prompts([prompt], max_model_len=self.max_model_len, vocab_size=self.vocab_size)
+        most = min(MAX_TOP_LOGPROBS, self.vocab_size)
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+            if getattr(body, name) > most:
+                raise ValueError(f"{name}={getattr(body, name)}; it must be at most {most}")
         params, stop_strings = self._params(body, len(prompt))
         validate_sampling_params(params, vocab_size=self.vocab_size)
         if body.prompt_logprobs:
@@ -125,6 +157,7 @@ class SamplingLimits:
             prompt_logprobs=bool(body.prompt_logprobs),
             last_n=last_n,
             targets=targets,
+            topk_prompt=body.topk_prompt_logprobs,
         )
 
     def _params(self, body: messages.Sample, num_prompt: int) -> tuple[SamplingParams, StopStrings | None]:
@@ -147,6 +180,7 @@ class SamplingLimits:
             stop_token_ids=ids,
             seed=None if given.seed is None else given.seed % (1 << 62),
             ignore_stop=True,  # the stops of this request are all in stop_token_ids
+            top_logprobs=body.topk_sample_logprobs,
         )
         return params, StopStrings(strings=strings, tokenizer=self.tokenizer) if strings else None
 
@@ -167,10 +201,9 @@ def prompt_tokens(prompt: messages.Prompt) -> list[int]:
 
 
 def _refuse_unsupported(body: messages.Sample) -> None:
-    """Raises ValueError naming a field that this server cannot honour."""
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
-        if getattr(body, name):
-            raise ValueError(f"{name} is not supported by this server")
+    """Raises ValueError naming the field that this server cannot honour."""
+    if body.prompt_alt_tokens_k:
+        raise ValueError("prompt_alt_tokens_k is not supported by this server")
 
 
 def require_adam(config: Mapping[str, Any] | None) -> None:

@@ -1,7 +1,7 @@
 """Calls of generate and compute_logprobs as requests to vLLM, and their results, prompt by prompt. Knows no engine."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from rl_actors.types import Completion, SamplingParams
+from rl_actors.types import Completion, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
     from vllm import SamplingParams as VLLMParams
+    from vllm.logprobs import Logprob
 
 T = TypeVar("T")
 
@@ -121,7 +122,8 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
             stop_token_ids=list(params.stop_token_ids),
             seed=None if params.seed is None else params.seed + prompt * params.n + completion,
             ignore_eos=params.ignore_stop,
-            logprobs=0,  # only of the sampled token
+            logprobs=params.top_logprobs,  # beside that of the sampled token
+            prompt_logprobs=params.prompt_top_logprobs or None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # no other request has this object
@@ -130,7 +132,7 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
     return requests
 
 
-def read_completion(output: "RequestOutput") -> Completion:
+def read_completion(params: SamplingParams, output: "RequestOutput") -> Completion:
     """The completion of a finished request, with the version of every token."""
     completion = output.outputs[0]
     tokens = list(completion.token_ids)
@@ -142,7 +144,28 @@ def read_completion(output: "RequestOutput") -> Completion:
         logprobs=[by_token[token].logprob for token, by_token in zip(tokens, completion.logprobs, strict=True)],
         policy_versions=versions,
         finish_reason=completion.finish_reason,
+        top=read_top(completion.logprobs, params.top_logprobs),
+        prompt_top=read_top(output.prompt_logprobs[1:], params.prompt_top_logprobs) if output.prompt_logprobs else None,
     )
+
+
+def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLogprobs | None:
+    """The `count` likeliest tokens of each position; None if none were asked for. vLLM also gives the position's own token."""
+    if not count:
+        return None
+    ids, logprobs = [], []
+    for by_token in positions:
+        likeliest = sorted(by_token.items(), key=_rank)[:count]
+        ids.append([token for token, _ in likeliest])
+        logprobs.append([entry.logprob for _, entry in likeliest])
+    return TopLogprobs(
+        token_ids=torch.tensor(ids, dtype=torch.int64).reshape(len(ids), count),
+        logprobs=torch.tensor(logprobs, dtype=torch.float32).reshape(len(ids), count),
+    )
+
+
+def _rank(pair: "tuple[int, Logprob]") -> int:
+    return pair[1].rank or 0
 
 
 def read_prompt_logprobs(output: "RequestOutput") -> Tensor:

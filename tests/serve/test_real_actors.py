@@ -348,12 +348,16 @@ def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
     wanted = types.TensorData.from_torch_sparse(ids, pad_value=-1)
     answer = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), target_prompt_logprobs=wanted).result()
     named = answer.target_prompt_logprobs.to_torch()
+    top = sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), topk_prompt_logprobs=20).result()
+    assert top.topk_prompt_logprobs[0] is None and len(top.topk_prompt_logprobs) == len(PROMPT)
+    assert top.topk_prompt_logprobs_np.logprobs[-1] == pytest.approx(named[-1].topk(20).values.numpy(), abs=1e-4)
     assert named[-1].exp().sum().item() == pytest.approx(1.0, abs=1e-4)
     assert named[0, 0].item() == pytest.approx(sampler.compute_logprobs(prompt).result()[1], abs=1e-5)
     for temperature in (0.5, 0.7, 1.0, 1.2, 1.8):
         expected = torch.log_softmax(at_one / temperature, dim=0)
         params = types.SamplingParams(max_tokens=1, temperature=temperature, stop=[])
-        for sequence in sampler.sample(prompt, 20, params).result().sequences:
+        for sequence in sampler.sample(prompt, 20, params, topk_sample_logprobs=5).result().sequences:
+            assert sequence.topk_logprobs_np.logprobs[0] == pytest.approx(expected.topk(5).values.numpy(), abs=1e-4)
             (token,), (logprob,) = sequence.tokens, sequence.logprobs
             assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
 

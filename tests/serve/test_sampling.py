@@ -258,3 +258,28 @@ def test_logprobs_of_tokens_that_the_request_names(api):
             assert text in await api.error(wrong)
 
     api(use)
+
+
+def test_the_likeliest_tokens_of_the_prompt_and_of_the_samples(api):
+    async def use(api):
+        model = await api.create_model()
+        await train(api, model, 1)
+        sampler = await ephemeral(api, model, 3)
+        more = {
+            "topk_prompt_logprobs": 2,
+            "topk_sample_logprobs": 3,
+            "prompt_logprobs": True,
+            "prompt_logprobs_last_n": 1,
+        }
+        response = await api.sample(sampler, 10, [1, 2, 3], params={"max_tokens": 4, "stop": []}, **more)
+        own = np.frombuffer(response.prompt_logprobs, "<f4")[2]
+        prompt, samples = response.topk_prompt_logprobs, response.sequences[0].topk_sampled_logprobs
+        assert (prompt.length, prompt.k, samples.length, samples.k) == (3, 2, 4, 3)
+        logprobs = np.frombuffer(prompt.logprobs, "<f4").reshape(3, 2)
+        assert (logprobs[:2] == codec.NO_LOGPROB).all() and logprobs[2, 0] == pytest.approx(own) > logprobs[2, 1]
+        assert np.frombuffer(prompt.token_ids, "<i4").reshape(3, 2)[2, 0] == 3
+        assert np.frombuffer(samples.token_ids, "<i4").reshape(4, 3)[:, 0].tolist() == [3] * 4
+        wrong = await api.send_sample(sampler, 11, topk_prompt_logprobs=17)
+        assert "topk_prompt_logprobs=17; it must be at most 16" in await api.error(wrong)
+
+    api(use)
