@@ -31,14 +31,17 @@ def compare(
     *,
     benchmark: str = "overhead",
     sides: tuple[str, str] = ("client", "engine"),
+    warms_up: bool = True,
 ) -> None:
     """Record both medians and their ratio.
 
     through: one call through a client. direct: the same work by the engine itself. tokens: number of tokens that a call generates; 0 for a
-    training step. benchmark: name of the file of results. sides: names of the two sides in the results.
+    training step. benchmark: name of the file of results. sides: names of the two sides in the results. warms_up: call each side once
+    before the timed calls, because the first call fills caches.
     """
-    through()  # the first call of each side is warm-up, because it fills caches
-    direct()
+    if warms_up:
+        through()
+        direct()
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(repeats):
         for call, seconds in zip((through, direct), times, strict=True):

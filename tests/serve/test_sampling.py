@@ -276,7 +276,9 @@ def test_the_likeliest_tokens_of_the_prompt_and_of_the_samples(api):
         prompt, samples = response.topk_prompt_logprobs, response.sequences[0].topk_sampled_logprobs
         assert (prompt.length, prompt.k, samples.length, samples.k) == (3, 2, 4, 3)
         logprobs = np.frombuffer(prompt.logprobs, "<f4").reshape(3, 2)
-        assert (logprobs[:2] == codec.NO_LOGPROB).all() and logprobs[2, 0] == pytest.approx(own) > logprobs[2, 1]
+        assert (
+            (logprobs[:2] == codec.NO_LOGPROB).all() and logprobs[2, 0] == pytest.approx(own) and own > logprobs[2, 1]
+        )
         assert np.frombuffer(prompt.token_ids, "<i4").reshape(3, 2)[2, 0] == 3
         assert np.frombuffer(samples.token_ids, "<i4").reshape(4, 3)[:, 0].tolist() == [3] * 4
         wrong = await api.send_sample(sampler, 11, topk_prompt_logprobs=17)
