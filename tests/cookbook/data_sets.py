@@ -25,7 +25,7 @@ WORDS = [
 
 
 def write_data_sets(folder: Path) -> None:
-    """Write no_robots, gsm8k and hh-rlhf in their own forms, with texts of a few words."""
+    """Write no_robots, gsm8k, hh-rlhf and wikitext in their own forms, with texts of a few words."""
     draw = random.Random(0)
     no_robots = folder / "HuggingFaceH4" / "no_robots"
     write_lines(no_robots / "train.jsonl", ({"messages": conversation(draw)} for _ in range(320)))
@@ -38,8 +38,15 @@ def write_data_sets(folder: Path) -> None:
     (gsm8k / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{files}\n---\n")
 
     hh = folder / "Anthropic" / "hh-rlhf"
-    for split, count in (("train", 256), ("test", 32)):
+    for split, count in (("train", 256), ("test", 1024)):
         write_lines(hh / f"{split}.jsonl", (comparison(draw) for _ in range(count)))
+
+    wikitext = folder / "Salesforce" / "wikitext"
+    write_lines(wikitext / "train.jsonl", ({"text": " ".join(draw.choices(WORDS, k=100))} for _ in range(200)))
+    files = "  - split: train\n    path: train.jsonl"
+    (wikitext / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: wikitext-103-raw-v1\n  data_files:\n{files}\n---\n"
+    )
 
 
 def write_lines(file: Path, rows: Iterable[dict]) -> None:

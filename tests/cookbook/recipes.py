@@ -1,11 +1,16 @@
 """Recipes of tinker-cookbook as programs in an environment of their own (`make cookbook`), and what they left behind."""
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
-import time
+import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from data_sets import write_data_sets
 
 ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("COOKBOOK_PYTHON", ROOT / ".venv-cookbook" / "bin" / "python"))
@@ -50,15 +55,46 @@ class Outcome:
         return [row[name] for row in rows if name in row]
 
 
+@contextlib.contextmanager
+def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
+    """A server with the state in this folder, and recipes that run in the folder. base: directory of the base model; None: the tiny model."""
+    write_data_sets(folder)
+    state = folder / "state"
+    command = [str(ROOT / ".venv/bin/python"), "-m", "controllers.serve", "--config", "tiny_chat"]
+    serve_as = MODEL if base is None else f"{MODEL}={base}"
+    with (folder / "server.log").open("w") as log:
+        server = subprocess.Popen(
+            [*command, "--address", "127.0.0.1:0", "--serve-as", serve_as, "--state", str(state)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+    try:
+        exports = read_exports(server, folder / "server.log")
+        # The tokenizer's loader takes a folder of this name for the model.
+        (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
+        (folder / MODEL).symlink_to(base or state / "base" / MODEL)
+        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}
+        yield Cookbook(folder=folder, environment=os.environ | offline | exports)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(timeout=300) == 0, (folder / "server.log").read_text()[-4000:]
+
+
 def read_exports(server: subprocess.Popen, log: Path) -> dict[str, str]:
     """The variables that the server prints when it is ready."""
     exports: dict[str, str] = {}
-    deadline = time.monotonic() + START_SECONDS
-    while len(exports) < 2 and time.monotonic() < deadline:
-        line = server.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the server ended: {log.read_text()[-4000:]}")
-        if line.startswith("export "):
-            name, _, value = line.removeprefix("export ").strip().partition("=")
-            exports[name] = value
-    return exports
+    too_late = threading.Timer(START_SECONDS, server.kill)
+    too_late.start()
+    try:
+        for line in server.stdout:
+            if line.startswith("export "):
+                name, _, value = line.removeprefix("export ").strip().partition("=")
+                exports[name] = value
+            if len(exports) == 2:
+                return exports
+    finally:
+        too_late.cancel()
+    raise RuntimeError(f"the server did not start: {log.read_text()[-4000:]}")

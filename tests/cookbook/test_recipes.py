@@ -67,3 +67,12 @@ def test_guess_number(cookbook):
 def test_dpo(cookbook):
     arguments = ["renderer_name=qwen3", "batch_size=16", "max_length=256", "max_steps=2"]
     cookbook.run("recipes.preference.dpo.train", NAMED, *arguments, log="dpo").require_success()
+
+
+def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
+    task = ["task.num_pages_min=1", "task.num_pages_max=2", "task.page_chars=60", "task.words=tea"]
+    sizes = ["group_size=2", "groups_per_batch=4", "max_tokens=16", "max_trajectory_tokens=2000", "max_steps=2"]
+    fixed = [NAMED, "renderer_name=qwen3", "lora_rank=8"]
+    done = cookbook.run("recipes.rl_numerics_check.train", *fixed, *task, *sizes, log="numerics").require_success()
+    differences = done.metrics("optim/kl_sample_train_v2")
+    assert len(differences) == 2 and max(differences) < 2e-4, differences
