@@ -137,7 +137,7 @@ class TrainerConfig:
     """Config of a trainer: model, layout, precision, packing, optimizer."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Dimensions of the model. If they are left at their defaults and hf_path is given, they are read from its config.json."""
+    """Dimensions of the model. If they are left at their defaults and hf_path is given, they are read from config.json in hf_path."""
     hf_path: str = ""
     """Hugging Face directory to load weights from; on the command line also the id of a model on the Hub. Empty: random weights from
     `seed`."""
@@ -200,8 +200,9 @@ class TrainerConfig:
     call_timeout: float = 600.0
     """Seconds in which every other call must answer."""
     collective_timeout: float = 300.0
-    """Seconds that a rank waits for another one in a collective. After them the trainer counts as dead, with gloo and with NCCL. They should
-    be fewer than those of call_timeout, and enough for everything that one rank does alone, such as writing an export."""
+    """Seconds that a rank waits for another rank in a collective, with gloo and with NCCL. If a rank has to wait longer, the trainer counts
+    as dead. The value should be below call_timeout, and above the time of the longest work that one rank does while the others wait, such
+    as writing an export."""
 
     def __post_init__(self) -> None:
         if self.hf_path and self.model == ModelConfig() and not hub.is_model_id(self.hf_path):
@@ -280,7 +281,7 @@ class TrainerConfig:
         layouts.validate(self)
 
     def require_hf(self, call: str) -> None:
-        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, which vLLM reads, lacks this model."""
+        """Raises ValueError naming the call, the value and the reason if Hugging Face's format, which vLLM reads, has no such model."""
         if self.head == "values":
             raise ValueError(
                 f"{call} is not possible with head='values': a generator samples from a language model, not from values"
@@ -298,7 +299,8 @@ class RestartPolicy:
 
     max_per_hour: int = 10
     """Largest number of restarts of an actor in an hour. After the next death the actor is not started again. When no actor is left, every
-    call raises the error of the first actor's first death in that hour. 0: the actor is never started again."""
+    call raises the error of the first actor's first death in that hour. 0: the actor is never started again. A generator that has never
+    been ready is started again at most twice."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
@@ -392,7 +394,7 @@ class GeneratorConfig:
     call_timeout: float = 600.0
     """Seconds in which every other call must answer. The completions of a call come prompt by prompt, and each prompt has this time."""
     restarts: Annotated[RestartPolicy, tyro.conf.Suppress] = field(default_factory=RestartPolicy)
-    """Rules for the restarts of every generator that the client has spawned. In a run `survival` sets them."""
+    """Rules for the restarts of every generator that the client has spawned. In a run the config field `survival` sets them."""
 
     def gpus(self) -> range:
         """Indices of the GPUs of all replicas, on a machine that has GPUs."""

@@ -94,7 +94,8 @@ class Generator(Actor):
     async def heartbeat(self) -> Heartbeat:
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
-            # The caller of setup has a time limit for it. A stopped engine core is noticed before.
+            # During setup a generator counts as idle, because the caller of setup has a time limit of its own. Only a stopped engine core
+            # is noticed earlier.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -144,7 +145,7 @@ class Generator(Actor):
         """(index of the prompt, its completions) of the prompts that have finished since the last answer, in order of finishing.
 
         Waits until at least `at_least` prompts, or all that are left, have finished. If the call fails, raises its error. Raises
-        ValueError if the call has ended.
+        ValueError if no call of this number is running.
         """
         if call not in self.calls:
             raise ValueError(

@@ -20,10 +20,10 @@ OTHER_FILES = ("*/*", "consolidated*")
 def find_model(name_or_path: str) -> str:
     """The directory of the model with this Hub id. Any other text, such as the path of a directory or "", is returned as it is.
 
-    The model is taken from the Hub's cache. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
+    The model is taken from the cache of earlier downloads. Missing files are downloaded, unless HF_HUB_OFFLINE is set.
     find_model("Qwen/Qwen3-0.6B") -> "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/c1899de2…"
-    Raises ValueError with the id, the reason and the command that downloads the model, if the model is not in the cache and cannot be
-    downloaded.
+    Raises ValueError with the id and the reason if the model is not in the cache and cannot be downloaded, or if the repository lacks files
+    that a model needs.
     """
     if not is_model_id(name_or_path):
         return name_or_path
@@ -83,7 +83,7 @@ def model_name(path: str) -> str:
 
 
 def missing_files(directory: str) -> list[str]:
-    """Names of the files that must be there to load the model and that the directory lacks.
+    """Names of the files that the directory lacks and without which the model cannot be loaded.
 
     A model needs config.json and at least one *.safetensors. If there is an index of the weights, every file that it lists is needed.
     Raises ValueError if the index is not a JSON object with a weight_map.

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from rl_actors.config import TrainerConfig
 
 ROW_MULTIPLE = 64
-"""Every row length is a multiple of this number. So there are few different shapes, and rows can be split into equal chunks of logits."""
+"""Every row length is a multiple of this number, so that there are few different shapes and the logits of a row can be split into equal
+chunks."""
 
 NUM_SUGGESTIONS = 3
 """Largest number of possible layouts in an error text."""
@@ -73,7 +74,7 @@ def validate(config: TrainerConfig) -> None:
 
 
 def require_possible(config: TrainerConfig) -> None:
-    """Raises ValueError with the degrees that are refused if no trainer can have this layout."""
+    """If no trainer can have this layout, raises ValueError with the degrees that are refused."""
     model, parallel = config.model, config.parallelism
     tensor, context = parallel.tensor_parallel_degree, parallel.context_parallel_degree
     balancer, attention = parallel.context_parallel_load_balancer, config.attention
@@ -297,7 +298,7 @@ def num_units(config: TrainerConfig) -> int:
 
 
 def num_stages(config: TrainerConfig) -> int:
-    """Number of stages of all ranks of a pipeline."""
+    """Number of stages of a pipeline, over all its ranks."""
     parallel = config.parallelism
     per_stage = parallel.pipeline_parallel_layers_per_stage
     if per_stage is not None:

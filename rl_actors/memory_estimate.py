@@ -176,8 +176,8 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
     tensor, expert = parallel.tensor_parallel_degree, parallel.expert_parallel_degree
     local, sharded_dim = list(weight.shape), 0
     if weight.is_expert and expert > 1:
-        # Expert parallelism splits the experts first. FSDP then shards the experts of a rank over the ranks that have the same ones.
-        # Data-parallel replicas are not among these.
+        # Expert parallelism splits the experts first. FSDP then shards the experts of a rank over the ranks that have the same experts.
+        # Data-parallel replicas have them, too, but FSDP does not shard over replicas.
         local[0] = -(-local[0] // expert)
         shard = shard * tensor // expert
         sharded_dim = int(shard * expert > weight.shape[0])

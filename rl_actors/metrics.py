@@ -1,7 +1,7 @@
 """Metrics named `name:reduction`, which can be merged over chunks, microbatches, ranks and calls.
 
-A partial is the form in which a metric merges: a scalar for sum, min and max, and a pair (numerator, denominator) for mean. Partials may
-be tensors on a device. The finished metrics are floats.
+A partial is a metric in the form that can be merged: a scalar for sum, min and max, and a pair (numerator, denominator) for mean. Its
+scalars may be tensors on a device. `finish` turns partials into metrics, which are floats.
 """
 
 import math
@@ -83,7 +83,10 @@ class PartialsCopy:
 
 
 def merge(parts: Iterable[Mapping[str, Partial]]) -> Partials:
-    """merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3, "b:mean": (3, 5)}"""
+    """merge([{"a:sum": 1, "b:mean": (2, 4)}, {"a:sum": 2, "b:mean": (1, 1)}]) -> {"a:sum": 3, "b:mean": (3, 5)}
+
+    Raises ValueError naming the metric if its reduction is not one of REDUCTIONS.
+    """
     merged: Partials = {}
     for part in parts:
         for name, value in part.items():
@@ -126,7 +129,7 @@ def _combine(name: str, a: Partial, b: Partial) -> Partial:
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    """The larger of two numbers, or NaN if one of them is NaN. Python's max is not used, because max(1.0, nan) is not max(nan, 1.0)."""
+    """The larger of two numbers, or NaN if one of them is NaN. Python's max would lose a NaN: max(1.0, nan) is 1.0."""
     if isinstance(a, Tensor):
         return torch.maximum(a, b)
     return a if a > b or a != a else b

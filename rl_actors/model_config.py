@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "qwen3": Architecture(hf_class="Qwen3ForCausalLM", has_qk_norm=True),
     "qwen3_moe": Architecture(hf_class="Qwen3MoeForCausalLM", has_qk_norm=True),
     "llama": Architecture(hf_class="LlamaForCausalLM", has_qk_norm=False),
-    # If sliding_window is missing, transformers takes 4096.
+    # Sliding windows are not supported. null switches them off; if the entry is missing, transformers uses a window of 4096.
     "mistral": Architecture(hf_class="MistralForCausalLM", has_qk_norm=False, required=(("sliding_window", None),)),
 }
 """model_type in config.json -> architecture."""

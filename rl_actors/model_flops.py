@@ -13,7 +13,10 @@ PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
 
 
 def product_parameters(model: ModelConfig) -> int:
-    """Number of parameters in the matrix products of one token. Of a block's experts, only those that the token is routed to count."""
+    """Number of parameters that the hidden states of one token are multiplied by.
+
+    In a block with experts only the experts that the token is routed to count. The head counts; the embedding is a lookup and does not.
+    """
     hidden = model.hidden_size
     heads = model.num_attention_heads * model.head_dim
     groups = model.num_key_value_heads * model.head_dim
@@ -31,9 +34,9 @@ def product_parameters(model: ModelConfig) -> int:
 def flops_per_token(model: ModelConfig, document: float, *, trains_weights: bool = True) -> float:
     """FLOPs of the forward and backward pass of one token in a document of this length. Recomputation does not count.
 
-    A parameter of a matrix product takes 6 FLOPs. An attended position takes 12 in every block and every dimension of every head. A
-    position attends to itself and to the earlier positions of its document, which on average is half the document. With
-    trains_weights=False, as under adapters, the gradients of the weights are not computed, and a parameter takes 4 FLOPs.
+    Each parameter of a matrix product costs 6 FLOPs. Each position that the token attends to costs 12 FLOPs per block, per head and per
+    dimension of the head. A token attends to itself and to the earlier positions: on average to half of its document. With
+    trains_weights=False, as under adapters, the gradients of the weights are not computed, and a parameter costs 4 FLOPs.
     """
     heads = model.num_attention_heads * model.head_dim
     per_parameter = 6 if trains_weights else 4
@@ -50,7 +53,7 @@ def training_flops(config: TrainerConfig, lengths: Iterable[int]) -> float:
 
 
 def peak_flops(device_name: str, *, float8: bool = False) -> float | None:
-    """The peak of the GPU with this name, in FLOPs per second. None for a CPU, and for a GPU that PEAKS lacks."""
+    """The peak of the device with this name, in FLOPs per second. None if PEAKS does not have the device, as for every CPU."""
     for name, peak in PEAKS.items():
         if name in device_name:
             return peak * 2 if float8 else peak

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def distrust(path: str | Path) -> str:
-    """The reason why a file, or some file in a directory, must not be unpickled. Empty if only this user and root can write every file.
+    """The reason why a file, or some file in a directory, must not be unpickled. Empty if nobody except this user and root can write them.
 
     The directory itself is checked, too, because whoever can write to it could replace its files. Directories above it are not checked.
     """

@@ -17,8 +17,8 @@ from rl_actors.metrics import Partials
 from rl_actors.parts import HostMove
 
 IGNORE_TARGET = -100
-"""Target id of a padded position. The logprob of such a position is 0, and the trainer sets all columns to 0 there. Since loss_weights is
-0, too, every loss, mean and maximum leaves the position out."""
+"""Target id of a position without a target: padding, or a position that the caller masks. Its logprob is 0, and the trainer sets all its
+columns to 0. Because its loss_weights are 0, too, every loss, mean and maximum leaves the position out."""
 
 TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 """Columns of shape [T, K] with their dtypes. K is the same in all samples of a call. Every other column is [T] float32."""
@@ -58,7 +58,7 @@ class Sample:
         temperature: float = 1.0,
         **columns: float | Sequence[float] | Sequence[Sequence[float]] | Tensor,
     ) -> "Sample":
-        """Shift a prompt and its completion into one Sample. This is the only shift in the project.
+        """Make one Sample of a prompt and its completion. The targets are the tokens shifted by one; no other code shifts them.
 
         A column is one number for all completion tokens, or a sequence of C numbers; for TOP_K_COLUMNS it is [C, K].
         Columns are 0 at positions whose target belongs to the prompt. `loss_weights` is 1 on the completion unless it is given.
@@ -89,7 +89,7 @@ class Sample:
         return self.tokens.numel()
 
     def __reduce__(self):
-        # A call carries thousands of tensors, and numpy arrays pickle ten times as fast.
+        # A call carries thousands of tensors, and numpy arrays are pickled ten times as fast as tensors.
         columns = {name: column.detach().numpy() for name, column in self.columns.items()}
         return _sample_from_numpy, (self.tokens.numpy(), self.targets.numpy(), columns, self.temperature)
 
@@ -153,7 +153,7 @@ def _samples_from_arrays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimParams:
-    """Hyperparameters of one optimizer step. A group of parameters may have multipliers of `learning_rate` and `weight_decay`."""
+    """Hyperparameters of one optimizer step. `groups` of OptimizerConfig may multiply `learning_rate` and `weight_decay` by parameter."""
 
     learning_rate: float
     beta1: float = 0.9
@@ -316,8 +316,8 @@ class TrainerInfo:
     on_host: Mapping[str, int] = field(default_factory=dict)  # each part that is offloaded -> its bytes; see `offload`
     offloaded: HostMove = HostMove()  # sum of this rank's moves to the host since the trainer was built
     onloaded: HostMove = HostMove()  # sum of its moves back
-    # Seconds that this rank computed for each token in the measured parts of the forward passes before the last optim_step. Waits for
-    # other ranks are not included. None: nothing was measured; see engine/own_time.py.
+    # Mean seconds that a measured module of this rank, such as a block, computed for one token, without waits for other ranks. They were
+    # measured in the forward passes that led to the last optim_step. None: nothing was measured; see engine/own_time.py.
     own_seconds_per_token: float | None = None
 
 

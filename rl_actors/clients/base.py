@@ -1,4 +1,4 @@
-"""`Client`, the base class of all clients. It starts and ends processes, calls the ranks, and adds the rank to their errors."""
+"""`Client`, the base class of all clients. It starts and ends processes, calls the ranks, and adds to an error which rank raised it."""
 
 import asyncio
 import atexit
@@ -31,7 +31,8 @@ KILL_TIMEOUT = 5.0
 POLL_SECONDS = 0.1
 """Seconds between two checks whether the processes of a client have started."""
 SILENCE = 2.0
-"""Seconds in which a process must answer after a rank has waited too long for another one. Otherwise the error names the process."""
+"""After a rank has waited too long for another one, every process is asked for a sign of life. The error names each process that has not
+answered after this number of seconds."""
 ATTACH_TIMEOUT = 30.0
 """Seconds in which a service must answer a client that attaches."""
 STEP_WAIT = 60.0
@@ -128,7 +129,7 @@ class Client:
         return self._version
 
     def ready(self) -> Call[None]:
-        """A call that is done when the actor is set up. Raises the error if the start fails."""
+        """A call that is done when the actor is set up. If the start fails, the call fails with its error."""
         return self._started
 
     def is_alive(self, timeout: float = 5.0) -> Call[bool]:
@@ -150,11 +151,11 @@ class Client:
         return True
 
     def death(self, silent_after: float) -> Call[ActorDiedError | ActorSilentError | None]:
-        """A call that is done when one of the processes that this client spawned has died. Its answer is the error that says so.
+        """A call that is done when one of the processes that this client spawned has died. Its answer is an error that names the process.
 
-        A process has died if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process that runs a
-        call answers, too. The answer is None if the client is closed, or if it has no processes of its own: because the caller spawned
-        them, or because they did not start.
+        A process counts as dead if it has ended, or if it has not answered for silent_after seconds, as after a SIGSTOP. A process also
+        answers while it runs a call. The answer is None if the client is closed, or if it has no processes of its own: because the caller
+        spawned them, or because they did not start.
         """
         return in_background(self._death(silent_after), f"{self.name}: watch of its processes")
 
@@ -198,7 +199,7 @@ class Client:
     def seconds_silent(self) -> dict[str, float]:
         """Seconds since the last sign of life of each process that this client spawned: {"trainer-0": 1.2}.
 
-        While the processes live, `death` asks them for a sign every few seconds, if it was called.
+        A running call of `death` asks the processes for a sign every few seconds. Without such a call the seconds count from the start.
         """
         now = time.monotonic()
         return {f"{self.name}-{rank}": now - heard for rank, heard in list(self._heard.items())}
@@ -212,8 +213,8 @@ class Client:
         processes = [] if self._processes is None else self._processes.of_this_host()
         for process in processes:
             process.kill()
-        # `close` asks every process that still runs to stop, and waits for its answer. So `close` is called only when all have ended, or
-        # after KILL_TIMEOUT.
+        # `close` asks every process that still runs to stop, and waits for an answer, which a killed process does not give. So `close` is
+        # called only when all processes have ended, or after KILL_TIMEOUT.
         deadline = time.monotonic() + KILL_TIMEOUT
         while not all(process.has_ended() for process in processes) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)

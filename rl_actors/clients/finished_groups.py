@@ -27,9 +27,10 @@ class FinishedGroups(Generic[T]):
         abort: Callable[[int], Coroutine[object, None, None]],
         what: str,
     ) -> None:
-        """started: the Call whose answer is the number of the running call. fetch: number -> at least one more finished prompt.
+        """started: the Call that starts the generate call; its answer is the number of the generate call.
 
-        abort: ends the call with this number. what: name for error texts.
+        fetch: takes this number and returns at least one more finished prompt. abort: takes this number and ends the generate call.
+        what: name for error texts.
         """
         self._started, self._num_left, self._fetch, self._abort, self._what = started, num_prompts, fetch, abort, what
         self._finished: deque[tuple[int, T]] = deque()  # fetched, but not yet given to the caller
@@ -70,7 +71,7 @@ class FinishedGroups(Generic[T]):
 
     def _begin_fetch(self) -> Call[list[tuple[int, T]]]:
         if self._fetching is None:
-            # The coroutine must not refer to this object, which could then not be collected while the coroutine waits.
+            # If the coroutine referred to this object, the object could not be garbage-collected while the coroutine waits.
             self._fetching = in_background(_fetch_more(self._started, self._fetch), self._what)
         return self._fetching
 

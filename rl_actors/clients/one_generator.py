@@ -1,4 +1,4 @@
-"""`OneGenerator`, the client of a generator of one process. A GeneratorClient has one or several."""
+"""`OneGenerator`, the client of a generator of one process. A GeneratorClient has one or several of these clients."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rl_actors.processes.hosts import Hosts
 
 NEWS_TIMEOUT = 1.0
-"""Seconds after a failed heartbeat within which the end of the process is known, if it has ended."""
+"""A heartbeat may fail because the process has ended. The end of the process is then known within this number of seconds."""
 Groups = list[tuple[int, list[Completion]]]
 """(index of a prompt in its call, its completions) of some prompts."""
 
@@ -57,7 +57,7 @@ class OneGenerator(Client):
         self.last_pull: Transfer | None = None  # of this client; num_bytes is 0 if nothing was transferred
         self.known: GeneratorInfo | None = None  # the last info; None before the setup
         self._spawned = asyncio.Event()  # set when the spawn has ended, also if it failed
-        # The GeneratorClient closes this client at the end of the program, so it is not among the open ones.
+        # At the end of the program the GeneratorClient closes this client, so it is not added to _open_clients.
         self._started = in_background(self._set_up(), f"{self.name}: setup")
 
     async def _set_up(self) -> None:
@@ -137,7 +137,7 @@ class OneGenerator(Client):
             raise ActorDiedError(f"{self.name}: {error}", self.name) from error
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """As in the base class. A generator has also died if its engine has done nothing for silent_after seconds while requests wait."""
+        """As in the base class. A generator with requests also counts as dead if its engine has done nothing for silent_after seconds."""
         await self._spawned.wait()
         if self._mesh is None or self._processes is None:
             return None
@@ -151,7 +151,7 @@ class OneGenerator(Client):
                 await asyncio.wait((end, beat), timeout=pause, return_when=asyncio.FIRST_COMPLETED)
                 answer: Heartbeat | None = None
                 if beat.done() and not end.done():
-                    # A process that has ended may show first as a heartbeat that fails.
+                    # The end of a process may be seen first as a failed heartbeat.
                     await asyncio.wait((end,), timeout=pause if beat.exception() is None else NEWS_TIMEOUT)
                 if end.done():
                     return None if self._closed else self._died(end.result(), self._phase())
@@ -159,7 +159,7 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # If this round took longer, this process itself was stopped. Only the usual part of the time counts.
+                # A round that took longer than twice the pause means that this process itself was stopped. That time does not count.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()

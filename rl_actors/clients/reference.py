@@ -23,10 +23,10 @@ class ReferenceClient(ModelClient):
         return replace(config, optimizer=None)
 
     def refresh(self, version: int) -> Call[int]:
-        """Take the weights of a version that the trainer has pushed, and return the version. Waits if it is not published yet.
+        """Take the weights of a version that the trainer pushes, and return the version. Waits up to 60 s for the version to be published.
 
         The weights have the dtype of the push, which is the widest in which a generator computes. The transport keeps the two newest
-        versions. Raises TimeoutError for a version that is not published, and ValueError if the version holds another model or adapters.
+        versions. Raises TimeoutError if the version is not published in time, and ValueError if it holds another model or only adapters.
         """
         return self._in_turn("refresh", self._first, "pull_model_state_dict", version)
 

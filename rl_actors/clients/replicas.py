@@ -130,7 +130,7 @@ class Replica:
             self.lose(client, death)
 
     async def _serve(self, client: OneGenerator) -> None:
-        """Wait until the generator is set up, and give it the weights of the last pull then and whenever it becomes stale."""
+        """Wait until the generator is set up. Then, and whenever it becomes stale, give it the weights of the last pull."""
         try:
             await client.ready()
             while True:
@@ -167,7 +167,7 @@ class Replica:
         self._is_stale.set()
 
     def lose(self, client: OneGenerator, cause: Exception) -> None:
-        """Mark a generator as dead, so that calls are sent to others. Does nothing if another generator has its place already."""
+        """Mark a generator as dead, so that calls are sent to others. Does nothing if another generator has taken its place already."""
         if client is not self.client or self._death.done():
             return
         self._death.set_result(cause)

@@ -10,7 +10,7 @@ HOUR = 3600.0  # seconds
 LONGEST_PAUSE = 60.0
 """Largest number of seconds between a death and the restart after it."""
 FIRST_RESTARTS = 2
-"""Largest number of restarts of an actor that has never been ready. The start itself may kill such an actor."""
+"""Largest number of restarts of an actor that has never been ready. If its start kills it, more restarts would not help."""
 
 
 class Restarts:
@@ -29,7 +29,7 @@ class Restarts:
         self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: the time on `clock`, and the error
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Seconds to wait before the restart. If the limit is reached, raises the error of the first death in the last hour."""
+        """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the first of them."""
         now = self.clock()
         while self._deaths and self._deaths[0][0] <= now - HOUR:
             self._deaths.popleft()

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 MAX_KNOWN = 16_384
-"""Number of prompts whose replica is remembered."""
+"""Largest number of prompts whose replica is remembered."""
 
 SLACK = 4
 """A replica that has the start of a prompt in its cache gets the prompt if its load is at most this many groups of n requests above the
@@ -14,7 +14,7 @@ MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # of a rolling hash
 
 
 class Router:
-    """Load of every replica, and the replica of every prompt that was sent since the last `forget`.
+    """Load of every replica, and the replicas of the last MAX_KNOWN prompts that were sent since the last `forget`.
 
     The load is the number of requests that have not finished: n for each prompt.
     """

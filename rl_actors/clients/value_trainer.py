@@ -8,7 +8,7 @@ from rl_actors.config import TrainerConfig
 
 
 class ValueTrainerClient(TrainerClient):
-    """A TrainerClient of a value model. In the answer of `forward`, `values` has one value for each target: that of the state before it.
+    """A TrainerClient of a value model. `forward` answers with one value for each target: the value of the state before the target.
 
     >>> critic = trainer.spawn_value_trainer()                                   # doctest: +SKIP
     >>> critic.forward_backward(samples, loss=ValueLoss(clip=0.5)).result()      # doctest: +SKIP

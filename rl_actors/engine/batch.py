@@ -55,7 +55,7 @@ class PackedBatch:
         return dict(values)
 
     def reports_whole_rows(self) -> bool:
-        """True on one context-parallel rank. Only it reports metrics of whole rows, because the other ranks compute the same ones."""
+        """True on one context-parallel rank. Only that rank reports metrics of whole rows, because the other ranks compute the same ones."""
         return True
 
 

@@ -1,6 +1,6 @@
 """Build the parts of an engine from its config: torchtitan's Qwen3 model, parallelized by torchtitan, and its optimizer. Trains nothing.
 
-A Llama or a Mistral is built from the same parts, without norms of the heads.
+A Llama or a Mistral is built from the same parts, without the norms of queries and keys.
 """
 
 import math
@@ -71,7 +71,7 @@ class BuiltModel:
 def qwen3_config(
     model: ModelConfig, *, load_balance_coeff: float = 0.0, fuse_qkv: bool = True, head: HeadName = "logprobs"
 ) -> Qwen3Model.Config:
-    """torchtitan's config of a model with these dimensions, made by the functions that torchtitan's own flavors use."""
+    """torchtitan's config of a model with these dimensions, made by the functions that make torchtitan's own configs of Qwen3."""
     is_tied = model.tie_word_embeddings and head == "logprobs"
     output = Linear.Config(in_features=model.hidden_size, out_features=model.vocab_size, param_init=_LINEAR_INIT)
     if head == "values":
@@ -96,7 +96,7 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """The blocks' configs. The block of a Llama or a Mistral is a Qwen3's without norms of the heads."""
+    """The blocks' configs. A block of a Llama or a Mistral is a block of a Qwen3 without the norms of queries and keys."""
     layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
     for layer in layers:
         layer.attention_norm = _norm(model, model.hidden_size)
@@ -153,7 +153,7 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # When torchtitan's converter emulates float8, it always uses one scale for a whole tensor. torchao's recipe has the right scales.
+    # When torchtitan's converter emulates float8, it always uses one scale for a whole tensor. So the recipe is set here, as torchao has it.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)

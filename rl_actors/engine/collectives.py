@@ -33,8 +33,9 @@ def on_all_ranks(holds: bool) -> bool:
 
 
 def raise_together(failure: Exception | None) -> None:
-    """Raises on every rank if any rank passes a failure. A rank that failed raises its own; the others raise that of the first failed rank.
+    """Raises on every rank if any rank passes a failure.
 
+    A rank that failed raises its own failure. The other ranks raise the failure of the first rank that failed.
     The attribute `rank` of the exception is the rank that failed. An exception from another rank has the traceback of that rank as a
     note. An exception that cannot be pickled reaches the other ranks as a RuntimeError with its repr.
     """
@@ -61,7 +62,7 @@ def _sendable(failure: Exception) -> bytes:
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
     """(name, tensor) of every tensor that any rank has in its state, one at a time. Rank 0 gets it whole on the CPU, the others get None.
 
-    In a pipeline the ranks of different stages have different names. The first rank that has a name sends its tensor to rank 0.
+    In a pipeline each stage has other tensors. The first rank that has a tensor sends it to rank 0.
     """
     rank = dist.get_rank()
     specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})

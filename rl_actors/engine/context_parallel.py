@@ -82,7 +82,7 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # The gathered parts are one after another. index_BL has the place of every position in its row.
+            # The parts of the ranks follow one another. index_BL has the place in its row of every position, and scatter_ puts it there.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole

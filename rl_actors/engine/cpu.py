@@ -1,6 +1,6 @@
 """The functions that a machine without a GPU needs: torchtitan's device, an attention with a backward pass, sums over gloo.
 
-gpu.py has functions of the same names for a GPU. machine.py says what each does.
+gpu.py has functions of the same names for a GPU. machine.py says what each function does.
 
 B rows, L row length, N heads, H head width.
 """

@@ -1,7 +1,7 @@
-"""The deadline of a collective: how long a rank waits in it for another one. It holds in every group of ranks, of gloo and of NCCL.
+"""The deadline of a collective: how long a rank waits in it for another one. It holds in every process group, of gloo and of NCCL.
 
-After the deadline gloo raises an error in the rank that waits, and `late` knows this error. NCCL's watchdog ends the process of that rank.
-Either way the caller learns of the hang before the end of its own call_timeout.
+After the deadline gloo raises an error in the rank that waits, which `late` recognises. NCCL's watchdog ends the process of that rank.
+Either way the caller learns of the hang then, and not only when its call_timeout is over.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Applicatio
 def made_with(seconds: float) -> Iterator[None]:
     """Context manager in whose body new groups get this deadline.
 
-    torch's own is ten minutes for NCCL and half an hour for gloo. gloo's sends and receives keep the deadline with which a group was made.
+    torch's own deadline is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the deadline with
+    which the group was made, so it must be right from the start.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
@@ -37,7 +38,10 @@ def made_with(seconds: float) -> Iterator[None]:
 
 
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Set the deadline of every group, after all ranks have come here. A rank that is still busy then is not too late for the others."""
+    """Wait until all ranks have called this function, and set the deadline of every group.
+
+    Without the wait, a rank that is still busy with its setup could come too late for the new, shorter deadline of the others.
+    """
     on_all_ranks(True)
     groups = {mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()}
     default = dist.group.WORLD

@@ -1,6 +1,7 @@
 """Exports a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports the weights in a trainer.
 
-Tensors are read one block at a time, so the process holds one block and one file of the export. It holds all adapters, if there are any.
+Tensors are read one block at a time. So the process holds only one block and one file of the export in memory, and all adapters if there
+are any.
 """
 
 import re
@@ -37,7 +38,7 @@ def export_checkpoint(
 ) -> None:
     """Write the directory that export_hf of a trainer with these weights would write. `path` never holds half an export.
 
-    A checkpoint of adapters holds nothing else. The adapters are merged into the weights of config.hf_path.
+    If the trainer has adapters, its checkpoint holds only the adapters. They are merged into the weights of config.hf_path.
     texts: name -> content of further files, which replace files of the same name from the checkpoint.
     Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` is taken, or if the dtype is unknown.
     """

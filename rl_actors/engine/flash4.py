@@ -30,8 +30,8 @@ CAPABILITIES = (9, 10)
 
 
 class Flash4(VarlenAttention):
-    """torchtitan's VarlenAttention, with FlashAttention 4. The __init__ of VarlenAttention would ask for FlashAttention 3, which has no
-    package.
+    """torchtitan's VarlenAttention, with FlashAttention 4. VarlenAttention's own __init__ is not called, because it would require
+    FlashAttention 3, for which there is no package.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,7 +54,7 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
     """The boundaries of the documents in all rows. spans: (sample, row, start, end) of each sample. The padding of a row is one document.
 
-    The host computes them, because it knows the spans and need not wait for the device.
+    The host computes the boundaries, because it knows the spans and need not wait for the device.
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
     for _, row, start, end in spans:

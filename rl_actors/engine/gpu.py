@@ -1,4 +1,4 @@
-"""The functions that a machine with a GPU needs. cpu.py has functions of the same names for a CPU. machine.py says what each does."""
+"""The functions that a machine with a GPU needs. cpu.py has functions of the same names. machine.py says what each function does."""
 
 import contextlib
 import mmap
@@ -71,7 +71,7 @@ class HostCopy(metrics.HostCopy):
 
 
 class Stopwatch(metrics.Stopwatch):
-    """Seconds of the GPU between the kernels before `start` and before `stop`, by events of the current stream."""
+    """Seconds that the GPU spends on the kernels that are launched between `start` and `stop`, by events of the current stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def memory_bytes() -> int:
 
 
 def host_buffer(num_bytes: int) -> Tensor:
-    """Pinned memory of this size. torch rounds the size of its own pinned memory up to a power of two, up to twice as much."""
+    """Pinned memory of this size. torch's own function would round the size up to a power of two, and so might take twice the memory."""
     memory = mmap.mmap(-1, num_bytes)
     with contextlib.suppress(OSError):  # an operating system without huge pages raises it
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to touch and to pin

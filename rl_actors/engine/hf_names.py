@@ -1,6 +1,6 @@
 """Tensors that torchtitan joins and Hugging Face has apart: the experts of a block, and query, key and value. Reads and writes no file.
 
-A joined tensor consists of Hugging Face's tensors along its first dimension.
+Along its first dimension, every slice of a joined tensor belongs to one of Hugging Face's tensors.
 
 G groups of key-value heads, R query heads in a group, W head width, D hidden size.
 """

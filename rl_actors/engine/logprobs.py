@@ -38,7 +38,7 @@ class SteadyLoss:
         self.failure: Exception | None = None
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
-        """(gradients of the loss with respect to the head's output and the other values that it reads, metrics with loss:sum)."""
+        """(gradients of the loss with respect to the head's output and the other values that the loss reads, metrics with loss:sum)."""
         output, *others = values
         names = [output, *sorted(self.reads & set(others))]
         leaves = [values[name].detach().requires_grad_() for name in names]
@@ -107,8 +107,8 @@ class ChunkedHead:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """(values of whole rows, metrics, a scalar). When this returns, the gradient has been back-propagated to the hidden states. The
-        scalar's `backward` takes it from there through the model.
+        """(values of whole rows, metrics, a scalar). When this returns, the gradient has been back-propagated to the hidden states. Call
+        the scalar's `backward` to back-propagate it from there through the model.
 
         A loss that reads single positions gets one chunk after another, and the gradient of a chunk is back-propagated at once. A
         `whole_sequence` loss needs two passes. The first computes the values of whole samples, and from them the loss computes its

@@ -21,7 +21,7 @@ from rl_actors.engine.batch import PackedBatch
 class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
-    torchtitan's experts always cast to bfloat16. With them a float32 run would agree with another float32 run only to about 1e-2.
+    torchtitan's experts always cast to bfloat16. With them two float32 runs that should give equal results would differ by about 1e-2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,7 +78,7 @@ class RouterCounters:
             moe.tokens_per_expert_E.zero_()
 
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Forward hook of a router: subtracts the padding. Afterwards the block adds the chosen experts of all positions."""
+        """Forward hook of a router: subtracts the chosen experts of padding. Afterwards the block adds the chosen experts of all positions."""
         if not moe.training:
             return
         expert_ids_BLK = output[1]

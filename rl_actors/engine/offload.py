@@ -104,13 +104,13 @@ class Offload:
                     yield from (value for value in state.values() if isinstance(value, Tensor))
 
     def _drop_gathered_weights(self) -> None:
-        """Free the weights that FSDP has gathered for the next call. The modules' parameters are then the shards."""
+        """Free the weights that FSDP keeps gathered for the next call. The modules' parameters are then the shards."""
         for module in self.built.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _make_buffer(self, part: Part, storages: Sequence[torch.UntypedStorage]) -> float:
-        """Make host memory for the storages, unless there is enough. Returns the seconds that it took."""
+        """Make host memory for the storages, unless the part has enough already. Returns the seconds that it took."""
         begin = time.perf_counter()
         size = sum(_aligned(storage.nbytes()) for storage in storages)
         if part not in self.buffers or self.buffers[part].numel() < size:

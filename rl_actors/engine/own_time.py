@@ -1,8 +1,8 @@
 """Seconds in which a rank computes without waiting for another one. They tell which rank of a trainer is slow.
 
-The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest one. So only parts of the
-forward pass without a collective are measured: a few blocks, or their attention where a block has collectives of its own. Nothing is
-measured under context parallelism, whose attention has collectives, and with compile.enable, which compiles whole blocks.
+The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest one. So only modules without
+a collective are measured: a few blocks, or only their attention if the blocks have collectives. Nothing is measured under context
+parallelism, where attention has collectives, or with compile.enable, which compiles whole blocks.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
 
 
 class OwnTime:
-    """The seconds of the modules' forward passes in training, for each token."""
+    """Measures the forward passes of the modules in training, and gives the mean seconds of one module for one token."""
 
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
         self._stopwatch, self._num_tokens = machine.Stopwatch(), 0
@@ -53,7 +53,7 @@ class OwnTime:
             self._num_tokens += hidden.shape[0] * hidden.shape[1]
 
     def take(self) -> float | None:
-        """Seconds for a token since the last call, or None if nothing was measured. The device must have done the measured work."""
+        """Mean seconds of a module for one token since the last `take`, or None if nothing was measured. On a GPU it waits for the work."""
         seconds, num_tokens = self._stopwatch.take(), self._num_tokens
         self._num_tokens = 0
         return seconds / num_tokens if num_tokens else None

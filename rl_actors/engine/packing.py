@@ -52,8 +52,8 @@ def plan(
     token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
     fixed: one sample per row; a microbatch has at most rows_per_microbatch rows.
 
-    The rows of a microbatch are similar in length and attention cost. They get the length of the longest of them, rounded up to a
-    `bucket`. tokens_per_row is rounded down to a multiple of row_multiple.
+    The rows of a microbatch are similar in length and attention cost. Every row gets the length of the longest one, which `bucket` rounds
+    up. tokens_per_row is rounded down to a multiple of row_multiple.
 
     uniform: all microbatches of the call have the same number of rows and the same row length, as a pipeline needs. The number of
     microbatches is a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, padding rows are added.

@@ -134,7 +134,9 @@ class PipelineRunner:
     def _find_inputs(
         self, part: nn.Module, args: tuple[Tensor], kwargs: dict[str, Tensor]
     ) -> tuple[tuple[Tensor], ModelInputs]:
-        """A hook before each stage's forward: replaces the number of a microbatch by its tokens, positions and masks."""
+        """A hook before each stage's forward: replaces the number of a microbatch by its positions and masks, and on the first stage the
+        placeholder by its tokens.
+        """
         batch = self._call.batch(int(kwargs["number"]))
         self.built.routers.start_microbatch(batch)
         (received,) = args

@@ -25,7 +25,7 @@ def split_into_stages(
     **options: object,
 ) -> list[PipelineStage]:
     """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
-    # pipeline_llm also makes a schedule, which nothing uses. It refuses some numbers of microbatches; this number suits every schedule.
+    # pipeline_llm also makes a schedule, which nothing uses. A schedule may refuse a number of microbatches; this number suits all of them.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,

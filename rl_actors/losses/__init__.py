@@ -1,5 +1,5 @@
-"""The losses and their names. A loss of this package is a frozen dataclass. Its call takes logprobs and columns and returns sums. It never
-gets logits.
+"""The losses and their names. A loss of this package is a frozen dataclass. Its call takes logprobs and columns and returns sums. A loss
+never gets logits.
 """
 
 import inspect
@@ -22,7 +22,7 @@ Loss = Callable[..., tuple[Tensor, Partials]]
 A loss whose attribute `output` is "values" gets the values of a value model instead of logprobs.
 
 A loss whose attribute `whole_sequence` is true gets one sample per row, padded with zeros. Any other loss may get any piece of any row.
-Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where the target of a sample is padding.
+Logprobs and columns are 0 at every position without a target: after the last sample of a row, and where a target is IGNORE_TARGET.
 """
 
 LOSSES: dict[str, type] = {

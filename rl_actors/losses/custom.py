@@ -64,7 +64,7 @@ def output_gradients(
     if value.numel() != 1 or not value.requires_grad:
         shape = tuple(value.shape)
         raise ValueError(
-            f"the loss has shape {shape}, requires_grad={value.requires_grad}; it must be a scalar of logprobs"
+            f"the loss has shape {shape}, requires_grad={value.requires_grad}; it must be a scalar that depends on the logprobs or values"
         )
     gradients = torch.autograd.grad(value.reshape(()), leaves, materialize_grads=True)
     partials = {name: _partial(name, x) for name, x in metrics.items()}

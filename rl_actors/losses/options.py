@@ -46,7 +46,7 @@ class KL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedImportanceSampling:
-    """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. KL and entropy keep their weights.
+    """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. The KL and the entropy terms stay.
 
     At level "sequence" q_i is the geometric mean of q over the trained positions of the sample. The source is Yao et al., "Your efficient
     RL framework secretly brings you off-policy RL training", 2025.
@@ -68,7 +68,7 @@ class TruncatedImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. KL and entropy keep their weights.
+    """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. The KL and the entropy terms stay.
 
     With reweights=True it also multiplies the objective by q_i inside the bounds, as in the paper (Ling team, "Every step evolves",
     arXiv 2510.18855). At level "sequence" q_i is the geometric mean of q over the trained positions of the sample.

@@ -15,8 +15,8 @@ class CrossEntropy:
     """sum_i -w_i log p_i (Tinker's `cross_entropy`). The weights w may be any numbers, also negative ones.
 
     With the columns target_ids and target_weights [T, K] the loss is sum_i -w_i sum_k v_ik log p(id_ik | tokens[:i+1]), where v are
-    the target_weights. This is the cross entropy to a distribution over K tokens, as in distillation. `targets` then only say which
-    positions are padding.
+    the target_weights. This is the cross entropy to a distribution over K tokens, as in distillation. The only effect of `targets` is
+    then that positions whose target is IGNORE_TARGET do not count.
     """
 
     def __call__(

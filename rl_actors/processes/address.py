@@ -38,9 +38,10 @@ class Address:
         return f"{self.scheme}://{host}:{self.port}"
 
     def numeric(self) -> "Address":
-        """This address with an IP address as its host, because Monarch does not try the several addresses of a name.
+        """This address with an IP address instead of the name of the host.
 
-        Raises ValueError if the host has no address.
+        If a name has several IP addresses, Monarch does not try them in turn. IPv4 is preferred here. Raises ValueError if the host has no
+        address.
         """
         found = resolve(self.host)
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))

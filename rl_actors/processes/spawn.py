@@ -47,9 +47,9 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = Path("/sys/class/net/lo")
-LONGEST_PAUSE = 5.0  # seconds between two questions whether the processes of an actor are alive, at most
+LONGEST_PAUSE = 5.0  # largest number of seconds between two questions whether the processes of an actor are alive
 START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
-STOP_TIMEOUT = 20.0  # seconds in which Monarch must have stopped them; then they are killed
+STOP_TIMEOUT = 20.0  # seconds that Monarch has to stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)
 
 # By default Monarch notices a dead process after nine seconds. With this value it takes about one second. A user's own value is kept.
@@ -126,7 +126,7 @@ class ProcessMesh:
         """Wait until one of the processes of this host has ended for any reason, and return it."""
         loop = asyncio.get_running_loop()
         first: asyncio.Future[Process] = loop.create_future()
-        # Copies of the handles, because a loop takes one reader per handle and several callers may wait.
+        # Copies of the handles, because an event loop takes only one reader per handle and several callers may wait.
         handles = {os.dup(each.handle): each for each in self.processes if each.handle is not None}
 
         def tell(process: Process) -> None:
@@ -143,7 +143,7 @@ class ProcessMesh:
                 os.close(handle)
 
     async def silent(self, timeout: float, heard: Callable[[int], None] | None = None) -> list[Process]:
-        """The processes that do not answer within `timeout` seconds. heard: gets the rank of each process that answers, at once."""
+        """The processes that do not answer within `timeout` seconds. heard: called with the rank of each process as soon as it answers."""
         answered: set[int] = set()
 
         async def ask() -> None:
@@ -158,7 +158,7 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            await asyncio.sleep(timeout)  # a process has ended; its handle says which one
+            await asyncio.sleep(timeout)  # a process has ended; `first_end` tells its caller which one
         return [process for process in self.processes if process.rank not in answered]
 
     async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
@@ -170,7 +170,7 @@ class ProcessMesh:
     async def stop(self) -> None:
         """End the processes. A second call does nothing."""
         processes, self.processes = self.processes, []
-        # If a process has ended already, the others are killed, because Monarch would wait for its answer.
+        # If a process has ended already, the others are killed, because Monarch would wait for an answer of the ended one.
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
             for process in processes:
                 process.kill()
@@ -238,11 +238,11 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
         "MASTER_ADDR": own_address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
-        # The ranks get the caller's import path, because messages have losses and actors of the caller's modules. A rank that cannot
-        # unpickle a message ends.
+        # The ranks get the caller's import path, because messages may contain losses and actors that the caller's modules define. A rank
+        # that cannot unpickle a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
-        "MALLOC_ARENA_MAX": "1",  # threads.keep_memory works in the main arena only
+        "MALLOC_ARENA_MAX": "1",  # malloc keeps freed memory (threads.keep_memory) only in its main arena
         **_gloo_interface(own_address),
         **threads.gpu_environment(),
     }

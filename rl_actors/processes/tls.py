@@ -35,7 +35,7 @@ def require_files(folder: str) -> Path:
 
 
 def server_context(folder: str) -> ssl.SSLContext:
-    """The TLS context of a service, which admits only programs with a certificate of the authority. Raises ValueError as require_files."""
+    """The TLS context of a service. It admits only programs with a certificate of the authority. Raises ValueError as require_files does."""
     made = _context(ssl.PROTOCOL_TLS_SERVER, folder)
     made.verify_mode = ssl.CERT_REQUIRED
     return made
@@ -44,7 +44,7 @@ def server_context(folder: str) -> ssl.SSLContext:
 def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
     """The TLS context of a client, or None for an address without TLS.
 
-    Raises ValueError for an address with TLS and no folder, for a folder and an address without TLS, and as require_files does.
+    Raises ValueError if an address with TLS comes without a folder, if an address without TLS comes with one, and as require_files does.
     """
     if address.tls != bool(folder):
         missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"

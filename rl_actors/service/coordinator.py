@@ -1,7 +1,8 @@
-"""The coordinator of a service as a Monarch actor. Attached clients call it. It passes their calls to the only client of each actor mesh.
+"""The coordinator of a service as a Monarch actor. Clients in other programs call it.
 
-The coordinator runs in the service's own process, beside these clients. A message carries pickled bytes, so that an object that cannot be
-unpickled here makes its call fail but does not end the actor.
+Each actor mesh of the service has only one client, in the service's process. The coordinator runs in the same process and passes the calls
+on to this client. It unpickles the arguments of a call itself. If they cannot be unpickled, only the call fails. If Monarch unpickled them,
+the coordinator would end.
 """
 
 import pickle
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
     from monarch.actor import UndeliverableMessageEnvelope
 
 _services: dict[str, Service] = {}
-"""The services of this process by key. An actor gets only the key, because its arguments are pickled."""
+"""Key -> service of this process. The arguments of an actor are pickled, and a Service cannot be pickled. So the actor gets the key."""
 
 
 class Coordinator(Actor):
-    """The actor. Any number of its calls can run at the same time. The Service decides which of them wait."""
+    """The coordinator of one service. Any number of its calls can run at the same time. The Service decides which of them wait."""
 
     def __init__(self, key: str) -> None:
         self.service = _services[key]
@@ -42,7 +43,7 @@ class Coordinator(Actor):
             return _pickled(error)
 
     def _handle_undeliverable_message(self, message: "UndeliverableMessageEnvelope") -> bool:
-        """An answer that cannot be delivered is dropped, because its client has ended. The actor goes on."""
+        """Drop an answer that cannot be delivered because its client has ended. True means that the actor goes on."""
         return True
 
 
@@ -55,7 +56,7 @@ def opened(answer: bytes) -> list[object]:
 
 
 def _pickled(error: Exception) -> bytes:
-    """The error, or a RuntimeError with its traceback if it cannot be pickled and made again."""
+    """The pickled error. For an error that cannot be pickled and unpickled: a pickled RuntimeError with its traceback."""
     try:
         sent = cloudpickle.dumps((None, error))
         if type(pickle.loads(sent)[1]) is type(error):

@@ -19,7 +19,7 @@ class CallCounts:
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, str, Outcome]] = Counter()
         self.seconds: Counter[tuple[str, str]] = Counter()  # of all ended calls together, waits included
-        self.running: Counter[str] = Counter()  # by actor, those included that wait for the step of another client
+        self.running: Counter[str] = Counter()  # by actor; calls that wait for the step of another client are included
 
     @contextmanager
     def call(self, client: Attached, name: str) -> Iterator[None]:

@@ -1,4 +1,6 @@
-"""The members of a service: its actors, each with its only client, which is in the service's process. They run attached clients' calls."""
+"""The members of a service. A member is an actor mesh with its only client, which is in the service's process. It runs the calls of
+attached clients.
+"""
 
 import asyncio
 import contextlib
@@ -87,7 +89,7 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # The call may have been refused, or may have failed in the middle of a step.
+            # A call that was refused leaves the trainer idle, and then no step is open. A call that failed in the middle does not.
             if await self._is_idle():
                 self.step.leave(client)
             raise
@@ -114,7 +116,7 @@ class ModelMember:
         return all(info.state == "idle" for info in infos)
 
     async def leave(self, client: Attached) -> None:
-        """Discard the gradients of a step that the client has open, as soon as the running call has ended."""
+        """Discard the gradients of a step that the client has left open, as soon as the running call has ended."""
         self._saved.pop(client.number, None)
         if self.step.holder is not client:
             return

@@ -1,7 +1,7 @@
 """`OpenStep`, which lets only one client of a service at a time have an open step. Knows nothing of actors.
 
-The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes it. Meanwhile other clients'
-calls of the endpoints in CHANGING wait.
+The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes it. While the step is open,
+other clients' calls of the endpoints in CHANGING wait.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ class Attached:
     since: float = field(default_factory=time.time)
     num_calls: int = 0
     has_left: bool = False
-    waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)  # its calls that wait for the end of another step
+    # Calls of this client that wait for the end of another client's step.
+    waiting: "set[asyncio.Task[bool]]" = field(default_factory=set)
     # Number of a generate call -> number of its prompts that this client has not fetched.
     generations: dict[int, int] = field(default_factory=dict)
 
@@ -43,7 +44,7 @@ class OpenStep:
     async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
         """Wait until no other client has an open step, and give it to this client. Does nothing if this client has it already.
 
-        Raises RuntimeError after `patience` seconds, naming the client that has the step, and if `client` has left meanwhile.
+        Raises RuntimeError if another client still has the step after `patience` seconds, naming it, and if `client` has left meanwhile.
         """
         if self.holder is client:
             return

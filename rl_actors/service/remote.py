@@ -100,7 +100,7 @@ async def _awaited(future: Awaitable[bytes]) -> bytes:
 
 
 class RemoteEndpoint:
-    """One endpoint of a RemoteMesh. It is called as an endpoint of Monarch is."""
+    """One endpoint of a RemoteMesh. It is called like an endpoint of Monarch."""
 
     def __init__(self, mesh: RemoteMesh, name: str, num_answers: int | None = None) -> None:
         self._mesh, self._name = mesh, name

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Service:
-    """Attached clients and their calls. Only the service calls its actors. Its methods run on the loop that a process's clients share."""
+    """Attached clients and their calls. Nobody else calls the actors. Use it on the event loop that all clients of this process share."""
 
     def __init__(self, members: Mapping[str, Member]) -> None:
         """members: the actors by the names that clients ask for, such as "trainer" and "generator"."""

@@ -1,7 +1,8 @@
-"""The way of weights from a trainer's ranks to generators: versions, and how one is published and found.
+"""`Transport`, which brings weights from a trainer's ranks to generators, and the versions that it publishes and finds.
 
-A version is published in two steps. First every rank puts its shards. When all ranks have done so, rank 0 writes the manifest. A generator
-reads only tensors that a manifest lists, so it never reads half a push. A subclass of Transport says where manifests and tensors are.
+A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards. When all ranks have done so,
+rank 0 writes the manifest, the list of the version's tensors. A generator reads only tensors that a manifest lists, so it never reads half a
+push. A subclass of Transport decides where manifests and tensors are.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 INDEX_TIMEOUT = 60.0
-"""Seconds in which the place of the manifests must answer."""
+"""Seconds in which the store of the manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
@@ -39,8 +40,8 @@ class Gather(Protocol):
 class Manifest:
     """Names, shapes and dtypes of the tensors of one published version.
 
-    A stream is one lineage of versions. A trainer that goes back to version 6 begins a new stream, because its next version 7 is not the
-    version 7 of the former stream.
+    A stream is a sequence of versions in one dtype, each trained from the version before it. A trainer that loads a checkpoint of version 6
+    begins a new stream, because its next version 7 is not the version 7 of the former stream.
     """
 
     stream: str
@@ -63,7 +64,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a tensor, in memory that the reader sees."""
+    """A part of a tensor, in memory that the reading process can address."""
 
     start: tuple[int, ...]  # of the part in the whole tensor
     values: Tensor
@@ -75,9 +76,9 @@ class Piece:
 
 
 class OpenVersion(ABC):
-    """A version that a reader has opened. Its tensors are whole.
+    """A version that a reader has opened. Its tensors are whole, even if the ranks published shards.
 
-    They may be views that are valid only while the version is open. Views of slots on a GPU are on that GPU.
+    The tensors may be views that are valid only while the version is open. They may be on the GPU of a trainer's rank.
     """
 
     path: str
@@ -109,7 +110,7 @@ class Source(ABC):
     """The place of one version. It is picklable, and is opened in the process that reads the tensors."""
 
     timeout: float
-    """Seconds in which the version must be opened, and seconds in which it must then be loaded."""
+    """Seconds that each of two phases may take: the opening of the version, and then its loading."""
 
     @property
     @abstractmethod
@@ -123,7 +124,7 @@ class Source(ABC):
 
 @dataclass(frozen=True, slots=True)
 class LoadedTensors(Source, OpenVersion):
-    """The tensors themselves, as a source and as an open version."""
+    """A Source that holds the tensors themselves. So it is also an open version."""
 
     loaded: Mapping[str, Tensor]
     key: str = "tensors"
@@ -147,7 +148,7 @@ class LoadedTensors(Source, OpenVersion):
 
 
 class Transport(ABC):
-    """A picklable handle to a place for weights, which trainer and generator actors share. The process that made it opens and closes it."""
+    """A picklable handle to a store of weights, which trainer and generator actors share. The process that made it opens and closes it."""
 
     training_bytes = 0
     """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots may take the rest."""
@@ -161,9 +162,9 @@ class Transport(ABC):
         """Stop the processes and remove the directories of `open`."""
 
     async def death(self, silent_after: float) -> str:
-        """Wait until a process that `open` has started has ended, or has not answered for silent_after seconds, and say which.
+        """Wait until a process that `open` has started has ended or has not answered for silent_after seconds. Returns a text that names it.
 
-        Waits for ever if there is no such process.
+        Waits for ever if `open` has started no process.
         """
         return await asyncio.get_running_loop().create_future()
 
@@ -171,14 +172,14 @@ class Transport(ABC):
     async def put_tensors(
         self, key: str, tensors: Mapping[str, Tensor], rank: int, dtype: torch.dtype | None = None
     ) -> "SlotAddress | None":
-        """Put this rank's shards of the DTensors, and all of a plain tensor.
+        """Put this rank's shard of every DTensor, and every plain tensor as a whole.
 
-        dtype: that of the floating-point tensors in this version. None: each keeps its own.
-        Returns the slot that holds the shards, if the transport has slots.
+        dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own.
+        Returns the address of the slot that holds the shards, if the transport has slots.
         """
 
     async def discard_tensors(self, key: str, rank: int) -> None:  # noqa: B027
-        """Forget what put_tensors has put, because another rank could not put its own."""
+        """Forget what put_tensors has put under this key. It is called when some rank could not put its tensors."""
 
     @abstractmethod
     async def source(self, manifest: Manifest) -> Source:
@@ -191,7 +192,7 @@ class Transport(ABC):
 
     @abstractmethod
     async def put_object(self, key: str, value: object) -> None:
-        """Put a small picklable value. A reader sees the former value or this one, nothing between."""
+        """Put a small picklable value. A reader gets either the former value or the new one, never a mixture."""
 
     @abstractmethod
     async def get_object(self, key: str) -> object | None:
@@ -208,7 +209,7 @@ def _copies(source: Source) -> dict[str, Tensor]:
 
 
 async def announce(transport: Transport, dtype: str) -> None:
-    """Say that a generator that computes in this dtype will pull."""
+    """Tell the trainer that a generator which computes in this dtype will pull."""
     await transport.put_object(f"generators/{dtype}", True)
 
 
@@ -230,9 +231,9 @@ async def publish(
     gather: Gather,
     dtype: torch.dtype | None = None,
 ) -> Manifest:
-    """Put this rank's part of a version. Every rank calls it.
+    """Publish a version, together with the other ranks, all of which must call this function. Returns the version's manifest.
 
-    dtype: that of the floating-point tensors in this version. None: each keeps its own.
+    dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own.
     Raises the error of this rank, or RuntimeError naming the other ranks that failed and their errors. Nobody can then read the version.
     """
     key = f"{stream}/{version}"
@@ -243,7 +244,7 @@ async def publish(
         await transport.discard_tensors(key, rank)
         raise
     everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for of_rank in gather(shapes):  # in a pipeline the ranks of different stages have different names
+    for of_rank in gather(shapes):  # in a pipeline each stage has other tensors
         everywhere |= of_rank
     addresses = tuple(part for part in parts if part is not None)
     manifest = Manifest(stream=stream, version=version, tensors=everywhere, parts=addresses)
@@ -269,7 +270,7 @@ async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
     try:
         return await asyncio.wait_for(_awaited(work), timeout)
     except TimeoutError as error:
-        if str(error):  # the work's own
+        if str(error):  # a TimeoutError of the work itself
             raise
         raise TimeoutError(f"{what} was not done within {timeout:g} s") from None
 
@@ -280,7 +281,7 @@ async def _awaited(work: Awaitable[Value]) -> Value:
 
 
 async def _on_all_ranks(work: Awaitable[Value], version: int, gather: Gather) -> list[Value | None]:
-    """Await this rank's work, then raise on every rank if the work of any rank failed. Returns the results of all ranks."""
+    """Await this rank's work. Returns the results of all ranks. If the work of any rank failed, raises an error on every rank."""
     result: Value | None = None
     failure: Exception | None = None
     try:
@@ -320,7 +321,7 @@ async def find(transport: Transport, version: int, timeout: float) -> Manifest:
 
 def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tuple[int, ...]]:
     """(this rank's part of a tensor, on the CPU and in the published dtype; its offset in the whole tensor)."""
-    # Imported here, because a caller of clients has no DTensors, and these modules take half a second.
+    # Imported here, because the import takes half a second and a program that only has clients has no DTensors.
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -332,7 +333,7 @@ def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tupl
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put shards together by their offsets. `shards` has only one of several replicas, because they have the same offset.
+    """Put shards together. shards: offset in the whole tensor -> shard. Replicas of a shard have the same offset, so only one is there.
 
     Raises RuntimeError if the shards do not cover the tensor.
     """

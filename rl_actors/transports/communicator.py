@@ -2,15 +2,16 @@
 
 point_to_point.py sends slots through it.
 
-A communicator is a process group of torch with a store of its own. It has two members and knows nothing of torch's default group, so the
-end of a member breaks only this pair. Its calls run on a thread of its own, because NCCL may wait without a limit. The caller waits for
+A communicator is a process group of torch with a store of its own. It has two members and does not belong to torch's default group. So if
+one member ends, only this pair breaks. Its calls run on a thread of its own, because NCCL may wait without a limit. The caller waits for
 that thread until the deadline, or until the other process has closed the control connection. Then it aborts the communicator.
 
-Bytes come in pieces of PIECE_BYTES. The reader says when it is ready for a piece, so a GPU never waits for a reader that has died. At most
-WINDOW pieces are on their way. NCCL needs them in a GPU's memory, so bytes in the host's memory go through WINDOW buffers on the GPU.
+Bytes come in pieces of PIECE_BYTES. Before each piece the reader says that it is ready. So a GPU does not begin to send to a reader that has
+died. At most WINDOW pieces are on their way. NCCL needs them in a GPU's memory, so bytes in the host's memory go through WINDOW buffers on
+the GPU.
 
-A push waits for all work of its GPU, and so for a piece that NCCL is sending. So a reader that hangs in a piece may hold up a push until
-the deadline. NCCL has not run yet; tests/gpu/test_weights.py tests it.
+A push waits for all work of its GPU, also for a piece that NCCL is sending. So a reader that hangs in the middle of a piece can delay a push
+until the deadline. NCCL has not run yet; tests/gpu/test_weights.py tests it.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ WINDOW = 2
 TRAINER, READER = 0, 1
 """The members of a communicator."""
 READY = b"\4"
-"""The reader sends it before each piece."""
+"""The byte that the reader sends before each piece, when it is ready for the piece."""
 PORT = struct.Struct("<H")
 WATCH_SECONDS = 0.1
 """Pause between two looks at the control connection while a call runs."""
@@ -66,22 +67,22 @@ class Group(Protocol):
 
 
 class Pieces(Protocol):
-    """The place where a backend needs the pieces."""
+    """Brings pieces to the memory from which a backend sends, and from the memory into which a backend receives."""
 
     def active(self) -> AbstractContextManager[object]:
         """The context in which pieces are sent and received."""
 
     def outgoing(self, piece: Tensor, number: int) -> Tensor:
-        """The piece, where the backend reads it."""
+        """The piece, in memory from which the backend can send."""
 
     def incoming(self, piece: Tensor, number: int) -> Tensor:
-        """Memory for the piece, where the backend writes it."""
+        """Memory into which the backend can receive the piece."""
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Begin to copy what came into the memory of `incoming` to its place. `finish` waits for the end of the copy."""
+        """Begin to copy `came`, the memory that `incoming` gave, to `piece`. `finish` waits for the end of the copy."""
 
     def finish(self) -> None:
-        """Wait until everything that has arrived is in its place."""
+        """Wait for the end of all copies that `arrived` has begun."""
 
 
 class HostPieces:
@@ -106,7 +107,7 @@ class HostPieces:
 class GPUPieces:
     """Pieces for NCCL, which reads and writes the memory of a GPU.
 
-    The copies have a stream of their own, so that they do not wait for the training.
+    The copies run on a CUDA stream of their own, so that they do not wait for the training.
     """
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
@@ -120,7 +121,7 @@ class GPUPieces:
         return piece if piece.is_cuda else self.incoming(piece, number).copy_(piece, non_blocking=True)
 
     def incoming(self, piece: Tensor, number: int) -> Tensor:
-        # The piece that had this buffer before has been sent, or its copy is ahead of this one in the stream.
+        # The buffer is free: its former piece has been sent, or the copy out of it comes before its next use in the stream.
         return self.buffers[number % WINDOW][: len(piece)]
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
@@ -131,24 +132,24 @@ class GPUPieces:
 
 
 def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """host: address of this process that the other member reaches."""
+    """A process group of gloo. host: an address of this process at which the other member can reach it."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
-    # torch would take the address of the host's name, which another host may not reach.
+    # torch would look up the address of the host's name, and another host may not reach that address.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     return ProcessGroupGloo(store, member, 2, options)
 
 
 def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """NCCL finds the host's addresses itself."""
+    """A process group of NCCL. `host` is not used, because NCCL finds the host's addresses itself."""
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
     options.config.blocking = 0  # so that another thread can abort a call that waits
-    # With this variable `wait` waits for the GPU until its timeout, and there is no watchdog thread. A watchdog would end the trainer's
-    # process when a reader has died. torch reads the variable when a group is made, so the trainer's own groups keep their watchdogs.
+    # With this variable `Work.wait` waits for the GPU until its timeout, and the group has no watchdog thread. A watchdog would end the
+    # trainer's process when a reader has died. torch reads the variable when it makes a group, so the trainer's own groups keep theirs.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -163,7 +164,7 @@ GROUPS: dict[str, Callable[[object, int, str, timedelta], Group]] = {"gloo": _gl
 
 
 class Pair:
-    """A control connection with its communicator. It is used for one version after the other until something fails."""
+    """A control connection with its communicator. It brings one version after the other until something fails."""
 
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
@@ -178,7 +179,7 @@ class Pair:
         threading.Thread(target=_run, args=(self.calls,), name="weights_pair", daemon=True).start()
 
     def listen(self, deadline: float) -> None:
-        """The trainer's part of making the communicator: serve the store, tell the reader its port, and wait for the reader."""
+        """Make the trainer's end of the communicator: serve a store, tell the reader the store's port, and wait for the reader."""
         from torch.distributed import TCPStore
 
         host = self.connection.getsockname()[0]  # by which the reader has reached this process
@@ -191,7 +192,7 @@ class Pair:
         self.group = self.make(store, self.member, host, timeout)
 
     def join(self, deadline: float) -> None:
-        """The reader's part of making the communicator: receive the port of the store, and connect to it."""
+        """Make the reader's end of the communicator: receive the port of the trainer's store, and connect to it."""
         from torch.distributed import TCPStore
 
         (port,) = PORT.unpack(control.receive(self.connection, PORT.size))
@@ -246,7 +247,7 @@ class Pair:
             try:
                 done.set_result(call(*arguments, deadline))
             except BaseException as error:
-                # The traceback would keep the communicator and its connections until Python collects garbage.
+                # The traceback would keep the communicator and its connections alive until the next garbage collection.
                 done.set_exception(error.with_traceback(None))
 
         self.calls.put(answer)
@@ -261,12 +262,12 @@ class Pair:
             raise
         except (RuntimeError, OSError) as error:  # of torch, or of the control connection
             left(deadline)
-            # The call may notice the end of the other process before this loop does. Its own error would not name the cause.
+            # If the other process has ended, the call may fail before this loop notices the end. The call's error would not name the cause.
             reason = CLOSED if is_closed(self.connection) else str(error)
             raise ConnectionError(reason) from error
 
     def end(self) -> None:
-        """Close the connection, and abort the communicator, which ends a call that waits."""
+        """Close the connection, and abort the communicator. The abort ends a call that is still waiting."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
@@ -281,7 +282,7 @@ class Pair:
 def _run(calls: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
     while (call := calls.get()) is not None:
         call()
-        del call  # it holds the pair
+        del call  # otherwise this thread would keep the pair alive while it waits for the next call
 
 
 def _wait(work: Work, deadline: float) -> None:

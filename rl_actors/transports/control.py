@@ -21,23 +21,24 @@ NONCE_BYTES, SIGNATURE_BYTES = 16, 32
 LENGTH = struct.Struct("<Q")
 MAX_REQUEST_BYTES = 4096
 SERVED, GONE = b"\0", b"\1"
-"""The first byte of an answer. After SERVED come the layout of the slot and its bytes, and after GONE the text of the error."""
+"""The first byte of an answer. SERVED: the layout of the slot and its bytes follow. GONE: the text of the error follows."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
-"""The reader sends a receipt for the bytes. The server accepts it while it still holds the lock of the slot. A reader whose receipt is not
-accepted drops the bytes. The slot may have been rewritten while they came, because sendfile returns before all bytes have arrived."""
+"""When all bytes have arrived, the reader sends RECEIPT. The server waits for it with the slot locked, and answers ACCEPTED. Without this
+answer the reader drops the bytes. They may be wrong: sendfile returns before all bytes have arrived, so when the server has stopped waiting
+and has released the lock, a push may rewrite the slot while its bytes are still being sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A range of the tensors' bytes of a slot. It is served only while the slot holds the version `key`."""
+    """A request for a range of the tensors' bytes in a slot. It is served only while the slot holds the version `key`."""
 
     token: str  # of the slot, in hexadecimal digits
     key: str
     start: int = 0
     num_bytes: int
     path: str  # by which the bytes come: "tcp" or "point_to_point"
-    # The reader chooses the communicator's backend, "nccl" or "gloo", and the bytes of a piece. gloo ends the process if the two sides have
-    # different sizes.
+    # Only for point_to_point: the communicator's backend, "nccl" or "gloo", and the bytes of a piece. The reader chooses both for the two
+    # sides, because gloo ends the process if the sides have pieces of different sizes.
     backend: str = ""
     piece_bytes: int = 0
 
@@ -73,7 +74,7 @@ def await_receipt(connection: socket.socket) -> None:
 
 
 def send_nonce(connection: socket.socket) -> bytes:
-    """Ask for the next request. Returns the bytes that its sender must sign."""
+    """Ask for the next request. Returns the random bytes that the reader must sign with it."""
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.sendall(nonce)
     return nonce
@@ -115,12 +116,12 @@ def _signature(secret: bytes, nonce: bytes, text: bytes) -> bytes:
 
 
 def send_block(connection: socket.socket, block: bytes) -> None:
-    """Send the number of the bytes, and then the bytes."""
+    """Send how many bytes the block has, and then the block."""
     connection.sendall(LENGTH.pack(len(block)) + block)
 
 
 def receive_block(connection: socket.socket, limit: int | None) -> bytes:
-    """The bytes of one send_block. Raises ValueError if they are more than the limit."""
+    """A block that the other side sent with `send_block`. Raises ValueError if it has more bytes than the limit."""
     (length,) = LENGTH.unpack(receive(connection, LENGTH.size))
     if limit is not None and length > limit:
         raise ValueError(f"a request of {length} bytes; at most {limit} are read")

@@ -1,7 +1,8 @@
 """Memory of a GPU that other processes of the host open: the slots of a trainer's rank on its GPU, and pinned memory for slots on the host.
 
 torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay behind when a process is killed. So this module calls
-CUDA itself: cudaMalloc once per slot, a handle of 64 bytes in the slot's address, and cudaIpcOpenMemHandle once per reader.
+CUDA itself. It calls cudaMalloc once per slot and puts a handle of 64 bytes into the slot's address. A reader calls cudaIpcOpenMemHandle
+once.
 
 It has not run on a GPU yet. tests/gpu/test_weights.py tests it there.
 """
@@ -17,9 +18,9 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""The size of an allocation is a multiple of this number of bytes. CUDA puts smaller ones together in one block, and a handle opens a whole
-block."""
-LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the reader may compute on another GPU than that of the memory
+"""The size of an allocation is a multiple of this number of bytes. CUDA would put smaller allocations into one block, and a handle opens a
+whole block."""
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the reader may compute on another GPU than the memory's
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
@@ -75,7 +76,7 @@ class DeviceMemory:
 
 
 class OpenedMemory:
-    """Memory of another process's GPU. It is opened once and closed with this object."""
+    """GPU memory of another process. It is opened with this object, and closed when the object is garbage-collected."""
 
     def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
         """Raises PermissionError if this process does not see the GPU, or may not open its memory."""
@@ -102,7 +103,7 @@ def gpu_id(device: torch.device) -> str:
 
 
 def device_of(gpu: str) -> torch.device | None:
-    """The GPU of this id, if this process sees it."""
+    """The GPU with this id. None if this process does not see it."""
     if not torch.cuda.is_available():
         return None
     for index in range(torch.cuda.device_count()):
@@ -113,7 +114,7 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Context manager whose end waits for the copies that began in it, also after an error."""
+    """Context manager that at its end, also after an error, waits for the copies that began inside it."""
     try:
         yield
     finally:
@@ -122,9 +123,9 @@ def copies_end() -> Iterator[None]:
 
 
 def pin(data: Tensor, *, read_only: bool) -> bool:
-    """Pin memory of the host, so that copies to and from a GPU run at full speed. The caller ends this with `unpin`.
+    """Pin memory of the host, so that copies to and from a GPU run at full speed. The caller later calls `unpin`.
 
-    Returns False where CUDA refuses. Copies are then about four times as slow.
+    Returns False if CUDA refuses. Copies then take about four times as long.
     """
     if not torch.cuda.is_available() or not data.numel():
         return False

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def default_transport(weights: WeightsConfig | None = None) -> "IndexedTransport":
-    """The index in a torchstore, or in a small actor if torchstore is not installed. The caller opens and closes it."""
+    """A transport with its index in a torchstore, or in a small actor if torchstore is not installed. The caller opens and closes it."""
     if find_spec("torchstore") is None:
         from rl_actors.transports.index import IndexTransport
 

@@ -52,7 +52,7 @@ class FilesTransport(Transport):
         offsets = {name: json.dumps(offset) for name, (_, offset) in shards.items()}
         file = self.directory / key / f"rank{rank}.safetensors"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # safetensors refuses tensors that share storage, and tied or sliced tensors may share it. So these are copies.
+        # These are copies, because safetensors refuses tensors that share storage, as tied or sliced tensors may do.
         contiguous = {name: shard.clone(memory_format=torch.contiguous_format) for name, (shard, _) in shards.items()}
         await asyncio.to_thread(save_file, contiguous, file, metadata=offsets)
 

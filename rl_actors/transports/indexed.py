@@ -1,4 +1,6 @@
-"""Transports that keep only an index of versions in one place. Bytes go from the slots of the trainer's ranks straight to the readers."""
+"""Base class of the transports that keep only an index of versions in one place. The index holds the manifests. The bytes go from the slots
+of the trainer's ranks straight to the readers.
+"""
 
 import logging
 import secrets
@@ -29,7 +31,7 @@ class IndexedTransport(Transport):
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
         self.secret = secrets.token_bytes(32)  # proves to the ranks' servers that a reader has this transport
-        # By rank, for the ranks of this process.
+        # Rank -> its snapshot and its server, for the ranks that run in this process.
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 
@@ -62,7 +64,7 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if the config asks for served slots, or if a reader may be on another host or may fail to open memory of this rank's GPU."""
+        """True if the config asks for a server, if a reader may be on another host, or if a reader may fail to open memory of the GPU."""
         return (
             self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)
@@ -85,9 +87,9 @@ class IndexedTransport(Transport):
         return SlotSource(manifest=manifest, path=weights.path, timeout=weights.timeout, secret=self.secret)
 
     async def delete(self, manifest: Manifest) -> None:
-        """Remove the manifest. A later version uses the slot again."""
+        """Remove the manifest. The slot stays, and a later version is written into it."""
         await self.delete_object(f"{manifest.key}/manifest")
 
     @abstractmethod
     async def delete_object(self, key: str) -> None:
-        """Remove a value of put_object."""
+        """Remove a value that put_object has put."""

@@ -77,7 +77,7 @@ class MemoryTransport(Transport):
             if end.done():
                 return f"store: the process of {end.result()} ended"
             for process in silence.result():
-                process.kill()  # `close` would wait for its answer
+                process.kill()  # otherwise `close` would wait for an answer of this process
             return f"store: {', '.join(map(str, silence.result()))} did not answer for {silent_after:g} s"
         finally:
             end.cancel()

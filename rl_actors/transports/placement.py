@@ -1,30 +1,32 @@
-"""The place of a rank's slots: its GPU, or the host's memory. The rule knows numbers only, so it runs without a GPU."""
+"""Chooses the place of a rank's slots: the rank's GPU, or the host's memory. It needs only numbers, so it runs without a GPU."""
 
 from dataclasses import dataclass
 
 from rl_actors.config import WeightsPath
 
 MARGIN = 1.1
-"""Factor on the estimate of what training takes of a GPU, because fragments and kernels take more than the tensors."""
+"""Factor on the estimate of the GPU memory that training takes. Fragmentation and kernels take memory that the estimate does not count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place for slots. With only one slot a push waits for readers of the version before, and a push that fails loses that version."""
+    """A place for slots. If it has only one slot, a push overwrites the former version. The push then waits for the readers of that version,
+    and if the push fails, that version is lost.
+    """
 
     on_gpu: bool = False
     num_slots: int = 2
-    pinned: bool = False  # memory of the host from which a GPU reads at full speed
+    pinned: bool = False  # True: host memory that a GPU copies at full speed
     reason: str = "the weights are on a CPU"
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
     """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
 
-    The paths shared_memory and tcp always take slots on the host. A slot on the GPU also serves readers on other hosts: NCCL sends it from
-    there, and TCP sends it in parts through the host's memory.
-    room: bytes of the GPU that training leaves.
-    Raises ValueError if the path is cuda_ipc and that is not possible.
+    The paths shared_memory and tcp always take slots on the host. A slot on the GPU also serves readers on other hosts: NCCL sends its bytes
+    from the GPU, and TCP sends them in parts through the host's memory.
+    room: bytes of the GPU that training leaves free.
+    Raises ValueError if the path is cuda_ipc, and the weights are on a CPU or no slot fits on the GPU.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":
@@ -43,9 +45,9 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
 
 
 def room_for_slots(free: int, held_by_torch: int, training: int) -> int:
-    """Bytes of a GPU that training leaves.
+    """Bytes of a GPU that training leaves free.
 
-    free: bytes that nobody holds. held_by_torch: bytes that torch holds in this process. training: an estimate of the bytes that training
-    will hold at its peak, which it may not hold yet.
+    free: bytes that no process holds now. held_by_torch: bytes that torch holds in this process. training: an estimate of the bytes that
+    training will hold at its peak. The peak may still be ahead.
     """
     return free + held_by_torch - int(MARGIN * training)

@@ -1,10 +1,11 @@
-"""Slots from point to point: every pair of a trainer's rank and a reader has its own communicator. It serves one version after another.
+"""Slots from point to point: every pair of a trainer's rank and a reader has its own communicator, which brings one version after another.
 
-The first request of a reader makes the communicator. A tensor may be larger than a piece. When a call fails, hangs or loses the other
-process, both sides give the communicator up, and the next pull makes another one. The reader's pieces end in the host's memory.
+The first request of a reader makes the communicator. If a call fails, hangs or loses the other process, both sides give the communicator
+up, and the next pull makes another one. The bytes arrive in the reader's host memory. A piece is a range of the slot's bytes, so a tensor
+may be larger than a piece.
 
-The secret guards the control connection. torch's rendezvous, NCCL and gloo open ports that ask for no secret, and nothing is encrypted. So
-the network must be private.
+The secret guards only the control connection. torch's rendezvous, NCCL and gloo open ports that ask for no secret, and nothing is
+encrypted. So the network must be private.
 """
 
 import atexit
@@ -55,7 +56,7 @@ class Sender:
             self.pair.run(deadline, self.pair.send, slot.data)
         except Exception as error:
             logger.warning("pull of %s: gave up the communicator with %s: %r", request.key, self.reader, error)
-            self.end()  # while the slot is still locked, so that NCCL reads no slot that is freed
+            self.end()  # now, while the slot is locked; otherwise NCCL could still read a slot that has been freed
             raise
 
     def end(self) -> None:
@@ -65,7 +66,7 @@ class Sender:
 
 
 class Pairs:
-    """The pairs of this process that no pull uses at the moment, one for each rank of a trainer. The next version comes through them."""
+    """The pairs of this process that no pull uses at the moment, at most one for each rank of a trainer. The next pull takes them."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
@@ -73,7 +74,7 @@ class Pairs:
         atexit.register(self.end)
 
     def take(self, address: SlotAddress, request: Request) -> Pair | None:
-        """The pair of a rank, if it is for this address, backend and size of a piece, and if the rank has not closed it."""
+        """The pair of a rank. None if there is none for this address, backend and size of a piece, or if the rank has closed it."""
         with self.guard:
             if address.rank not in self.free:
                 return None

@@ -29,13 +29,13 @@ class Publisher:
         self.start_stream()
 
     def start_stream(self) -> None:
-        """Begin a new stream, which has the same name on all ranks. The numbers of published versions can then be used again."""
+        """Begin a new stream, which has the same name on all ranks. Version numbers of the former stream can then be published again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(
         self, version: int, make_weights: Callable[[torch.dtype], Mapping[str, Tensor]]
     ) -> Transfer | None:
-        """Publish the weights of make_weights(dtype) in dtype, the widest that a generator of the transport computes in.
+        """Publish make_weights(dtype), where dtype is the widest in which a generator of the transport computes.
 
         Returns None, and does nothing, if the version is already published in that dtype.
         """

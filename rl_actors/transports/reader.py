@@ -28,7 +28,7 @@ class ReadableSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotSource(Source):
-    """The slots of one version. `path` is the path of the bytes that the config asks for."""
+    """The slots of one version. path: WeightsConfig.path, the path that the config asks for."""
 
     manifest: Manifest
     path: str
@@ -58,12 +58,15 @@ class SlotSource(Source):
                 receive = RECEIVED[path]
                 reading = receive(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
                 slots = stack.enter_context(reading)
-            # A GPU may still copy out of the slots when the reader has asked for its last tensor.
+            # When the reader has its last tensor, a GPU may still copy out of the slots. They stay locked until these copies have ended.
             stack.enter_context(cuda_ipc.copies_end())
             yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:
-        """(the slots in shared memory, or none; the reason). Raises ValueError if the config forces a path that is not possible."""
+        """(the slots, mapped into this process, or no slots if it cannot map them; the reason).
+
+        Raises ValueError if the config asks for a path that is not possible.
+        """
         if self.path in RECEIVED:
             return [], CONFIG
         here = machine()
@@ -122,7 +125,7 @@ class OpenSlots(OpenVersion):
         return self.manifest.num_bytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A tensor that one rank holds whole is a view of the slot. One that several ranks share is put together when its turn comes."""
+        """A tensor that one rank holds whole is a view of the slot. A tensor that is sharded over ranks is put together when its turn comes."""
         for name, pieces in self.pieces():
             shape, dtype = self.manifest.tensors[name]
             yield name, whole(name, shape, dtype, pieces)

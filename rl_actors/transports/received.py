@@ -1,4 +1,4 @@
-"""Slots that came from another host: the bytes in this process's memory, which is made once and used again."""
+"""The memory of a reader into which slots come over a network. It is made once and used again."""
 
 import threading
 
@@ -16,7 +16,7 @@ class ReceivedSlot:
 
 
 class Buffers:
-    """Memory for received slots, by rank and size. It is made for the first version and kept for the next. Beside a GPU it is pinned."""
+    """Memory for received slots, by rank and size. It is made for the first version and kept for the next. With a GPU it is pinned."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()

@@ -1,4 +1,4 @@
-"""The server of the slots of one rank of a trainer, for readers that cannot open their memory. A reader must know the secret."""
+"""The server of one rank of a trainer. It sends slots to readers that cannot open their memory but know the secret."""
 
 import contextlib
 import socket
@@ -14,7 +14,7 @@ from rl_actors.transports.control import Request
 from rl_actors.transports.slots import Slot, VersionGoneError, actor_name, shared_lock
 
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""A reader's host counts as dead after a minute without an answer. Its connection then ends, and everything that belongs to it."""
+"""A reader's host counts as dead after a minute without an answer. Its connection then ends, with everything that belongs to it."""
 
 
 class Sender(Protocol):
@@ -31,14 +31,15 @@ SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
     "tcp": tcp.Sender,
     "point_to_point": point_to_point.Sender,
 }
-"""Path -> function of a connection, and of the seconds for each request, that makes the sender."""
+"""Path -> function that makes a sender. Its arguments are the connection, and the seconds that each request may take."""
 
 
 class Connections:
     """The open connections of a server. Any thread may open and close them."""
 
     def __init__(self) -> None:
-        self.guard = threading.RLock()  # a server may end while its own thread collects garbage
+        # Reentrant, because a garbage collection in a thread that holds it may end the server.
+        self.guard = threading.RLock()
         self.open: set[socket.socket] | None = set()  # None: the server has ended
 
     def add(self, connection: socket.socket) -> bool:
@@ -65,7 +66,7 @@ class Connections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """State that the threads of a server share. They do not hold the server itself, which ends when nobody else holds it."""
+    """State that the threads of a server share. They have no reference to the server itself, so it ends when nobody else has one."""
 
     find: Callable[[bytes], Slot | None]
     secret: bytes
@@ -74,7 +75,7 @@ class Served:
 
 
 class SlotServer:
-    """Serves the slots of this process to readers that know the secret. It ends with the process, or when nobody holds it any more."""
+    """Serves the slots of this process to readers that know the secret. It ends when it is garbage-collected, or with the process."""
 
     def __init__(self, find: Callable[[bytes], Slot | None], *, host: str, secret: bytes, timeout: float) -> None:
         """find: token -> the slot. host: address to bind to. timeout: seconds in which a request must be answered."""
@@ -109,7 +110,9 @@ def _accept(server: socket.socket, served: Served) -> None:
 
 
 def _serve(connection: socket.socket, served: Served) -> None:
-    """Answer the requests of one reader until it goes away. A reader that goes early or has a wrong secret ends only its own connection."""
+    """Answer the requests of one reader until it ends the connection. An error of the reader, such as a wrong secret, ends only its own
+    connection.
+    """
     with connection, contextlib.suppress(OSError, ValueError), ExitStack() as stack:
         stack.callback(served.connections.remove, connection)
         connection.settimeout(served.timeout)

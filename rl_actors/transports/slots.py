@@ -1,11 +1,11 @@
 """Slots: anonymous shared memory in which one rank keeps its part of one version, and the locks on it.
 
-A slot is a memfd. It has no name, so the kernel frees it with the last process that holds it, even after kill -9, and the size of /dev/shm
-does not limit it. A reader opens it as /proc/<pid>/fd/<number>. The writer takes an exclusive flock and readers a shared one, so a slot is
-never rewritten while it is read. The kernel releases the lock of a process that dies.
+A slot is a memfd, a file in memory without a name. So the kernel frees it with the last process that has it open, even after kill -9, and
+the size of /dev/shm does not limit it. A reader opens it as /proc/<pid>/fd/<number>. The writer takes an exclusive flock and readers take a
+shared one, so a slot is never rewritten while it is read. The kernel releases the lock of a process that dies.
 
-The first page of a slot names the version that it holds whole. Then follow the layout of the slot as JSON, and the tensors.
-Tensors on a GPU are in memory of their own, and the memfd ends with the layout.
+The first page of a slot names the version that the slot holds. Then follow the layout of the slot as JSON, and the tensors. If the tensors
+are on a GPU, they are in memory of their own, and the memfd ends with the layout.
 """
 
 import contextlib
@@ -37,10 +37,10 @@ ALIGNMENT = 64  # every tensor in a slot begins at a multiple of this number of 
 HEAD = struct.Struct("<8s16sQQQ")
 """The first bytes: magic, token, number of bytes of the layout, offset of the tensors, number of bytes of the tensors."""
 MAGIC = b"rlweight"
-KEY_OFFSET = 64  # place of the length of the key, as one byte, and of the key after it
+KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""A reader unmaps a slot that its last KEPT_MAPPINGS versions did not use. A trainer has two slots, which its versions use in turn."""
+"""A reader unmaps a slot that none of its last KEPT_MAPPINGS versions used. A trainer has two slots, which its versions use in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts of one rank by name, in the order of their places."""
+    """Name of a tensor -> the part that one rank holds of it, in the order in which the parts lie in the slot."""
 
     shards: Mapping[str, Shard]
     num_bytes: int
@@ -120,16 +120,16 @@ def machine() -> str:
 
 
 def actor_name() -> str:
-    """This process in an error message: "trainer-1 (pid 17)"."""
+    """The name of this process in error texts: "trainer-1 (pid 17)"."""
     name = os.environ.get("RL_ACTORS_PROCESS")
     return f"{name} (pid {os.getpid()})" if name else f"pid {os.getpid()}"
 
 
 class Slot:
-    """A slot in the process that writes it. Its memory is touched once, when the slot is made."""
+    """A slot in the process that writes it. All its memory is allocated when the slot is made."""
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
-        """device: that of the weights. The slot is on it if the place says so."""
+        """device: the device of the weights. The tensors of the slot are on it if place.on_gpu is True."""
         self.layout, self.rank, self.number, self.device = layout, rank, number, device
         text = layout.to_json()
         self.data_offset = _round_up(PAGE + len(text), PAGE)
@@ -137,7 +137,7 @@ class Slot:
         self.fd = os.memfd_create(f"rl_actors_weights_{rank}_{number}", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, self.data_offset + (0 if place.on_gpu else max(layout.num_bytes, 1)))
-        # MAP_POPULATE touches every page now. Otherwise the first write would stop at each page.
+        # MAP_POPULATE allocates every page now. Otherwise the first write would be slowed down by a page fault for each page.
         self.memory = _map(self.fd, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory[: HEAD.size] = HEAD.pack(MAGIC, self.token, len(text), self.data_offset, layout.num_bytes)
         self.memory[PAGE : PAGE + len(text)] = text
@@ -153,7 +153,7 @@ class Slot:
 
     @property
     def key(self) -> str:
-        """Key of the version that the slot holds whole. Empty: none."""
+        """Key of the version that the slot holds. Empty: it holds no complete version."""
         return _key_in(self.memory)
 
     @key.setter
@@ -171,7 +171,7 @@ class Slot:
 
     @contextlib.contextmanager
     def writing(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock. The slot has the key after the context has ended without an error, and none until then.
+        """Hold the exclusive lock. During the context the slot has no key. If the context ends without an error, the slot gets this key.
 
         Raises TimeoutError naming the processes that still read the slot.
         """
@@ -188,7 +188,10 @@ class Slot:
             yield
 
     def end(self, key: str, timeout: float) -> None:
-        """Wait for the readers, and let no other reader begin, because memory of a GPU is freed with the slot. key: that of the push."""
+        """Wait until no reader uses the slot, and let no other begin. Call it before the slot is dropped, because its GPU memory is then freed.
+
+        key: key of the push, for error texts.
+        """
         with self._locked(key, timeout):
             pass
 
@@ -305,7 +308,8 @@ MAPPINGS = Mappings()
 @contextlib.contextmanager
 def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
     """Hold a shared lock on an open file."""
-    # A lock belongs to one opening of a file. Two readers in this process must not share one, so each opens the file again.
+    # A flock belongs to one opening of a file. If two readers in this process shared one, the first to end would release the lock for both.
+    # So each opens the file again.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         with flock(own, fcntl.LOCK_SH, timeout, what):

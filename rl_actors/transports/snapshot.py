@@ -34,7 +34,7 @@ class Snapshot:
         self.plan = Plan()
         self.slots: list[Slot] = []
         self.newest: Slot | None = None  # slot of the newest version
-        self.before: Slot | None = None  # slot of the version before, while the newest may still fail on another rank
+        self.before: Slot | None = None  # slot of the version before the newest; `forget` goes back to it
 
     def write(self, key: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Slot:
         """Copy this rank's parts of the tensors into the older slot, cast to `dtype` if it is given.
@@ -56,7 +56,7 @@ class Snapshot:
         return slot
 
     def forget(self, key: str) -> None:
-        """Drop a write whose version was not published. The version before is the newest again."""
+        """Drop a write whose version was not published, because another rank failed. The version before is then the newest again."""
         if self.newest is not None and self.newest.key == key:
             self.newest = self.before
 
@@ -65,7 +65,7 @@ class Snapshot:
         return next((slot for slot in self.slots if slot.token == token), None)
 
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
-        """The slot for the next write. If the place has two slots, it does not hold the newest version. The first writes make the slots."""
+        """The slot for the next write. Of two slots it is the one that does not hold the newest version. The first writes make the slots."""
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:
             if slot not in alike and slot is not self.newest:
@@ -108,7 +108,7 @@ def _described(tensor: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
 
 
 def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Layout:
-    """The places of this rank's parts in a slot. If several replicas hold the same part, only the first one puts it there."""
+    """The places of this rank's parts in its slot. If several replicas hold the same part, only the first one puts it into its slot."""
     shards: dict[str, Shard] = {}
     offset = 0
     for name, tensor in tensors.items():

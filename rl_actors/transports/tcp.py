@@ -17,10 +17,10 @@ from rl_actors.transports.control import Request, left
 from rl_actors.transports.received import BUFFERS, ReceivedSlot
 from rl_actors.transports.slots import Layout, Slot, SlotAddress
 
-GPU_PART_BYTES = 64 << 20  # of a slot on a GPU, which goes through the host's memory in such parts
+GPU_PART_BYTES = 64 << 20  # a slot on a GPU goes through the host's memory in parts of this number of bytes
 NUM_STREAMS = 4
 MIN_STREAM_BYTES = 32 << 20
-"""A slot with fewer bytes than NUM_STREAMS times this comes in fewer streams."""
+"""Smallest number of bytes of a stream. A slot with fewer than NUM_STREAMS * MIN_STREAM_BYTES bytes comes in fewer streams."""
 
 
 class Sender:

@@ -1,7 +1,7 @@
 """The index of versions in a torchstore, the default. The store is in the process that opens the transport, or where
 the caller initialized it.
 
-No tensor passes through it. torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
+No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 
 Monarch 0.7 refuses the controller of torchstore 0.1.2, so this module replaces `torchstore.api.Controller`. Remove the replacement when
 torchstore has a controller that works.
