@@ -194,8 +194,8 @@ def _local_shape(weight: Weight, config: TrainerConfig, *, gathered: bool = Fals
 def _activations(config: TrainerConfig) -> int:
     """Bytes of activations and of other temporary tensors.
 
-    These are the activations that are saved for the backward pass, those of the block that is running, a chunk of logits, and the weights
-    that FSDP has gathered.
+    The activations are those that are saved for the backward pass, and those of the block that is running. The other tensors are the input
+    of the head and its gradient, a chunk of logits, and the weights that FSDP has gathered.
     """
     model, parallel = config.model, config.parallelism
     tensor = parallel.tensor_parallel_degree

@@ -200,7 +200,7 @@ class ForwardBackwardOutput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankOutput:
-    """The part of a ForwardBackwardOutput that one rank reports. It is defined here so that a client can read it without the engine.
+    """The part of a ForwardBackwardOutput that one rank reports. It is defined here so that a client need not import the engine.
 
     Each sample is reported once, by tensor-parallel rank 0 of the last pipeline stage. Under context parallelism only context-parallel
     rank 0 reports samples, and every context-parallel rank reports its own metrics.

@@ -20,7 +20,7 @@ from rl_actors.processes import threads
 
 
 def device() -> torch.device:
-    """This rank's GPU, which becomes torch's current device."""
+    """This rank's GPU. The call makes it torch's current device."""
     index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -1,7 +1,7 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-All ranks must call load, state_dict, require_exportable and the exports together. These directories have no optimizer state; the trainer's
-own checkpoints (checkpoint.py) have it.
+All ranks must call load, state_dict, require_exportable and the exports together. A Hugging Face directory has no optimizer state; the
+trainer's own checkpoints (checkpoint.py) have it.
 """
 
 import json
@@ -124,8 +124,8 @@ def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
 def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
     """The model's tensors under their Hugging Face names, sharded. The body fills them in place.
 
-    Hugging Face has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). They are temporary
-    here, and are joined and copied into the parameter after the body.
+    Hugging Face has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). Here these tensors
+    are temporary. After the body they are joined, and copied into the parameter.
     """
     parameters = _parameters(built.model)
     if built.has_value_head:

@@ -22,8 +22,8 @@ def _split_placements(joined: DTensor) -> list[Placement]:
     """Placements under which every rank holds a piece of every expert or head.
 
     FSDP and expert parallelism shard the first dimension, so they give each rank whole experts and heads. But every rank must publish a
-    shard of every tensor. These placements shard another dimension. This splits every expert and head over all ranks and takes the same
-    memory. (torchtitan's own adapter would give each rank only the names of its own experts, and it does not support replicas.)
+    shard of every tensor. These placements shard another dimension. So every expert and head is split over all ranks, and the memory stays
+    the same. (torchtitan's own adapter would give each rank only the names of its own experts, and it does not support replicas.)
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)

@@ -26,10 +26,10 @@ class Machine(Protocol):
         """A stopwatch for work of the device."""
 
     def device(self) -> torch.device:
-        """This rank's device, which becomes torch's current one."""
+        """This rank's device. The call makes it torch's current device."""
 
     def prepare(self, world_size: int) -> None:
-        """Set threads and compilers of this process, which is one of world_size ranks."""
+        """Configure the threads and the compilers of this process, which is one of world_size ranks."""
 
     def attention(self, kernel: str) -> FlexAttention.Config | VarlenAttention.Config:
         """torchtitan's config of the attention layers. kernel: TrainerConfig.attention."""

@@ -1,7 +1,7 @@
 """The rotary embedding of a model. Reads no weights.
 
-It rotates pairs of a head's dimensions. As in Hugging Face's models, dimension i of the first half and dimension i of the second half
-form a pair.
+The embedding rotates pairs of a head's dimensions. As in Hugging Face's models, dimension i of the first half and dimension i of the
+second half form a pair.
 
 P positions, W width of a head.
 """

@@ -4,7 +4,7 @@ torch's own sharing of CUDA tensors counts references in files of /dev/shm, whic
 CUDA itself. It calls cudaMalloc once per slot and puts a handle of 64 bytes into the slot's address. A reader calls cudaIpcOpenMemHandle
 once.
 
-It has not run on a GPU yet. tests/gpu/test_weights.py tests it there.
+This module has not run on a GPU yet. tests/gpu/test_weights.py tests it there.
 """
 
 import contextlib
