@@ -203,7 +203,7 @@ def require_optimizer(call: str, optimizer: object | None) -> None:
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
     """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        return  # nothing can be refused, and for the first optimizer of a process torch imports its compiler, which takes 1 s
+        return  # there is nothing to refuse; to build the first optimizer of a process, torch would import its compiler for 1 s
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
         made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)

@@ -112,7 +112,7 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The norms, computed in float64.
 
     On a CPU torch adds float32 squares one after another in float32, and a small square is lost when it is added to a large sum. torch's
-    norm of 16 million random values is too small by 6e-4, and that of 155 million by 2 %.
+    norm of 16 million random values is too small by 6e-4, and its norm of 155 million values by 2 %.
     """
     found = []
     for tensor in tensors:

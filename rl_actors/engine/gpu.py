@@ -71,7 +71,7 @@ class HostCopy(metrics.HostCopy):
 
 
 class Stopwatch(metrics.Stopwatch):
-    """Seconds that the GPU spends on the kernels that are launched between `start` and `stop`, by events of the current stream."""
+    """Measures the GPU's seconds for the kernels that are launched between `start` and `stop`, with events of the current stream."""
 
     def __init__(self) -> None:
         super().__init__()

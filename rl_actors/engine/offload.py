@@ -1,4 +1,4 @@
-"""Moves weights, gradients and optimizer state of one rank from its device to host memory, and back with the same bits.
+"""Moves weights, gradients and optimizer state of one rank from its device to host memory and back, bit for bit.
 
 A storage is copied to the host, emptied in place, and filled again in place. So every view of it stays valid, such as the views of DTensors
 and those that FSDP keeps of its shards. The keys of the optimizer's state stay valid, too. Nothing about the model's modules changes.

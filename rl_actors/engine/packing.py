@@ -189,7 +189,7 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal_packed(self) -> Plan:
-        """The plan with as few rows as first fit finds, or a plan with more rows if that takes less time."""
+        """The plan for the rows that first fit finds. If a plan with more rows takes less time, that plan instead."""
         rows = first_fit_decreasing(self.lengths, self.capacity)
         packed = self.deal(rows)
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks

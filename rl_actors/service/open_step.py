@@ -44,7 +44,7 @@ class OpenStep:
     async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
         """Wait until no other client has an open step, and give it to this client. Does nothing if this client has it already.
 
-        Raises RuntimeError if another client still has the step after `patience` seconds, naming it, and if `client` has left meanwhile.
+        Raises RuntimeError if another client, which the error names, still has the step after `patience` seconds, or if `client` has left.
         """
         if self.holder is client:
             return

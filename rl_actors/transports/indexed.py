@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class IndexedTransport(Transport):
-    """Versions in an index, which a subclass keeps, and their tensors in the slots of the processes that put them."""
+    """A transport whose index a subclass keeps. The tensors of a version are in slots of the processes that put them."""
 
     kind = "slots"
 

@@ -26,7 +26,7 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
     The paths shared_memory and tcp always take slots on the host. A slot on the GPU also serves readers on other hosts: NCCL sends its bytes
     from the GPU, and TCP sends them in parts through the host's memory.
     room: bytes of the GPU that training leaves free.
-    Raises ValueError if the path is cuda_ipc, and the weights are on a CPU or no slot fits on the GPU.
+    With the path cuda_ipc, raises ValueError if the weights are on a CPU or if no slot fits on the GPU.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":

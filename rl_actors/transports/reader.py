@@ -1,4 +1,4 @@
-"""Reading a version from the slots of all ranks of a trainer, over the path that reader and trainer share."""
+"""Reads a version from the slots of all ranks of a trainer, over a path that reader and trainer share."""
 
 import time
 from collections import defaultdict
