@@ -203,7 +203,8 @@ def require_optimizer(call: str, optimizer: object | None) -> None:
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
     """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
     if config.name in ("AdamW", "Adam") and not config.arguments:
-        return  # there is nothing to refuse; to build the first optimizer of a process, torch would import its compiler for 1 s
+        # There is nothing to refuse, and the first optimizer of a process makes torch import its compiler, which takes 1 s.
+        return
     make = pkgutil.resolve_name(config.name) if ":" in config.name else getattr(torch.optim, config.name)
     try:
         made = make([torch.nn.Parameter(torch.zeros(2, 2))], lr=0.0, **config.arguments)
