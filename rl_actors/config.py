@@ -31,11 +31,11 @@ class OptimizerConfig:
     arguments: dict[str, float | bool] = field(default_factory=dict)
     """Arguments of the optimizer's constructor, without those that come with each optim_step: {"momentum": 0.9}."""
     groups: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Regular expression -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}. The expression is searched in torchtitan's
-    parameter names. A parameter belongs to the first expression that matches its name. If none matches, its multipliers are 1."""
+    """Regular expression -> multipliers of learning rate and weight decay: {"norm": (1.0, 0.0)}. The expressions are matched anywhere in
+    torchtitan's parameter names. A parameter belongs to the first expression that matches its name. If none matches, its multipliers are 1."""
     implementation: Literal["fused", "foreach", "for-loop"] = "fused"
-    """torch's implementation of AdamW and Adam. This field has no effect on an optimizer by import path, whose
-    `arguments` may choose an implementation."""
+    """torch's implementation of AdamW and Adam. If `name` is an import path, this field has no effect; `arguments` may then choose an
+    implementation."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit if the optimizer cannot be built."""
@@ -169,8 +169,8 @@ class TrainerConfig:
     """Largest number of positions in a row. It is rounded down to a multiple of 64. Under context or expert parallelism the multiple can be
     larger; see layouts.row_multiple."""
     rows_per_microbatch: int = 1
-    """Largest number of rows of a microbatch, which is one forward and backward pass of a data-parallel rank. With packing="token_budget"
-    it limits the positions of a microbatch instead of its rows."""
+    """Largest number of rows of a microbatch. A microbatch is the input of one forward and backward pass on a data-parallel rank. With
+    packing="token_budget" this field limits the positions of a microbatch instead of its rows."""
     packing: PackingPolicy = "packed"
     """packed: samples share rows. token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch
     positions. fixed: one sample per row; a microbatch has at most rows_per_microbatch rows."""
@@ -298,9 +298,9 @@ class RestartPolicy:
     """Rules for actors that die: when a silent actor counts as dead, and how often and after which pauses an actor is started again."""
 
     max_per_hour: int = 10
-    """Largest number of restarts of an actor in an hour. After the next death the actor is not started again. When no actor is left, every
-    call raises the error of the first actor's first death in that hour. 0: the actor is never started again. A generator that has never
-    been ready is started again at most twice."""
+    """Largest number of restarts of an actor in an hour. After the next death the actor is not started again. A generator that has never
+    been ready is started again at most twice. When no actor is left, every call raises the error of the first actor's first death in that
+    hour. 0: the actor is never started again."""
     backoff: float = 1.0
     """Seconds between the second death of an hour and the restart after it. The pause doubles with every further death, up to a minute.
     After the first death there is no pause."""
@@ -384,7 +384,7 @@ class GeneratorConfig:
     released."""
     recompute_running: bool = True
     """After a pull, compute the cached keys and values of running requests again, so that all later tokens are exactly the new policy's.
-    False: running requests keep the keys and values of the old weights, which takes no time. New requests never read old ones."""
+    False: running requests keep the keys and values of the old weights, so nothing is computed again. New requests never use old ones."""
     num_threads: int | None = None
     """CPU threads of the process. None: OMP_NUM_THREADS; if that is not set, four on a machine with a GPU, otherwise one per core."""
     seed: int = 0

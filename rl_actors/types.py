@@ -153,7 +153,7 @@ def _samples_from_arrays(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimParams:
-    """Hyperparameters of one optimizer step. `groups` of OptimizerConfig may multiply `learning_rate` and `weight_decay` by parameter."""
+    """Hyperparameters of one optimizer step. OptimizerConfig.groups may multiply learning_rate and weight_decay for some parameters."""
 
     learning_rate: float
     beta1: float = 0.9

@@ -49,7 +49,7 @@ def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None
     With optimizer=False a value model also takes the checkpoint of a language model, and keeps its own head.
 
     Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the files, because DCP
-    unpickles them.
+    unpickles them and unpickling can run code.
     """
     if not on_all_ranks(is_checkpoint(path)):
         raise ValueError(f"{path} is not a checkpoint: it holds no {METADATA}")

@@ -77,9 +77,9 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Share the cores among the ranks of this host. With more threads than cores, gloo and the kernels slow each other down.
+    """Share the cores of this host among all ranks. With more threads than cores, gloo and the kernels slow each other down.
 
-    An OMP_NUM_THREADS that the user set is kept.
+    Ranks on other hosts are counted, too. An OMP_NUM_THREADS that the user set is kept.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))

@@ -59,7 +59,7 @@ def export_checkpoint(
 def export_adapters(
     checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write the directory that export_lora of a trainer with these adapters would write. peft and vLLM load it over config.hf_path.
+    """Write the directory that export_lora of a trainer with these adapters would write: adapters for the model in config.hf_path.
 
     The tokenizer files of the checkpoint are copied, too. texts: see export_checkpoint.
     """

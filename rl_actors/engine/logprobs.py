@@ -99,7 +99,7 @@ class ChunkedHead:
     def evaluate(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss | None, *, with_entropy: bool = False
     ) -> tuple[Values, Partials]:
-        """The values and, with a loss, its metrics. The caller must turn gradients off."""
+        """The values and, if a loss is given, its metrics. The caller must turn gradients off."""
         if loss is None:
             return self.forward(hidden_BLD, batch, with_entropy=with_entropy), {}
         return self.loss(hidden_BLD, batch, loss, with_entropy=with_entropy)[:2]

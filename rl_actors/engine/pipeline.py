@@ -78,15 +78,15 @@ class PipelineRunner:
     def forward(
         self, batches: Iterable[PackedBatch], loss: Loss | None, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """The values and, with a loss, its metrics, without gradients. A loss that fails on one rank raises on all."""
+        """The values and, if a loss is given, its metrics. Computes no gradients. If the loss fails on one rank, all ranks raise its error."""
         steady = None if loss is None else SteadyLoss(loss)
         return self._run(batches, steady, with_entropy=with_entropy, training=False)
 
     def forward_backward(
         self, batches: Iterable[PackedBatch], loss: Loss, *, with_entropy: bool
     ) -> list[MicrobatchOutput]:
-        """Add the gradient of the loss, and return values and metrics. A loss that fails on one rank raises on all, after the last
-        microbatch.
+        """Add the gradient of the loss, and return values and metrics. If the loss fails on one rank, all ranks raise its error after the
+        last microbatch.
         """
         return self._run(batches, SteadyLoss(loss), with_entropy=with_entropy, training=True)
 

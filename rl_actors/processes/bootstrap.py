@@ -26,5 +26,5 @@ except SystemExit as error:
 
 The process collects no garbage until `collector.keep` is called. `end` is registered first and so runs last, when the threads have ended
 and all other exit handlers have run. Without `end`, Python would then delete the objects of the thousands of modules that torch and vLLM
-import, one by one. That takes one second of processor time for a trainer and two for a generator, and nothing needs it.
+import, one by one. That would take one second of processor time for a trainer and two for a generator, and is of no use.
 """

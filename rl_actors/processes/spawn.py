@@ -1,8 +1,8 @@
 """Spawns the processes of actors, with their rendezvous and their logs.
 
 Importing this module changes nothing. The first spawn sets up Monarch in this process.
-If the process that spawned others ends, these end within seconds, even if it was killed with kill -9. A process on another host is then
-ended by the worker that started it.
+When a process ends, the processes that it has spawned end within seconds, even if it was killed with kill -9. A spawned process on another
+host is ended by the worker that started it.
 """
 
 import asyncio

@@ -3,9 +3,9 @@
 A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. The reasons are at
 `choose_kernels`, `keep_memory` and `keep_one_pool`.
 
-A process that uses a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation over
-some ten thousand numbers. With several such processes on 64 shared cores, a scan of the ids of 65,536 positions took 170 to 200 ms.
-With four threads it took 1.4 ms.
+A process that uses a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation on tens of
+thousands of numbers. With several such processes on 64 shared cores, a scan of the ids of 65,536 positions took 170 to 200 ms. With four
+threads it took 1.4 ms.
 """
 
 import contextlib
