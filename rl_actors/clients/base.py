@@ -230,7 +230,8 @@ class Client:
         return in_background(self._close(), f"{self.name}: close")
 
     async def _spawn(self, num_processes: int, env: dict[str, str] | None = None) -> "ProcMesh":
-        async with self._spawning:  # a `close` during the spawn waits for the end of the spawn, and then stops the processes
+        # A `close` during the spawn waits for the end of the spawn, and then stops the processes.
+        async with self._spawning:
             self._require_open("setup")
             try:
                 self._processes = await spawn_processes(

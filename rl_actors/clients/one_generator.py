@@ -159,7 +159,7 @@ class OneGenerator(Client):
                     if (error := beat.exception()) is not None:
                         return ActorDiedError(f"{self.name}: {getattr(error, 'exception', error)}", self.name)
                     [answer], beat = beat.result(), None
-                # A round that took longer than twice the pause means that this process itself was stopped. That time does not count.
+                # If a round took longer than twice the pause, this process itself was stopped. Then only twice the pause counts.
                 silence.saw(answer, min(time.monotonic() - begin, 2 * pause))
                 if silence.seconds == 0:
                     self._heard[0] = time.monotonic()

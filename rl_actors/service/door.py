@@ -1,7 +1,7 @@
 """`Door`, the port of a service. Programs connect to it to attach, or to ask for the state, the logs or the end of the service.
 
 Both sides send lines of JSON. Calls to actors do not pass through the door.
-A program that wants to attach must have the same versions of some packages as the service (see wire.py). It then gets the reference to the
+A program that wants to attach must have the service's versions of Python and some packages (see wire.py). It then gets the reference to the
 coordinator. Its connection stays open as long as its client exists. When the connection ends, each side knows that the other one is gone.
 """
 

@@ -63,9 +63,10 @@ class SlotSource(Source):
             yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:
-        """(the slots, mapped into this process, or no slots if it cannot map them; the reason).
+        """(the slots, mapped into this process; the reason for the path).
 
-        Raises ValueError if the config asks for a path that is not possible.
+        There are no slots if they cannot be mapped, or if the config asks for a path over a network. Raises ValueError if the config asks for
+        a path that is not possible.
         """
         if self.path in RECEIVED:
             return [], CONFIG

@@ -98,7 +98,7 @@ def _accept(server: socket.socket, served: Served) -> None:
     while True:
         try:
             connection, _ = server.accept()
-        except OSError:  # it was closed
+        except OSError:  # the server was closed
             return
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEP_ALIVE.items():

@@ -20,8 +20,8 @@ class Snapshot:
     """One rank's part of the newest two versions.
 
     A write goes into the slot of the older version. So with two slots a push that fails loses only the older version. Both slots have the
-    same layout. If the tensors of a write need another layout, the write makes a slot of that layout. Slots of the former layout are
-    dropped when the second version of the new layout begins.
+    same layout. If the tensors of a write need another layout, the write drops the slot of the older version and makes a slot of the new
+    layout. The next write drops the other slot of the former layout.
     """
 
     def __init__(
