@@ -6,8 +6,9 @@ The runs are whole runs of controllers.grpo, one after another on the same machi
 and one optimizer step in a GRPO step. They differ only in rollouts.max_staleness.
 The reward of a group comes after a random time and costs no computation, like the reward of a judge or a sandbox on another machine. The time
 is exponentially distributed with the mean `--seconds`, and at most four times the mean. All groups are scored at the same time.
-The program checks every step's ages against the bound. For each run it prints rollouts a second, the final held-out accuracy, the largest age
-and the ratio to the first run.
+The age of a group is the number of versions between the weights that sampled it and the weights that train on it. A run fails if an age is
+above max_staleness. For each run the program prints rollouts a second, the final held-out accuracy, the largest age and the ratio of its
+rollouts a second to those of the first run.
 """
 
 import argparse
@@ -113,7 +114,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=1.0, help="mean time of a reward")
-    parser.add_argument("--limit", type=float, default=900.0, help="largest number of seconds of a run")
+    parser.add_argument("--limit", type=float, default=900.0, help="stop a run after this many seconds")
     options = parser.parse_args()
     if options.steps < max(options.staleness) + 4:
         parser.error(

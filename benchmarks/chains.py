@@ -1,7 +1,7 @@
 """A corpus that a model learns in minutes: random chains of tokens. Measures nothing.
 
 Every token has BRANCHES possible successors, all equally likely. So a model that knows the corpus has a loss of log(BRANCHES) = 1.39 nats a
-token, and the sequences that it samples are such chains.
+token, and samples such chains.
 """
 
 import math
@@ -22,12 +22,12 @@ class Chains:
         """The tokens are the ids from FIRST_ID to FIRST_ID + num_tokens - 1."""
         self.draw = torch.Generator().manual_seed(seed)
         self.num_tokens = num_tokens
-        # All successors are shifts of one permutation. So a token's successors are distinct, and all tokens are equally frequent.
+        # Each column of successors is a shift of one permutation. So a token's successors are distinct, and all tokens are equally frequent.
         order = torch.randperm(num_tokens, generator=self.draw)
         self.successors = torch.stack([order.roll(shift) for shift in range(BRANCHES)], dim=1)
 
     def ids(self, count: int, length: int) -> torch.Tensor:
-        """New chains, [count, length]."""
+        """New chains as ids, in a tensor of shape [count, length]."""
         last = torch.randint(self.num_tokens, (count,), generator=self.draw)
         columns = [last]
         for _ in range(length - 1):

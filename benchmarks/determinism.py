@@ -147,7 +147,7 @@ def compare_generator(
             others += submit_others(client, 2 * count, vocab_size, num_tokens, seed + 10)
             figures = completion_differences(alone, completions_of(calls))
             results.add("determinism", f"{title} and {name}", figures)
-            completions_of(others)  # so that they have ended before the next round
+            completions_of(others)  # waits, so that no request of this round runs in the next one
         again = one_by_one(client, prompts, num_tokens)
         results.add("determinism", f"{title} twice", completion_differences(alone, again))
         recorded += zip(prompts, alone, strict=True)
@@ -155,7 +155,7 @@ def compare_generator(
 
 
 def one_by_one(client: GeneratorClient, prompts: Sequence[list[int]], num_tokens: int) -> list[Completion]:
-    """Completions of the requests that submit_seeded submits. Here each request is submitted after the answer to the previous one."""
+    """Completions of the same requests as in submit_seeded. Here each request waits for the answer to the previous one."""
     completions = []
     for i, prompt in enumerate(prompts):
         call = client.generate([prompt], seeded_params(i, num_tokens))

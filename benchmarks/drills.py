@@ -1,12 +1,13 @@
-"""Runs whose processes are killed or stopped at random moments. Each must end by itself as the undisturbed run does.
+"""Runs whose processes are killed or stopped at random moments. Each run must recover by itself and end like the undisturbed run.
 
+The undisturbed run is a run with the same flags in which nothing is killed or stopped.
 A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
-kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0. It must
-have all steps, the data position of the undisturbed run and as many problems, none of them twice; a synchronous run must have the same
-problems. It must leave no process and no shared memory.
+kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0, with all
+steps, and at the same position in the data as the undisturbed run. It must have trained on as many problems, and on none twice. A synchronous
+run must have trained on the same problems. No process and no shared memory may be left.
 
-The program also measures the seconds from the signal to the record of the next step after the recovery. For rounds with one death, after
-the start, BARS has limits. The median of the seconds must not be above the limit, and the longest time not above twice the limit. After a
+The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits them in rounds with one
+signal, sent after the actors have started. The median must not be above the limit, and the longest time not above twice the limit. After a
 SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit is exceeded.
 
 Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
@@ -43,12 +44,12 @@ PROCESS_NAMES = {"store": "memory"}
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
 """Kind -> limit of the median seconds from a kill to the next step. The limit of the longest time is twice as high."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
-"""Kinds of rounds. Only rounds with one death have limits. A round whose death comes while the actors start ("start") has none, because its
-seconds include the rest of the start, which an undisturbed run needs, too."""
+"""Kinds of rounds. Only rounds with one death have limits. A round in which a process dies while the actors start ("start") has none, because
+its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
 """Seconds between two looks at the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
-# Seconds between the end of a run and the check of its shared memory. A program keeps the name of a semaphore for a moment.
+# Seconds between the end of a run and the check of its shared memory. A new semaphore has a name there for a moment; it is nothing left behind.
 SHARED_MEMORY_PAUSE = 2.0
 LONGEST_START = (
     8.0  # seconds between the start of a run and a death before its first step, at most; the shortest runs take 13 s
@@ -106,7 +107,7 @@ def flags(loop: str, mode: str, kind: str, args: argparse.Namespace) -> list[obj
         "--validate-every": 4,
         "--updates-per-step": 1,
         "--epochs-per-step": 1,
-        # Groups so large that their rewards are never all equal, and so few groups that rollouts.jsonl has all of them.
+        # The groups are so large that their rewards are never all equal, and so few that rollouts.jsonl has all of them.
         "--rollouts.groups-per-step": 4,
         "--rollouts.group-size": 32,
         "--rollouts.max-refills": 0,
@@ -229,8 +230,8 @@ def cursor(folder: RunFolder) -> int:
 def seconds_to_next_step(restarts: Sequence[Record], steps: Sequence[tuple[float, int]], moment: float) -> float | None:
     """Seconds from a death to the record of the first step after its recovery. None if no step came.
 
-    restarts: lines of restarts.jsonl. The line of a generator is written with the first step after its return. A death may have no line:
-    because it happened while the actors started, or because no later step needed the generator. Its seconds end at the next recorded step.
+    restarts: lines of restarts.jsonl. The line of a generator is written with the first step after its return. A death has no line if it
+    happened while the actors started, or if no later step needed the generator. Then the seconds end at the next recorded step.
     """
     for line in restarts:
         noticed = datetime.fromisoformat(line["time"]).timestamp()
@@ -383,7 +384,7 @@ def main() -> None:
     parser.add_argument(
         "--without-bars",
         action="store_true",
-        help="exit with 0 although a bar is missed, for a machine that does other work at the same time",
+        help="exit with 0 even if a limit of the seconds is exceeded, for a machine that does other work at the same time",
     )
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/drills"), help="folder of the runs and of drills.jsonl"

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Prompts = list[list[int]]
 Measure = Callable[[Prompts, SamplingParams], float]
-"""Seconds that these prompts take on one side."""
+"""A function that generates for these prompts on one side and returns the seconds that it took."""
 Run = Callable[[Prompts, SamplingParams], None]
 Shutdown = Callable[[], None]
 
@@ -125,7 +125,7 @@ def serve_bare(way: str, config: GeneratorConfig, pipe: Connection) -> None:
             start = time.perf_counter()
             run(prompts, params)
             pipe.send(time.perf_counter() - start)
-    shutdown()  # at its end this process would wait for a core in a process of its own
+    shutdown()  # without it the end of this process would wait for vLLM's core, if the core has a process of its own
 
 
 @contextmanager

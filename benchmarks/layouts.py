@@ -2,8 +2,8 @@
 
 In float32 a layout differs from one device only because it adds numbers in another order. TOLERANCE has the limits.
 In bfloat16 a layout also rounds at other places, so the limits are measured. The yardstick is the difference between bfloat16 and float32 on
-one device. It is recorded as `one, bfloat16`, and limits_of doubles it. In bfloat16 one device and the layouts use FlashAttention 4. Only CP2
-uses flex attention, so its difference to one device includes the difference between the kernels.
+one device. It is recorded as `one, bfloat16`, and limits_of doubles it. In bfloat16 one device and all layouts but CP2 use FlashAttention 4.
+CP2 uses flex attention, so its difference to one device includes the difference between the kernels.
 A checkpoint that is saved under one layout and loaded under another must continue with the same loss and gradient norm.
 """
 
@@ -215,8 +215,8 @@ def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]
     """The limit of every difference. yardstick: the differences between bfloat16 and float32 on one device.
 
     If a layout and one device are each as far from float32 as the yardstick, they are at most twice as far from each other. Loss and
-    gradient norm are single numbers, whose yardsticks may be near 0 by chance. They cannot differ by more than logprobs and gradient, so
-    they have the limits of these.
+    gradient norm are single numbers, whose yardsticks may be near 0 by chance. The loss cannot differ by more than the logprobs, and the
+    gradient norm not by more than the gradient, so they get the limits of logprobs and gradient.
     """
     if dtype == "float32":
         return TOLERANCE

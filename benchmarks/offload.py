@@ -64,7 +64,7 @@ def measure(name: str, *, rounds: int) -> None:
     expected = held.parameters + held.buffers + held.gradients + held.optimizer
     first = engine.offload()
     if abs(first.num_bytes - expected) > 0.05 * expected:
-        raise SystemExit(f"{first.num_bytes:,} bytes moved, but the arithmetic has {expected:,}")
+        raise SystemExit(f"{first.num_bytes:,} bytes moved, but memory_estimate expects {expected:,}")
     engine.onload()
     times: dict[str, list[float]] = defaultdict(list)
     for _ in range(rounds):

@@ -1,6 +1,7 @@
 """Speed of training with samples packed into rows, compared with samples that are each padded to 4,096 positions.
 
-The program also prints how long plans take to compute and how much padding they have.
+A plan says which samples share a row, and which rank gets the row. The program also prints how long it takes to make plans, and how much
+padding they have.
 
 Speed is in tokens of samples a second; padding does not count. Sample lengths are log-normal (median 600, sigma 1, clipped to 4,096, seed 0).
 One process trains a tiny model on a CPU, or a model of Qwen3 0.6B's shape in bfloat16 on a GPU. The ways of packing take turns, so that a

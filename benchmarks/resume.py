@@ -1,8 +1,8 @@
 """Runs that are killed at a random moment and resumed. Each must report the same metrics as an uninterrupted run. Measures no speed.
 
 A round begins a short run of GRPO or PPO with real trainers and vLLM. It kills the controller or the trainer with signal 9, either between
-checkpoints or while one is being written. Then it resumes the run, and compares its metrics.jsonl with that of the uninterrupted run, line
-by line, except times and rates.
+checkpoints or while one is being written. Then it resumes the run, and compares every line of its metrics.jsonl with the line of the
+uninterrupted run. Times and rates are not compared.
 """
 
 import argparse
@@ -42,7 +42,7 @@ FLAGS = {
     "--survival.max-restarts-per-hour": 0,  # so that a killed actor ends the run
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
-_MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # a group has one completion
+_MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # in PPO a group has one completion
 # Config -> its flags. Random weights earn these rewards now and then, so the steps have groups with different rewards.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument(
         "--seed", type=int, default=0, help="seed of the runs; the kill of round i is drawn with seed + i"
     )
-    parser.add_argument("--config", choices=FLAGS_OF_CONFIG, default="tiny", help="what the runs learn")
+    parser.add_argument("--config", choices=FLAGS_OF_CONFIG, default="tiny", help="config of the runs")
     parser.add_argument("--victim", choices=VICTIMS, help="kill only this process")
     parser.add_argument("--moment", choices=MOMENTS, help="kill only at this moment")
     parser.add_argument("--folder", type=Path, help="folder of the runs; default: a temporary one")

@@ -29,7 +29,7 @@ START_SECONDS = 600.0
 END_SECONDS = 120.0
 LEARNING_RATE = 1e-4
 NUM_BYTES = 256  # the model's tokens below this number are bytes
-CALL_SECONDS = 600.0  # of one call through the SDK
+CALL_SECONDS = 600.0  # limit of one call through the SDK
 compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "client"))
 
 
@@ -79,7 +79,7 @@ def training(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
     params = OptimParams(learning_rate=LEARNING_RATE, beta2=adam.beta2, eps=adam.eps, grad_clip_norm=None)
     with TrainerClient.spawn(config.trainer) as trainer:
-        # The small step is first, and it is the warm-up of the large one, which takes the better part of a minute.
+        # The small step comes first and warms up both sides. The large one takes most of a minute, so it has no warm-up of its own.
         for count, length, times in ((1, 9, 10 * repeats), (1024, 256, repeats)):
             data, samples = both_forms(count, length, draw)
 

@@ -3,13 +3,14 @@
 On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
 out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
 copies it into shared memory, and the other one copies it out.
-The ways "tcp" and "point to point", which uses gloo, go over the loopback address. All ways take turns, so that a slow moment of the machine
-affects all of them.
+The snapshot is read in three ways: from shared memory, by TCP and point to point. The last two use the loopback address, and point to point
+uses gloo. All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push and a pull of a real trainer and a real generator, as their callers see them, and the parts of
-both. On a machine with GPUs it measures only these actors, and then a plain copy of as many bytes: between the two GPUs and back, or to
-pinned memory and back, because a push and a pull copy once each. With --path point_to_point --network, NCCL may use neither direct access
-between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not been run on a GPU yet.
+both. On a machine with GPUs it measures only these actors. It then times plain copies of as many bytes, there and back, because a push and a
+pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network, NCCL may
+use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not been run
+on a GPU yet.
 """
 
 import argparse

@@ -131,7 +131,7 @@ def qwen3_8b_one_gpu() -> GRPOConfig:
 
 
 def trainer(model: str, *, tokens_per_row: int) -> TrainerConfig:
-    """The fastest settings on a Hopper GPU: bfloat16 with float32 masters, compiled blocks, logits in chunks, FlashAttention 4."""
+    """The fastest settings on a Hopper GPU: bfloat16 with master weights in float32, compiled blocks, logits in chunks, FlashAttention 4."""
     config = TrainerConfig(
         model=replace(MODELS[model]),
         attention="flash4",

@@ -30,12 +30,10 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT = 5.0
 """Seconds that each part of closing a run may take."""
 DEATH_TIMEOUT = 1.0
-"""Seconds to wait for the report of a death after a call has failed. If none comes and the store answers, the error is the run's own."""
+"""Seconds to wait for the report of a death after a call has failed. If none comes and the store answers, no death caused the failure."""
 END_TIMEOUT = 60.0
 """Seconds in which the work of the run must end after a death."""
-BEYOND_LIMIT = (
-    "the first of {num_deaths} deaths within an hour; survival.max_restarts_per_hour={limit}; the last one: {last}"
-)
+BEYOND_LIMIT = "this was the first of {num_deaths} deaths within an hour, but survival.max_restarts_per_hour={limit}; the last one: {last}"
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must be gone."""
 
@@ -173,7 +171,7 @@ class Actors:
         return next(iter(self.deaths.values()))
 
     async def death_behind(self, error: Exception) -> Exception | None:
-        """The death that caused the error of a call. None: the error is the run's own.
+        """The death that caused the error of a call. None if no death caused it.
 
         A death may first show as an error of an actor that depends on the dead one: a rank of the same trainer, or a generator that pulls.
         """
@@ -200,7 +198,7 @@ class Actors:
     async def bury(self, others: Collection[str] = ()) -> set[str]:
         """Kill what is left of the roles that have died, and kill the `others`. Returns all these roles, which can be spawned again."""
         roles = {*self.deaths, *others}
-        if "store" in roles:  # every actor has the address of the store
+        if "store" in roles:  # all actors must be spawned again, because they have the address of the old store
             roles |= self.clients.keys()
         self.deaths = {}
         ends = []

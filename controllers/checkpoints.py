@@ -88,7 +88,7 @@ class Checkpoints:
         checksums.write_durably(path / STATE, text)  # the trainer's part is also synced to disk
         found = {_step(checkpoint): checkpoint for checkpoint in complete(self.folder)}
         for step in removable(list(found), keep=self.keep, keep_every=self.keep_every):
-            # state.json goes first, so that a checkpoint that is only partly removed does not count as complete.
+            # state.json is removed first, so that a checkpoint that is only partly removed does not count as complete.
             (found[step] / STATE).unlink()
             shutil.rmtree(found[step])
         self.saved_step = _step(path)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""Fields that a resumed run cannot change. With other values its weights might not fit the model, or its held-out problems might be among
-those that it has trained on already."""
+"""Fields that a resumed run cannot change. With other values the saved weights might not fit the model, or the run might have trained on some
+of the new held-out problems already."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
@@ -126,7 +126,7 @@ def _parse(
 
 
 def _chosen(prog: str, argv: list[str]) -> Namespace:
-    """The flags that choose the config. They are read first, because the other flags edit the chosen config, and again with the other flags.
+    """The flags that choose the config. They are read first, because the other flags edit the chosen config. Later all flags are read together.
 
     Raises ValueError for flags that exclude each other, and for an --eval-only that is not a folder.
     """
@@ -155,7 +155,7 @@ def _about(short_flags: Mapping[str, str]) -> str:
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print them with the preset's paper to stderr, so that --dry-run prints only JSON to stdout."""
+    """Set the fields of a preset, and print them with the preset's paper. They go to stderr, because --dry-run prints only JSON to stdout."""
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
         known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"
@@ -212,7 +212,7 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
 
 
 def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
-    """A dataclass of the flags that are no fields of the config, and of the config, whose fields keep their dotted names."""
+    """A dataclass for tyro: a field for each flag that is not a field of the config, and the config, whose flags have the fields' dotted names."""
     names = ", ".join(configs)
     flags = [
         _flag("config_name", str, name, f"One of {names}, or a .json, .yaml or .toml file.", shown="config"),

@@ -28,7 +28,7 @@ PROGRAMS = {
     "serve": ("controllers.serve_actors", "own a trainer and a generator, to which programs attach"),
     "export": ("controllers.export", "write the weights or adapters of a run as a Hugging Face directory"),
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
-    "requirements": ("controllers.command:requirements", "print the lock, or what uv overrides and excludes"),
+    "requirements": ("controllers.command:requirements", "print the lock, or the overrides and excludes for uv"),
 }
 """Other programs and their meanings. A program is a module with a function `main`, or a function as module:function."""
 

@@ -135,7 +135,7 @@ def _with_last_state(sample: Sample) -> Sample:
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic with the weights of the policy and a head of zeros, or with its part of the checkpoint that is resumed.
+    """Start the critic with the weights of the policy and a head of zeros, or with the critic of the checkpoint that is resumed.
 
     has_begun: True if the run is resumed and has already trained the critic.
     """

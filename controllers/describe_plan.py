@@ -139,7 +139,7 @@ def _phases(config: "RunConfig") -> list[_Phase]:
     held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
-    # After the first of several optimizer steps the optimizer's state stays until the generator's turn.
+    # If a step has several optimizer steps, the optimizer's state stays on the GPU from the first of them until the generator's turn.
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
     steps = weights + held.gradients + held.optimizer
@@ -214,7 +214,7 @@ def _checkpoints(config: "RunConfig") -> list[str]:
     if not config.checkpoint_every:
         return []
     wholes = [_whole_model(model) for model in config.models().values()]
-    # The gradients stand for the trained parameters, which are as large.
+    # The size of the gradients is used for the trained parameters, because both are equally large.
     size = sum(whole.gradients + whole.optimizer for whole in wholes)
     every, kept = config.checkpoint_every, config.keep_checkpoints
     return [f"checkpoints: {size_text(size)} each on disk, every {every} steps; the newest {kept} are kept"]

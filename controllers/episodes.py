@@ -75,7 +75,7 @@ class PlayedEpisode:
     # the turn before. finish_reason is "length" if the episode was cut off.
     completion: Completion
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
-    rewards_per_token: list[float]  # of each token of the completion: the turn's reward at its last token
+    rewards_per_token: list[float]  # a turn's reward at the turn's last token, 0 at all other tokens
     lines: list[Line]
     num_retries: int = 0  # failed attempts before this one
 
@@ -336,7 +336,7 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion of the tokens. number: index of the turn, which gives its seed, so the other turns of a call do not matter."""
+        """A completion of the tokens. number: index of the turn. It sets the seed, so the other turns of a call do not change the completion."""
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
         if len(self._waiting) == 1:

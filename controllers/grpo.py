@@ -201,8 +201,8 @@ async def train(run: Run[GRPOConfig]) -> None:
                 values |= await run.validate(step)
             await run.record(step, values, phase="grpo", skipped=not batch.samples)
             run.log.rollouts(step, batch.shown())
-            # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
-            # writes its record again. In the other order the record would be missing.
+            # The checkpoint follows the step's record. If the run is killed between the two, a resumed run repeats the step and writes its
+            # record again. In the other order the record would be missing.
             state = {"step": step, **rollouts.state(), "sft_steps": sft_steps}
             if reference is not None:
                 state["kl_coefficient"] = reference.kl.coefficient

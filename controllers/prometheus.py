@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_TIMEOUT = 10.0
-"""Seconds in which a program must send its request, and in which it must take the answer."""
+"""Seconds in which a program must send its request. It has as many seconds to take the answer."""
 
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a number."""

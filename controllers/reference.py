@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class FrozenPolicy:
-    """A policy that does not change. It computes logprobs of samples, also as a column of them."""
+    """A policy that does not change. It computes the logprobs of samples, and can add them to the samples as a column."""
 
     model: ReferenceClient
     samples_per_forward: int

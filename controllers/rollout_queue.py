@@ -1,13 +1,13 @@
 """The queue of rollouts that run ahead of the trainer. It chooses the groups of completions that the next step trains on.
 
 The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
-`size` groups. At most (ahead + 1) * size groups are drawn and not yet trained on. While a step trains on its groups, the others are being
-generated.
+`size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on. While a step trains on its
+groups, the others are being generated.
 
 No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most
 `ahead` steps have changed the weights, each by at most `versions_per_step` versions. The config's max_staleness counts versions, so
 ahead = max_staleness // versions_per_step. A step that was skipped changes no weights, so groups are then younger than allowed. The queue
-compares the versions of the tokens with max_staleness before every step, and raises RuntimeError if it is exceeded.
+computes the age of every group before each step, and raises RuntimeError if an age is above max_staleness.
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
 younger groups may overtake an unfinished one. The condition is that all groups left behind can still be trained on in time: for every k,
@@ -49,7 +49,7 @@ class Place:
 def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list[Place] | None:
     """The places that step number `step` trains on, or None if it must wait for more groups.
 
-    places: the groups that are under way or wait, in the order in which they were drawn.
+    places: the groups that are under way or wait for their step, in the order in which they were drawn.
     """
     chosen = [place for place in places if place.is_trainable()][:size]
     if len(chosen) < size:

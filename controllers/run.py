@@ -76,7 +76,7 @@ class RunConfig:
     steps: int = 100
     """Training steps of the main phase."""
     seed: int = 0
-    """Seed of weights, problems and sampling. The seeds of the parts are added to it."""
+    """Seed of weights, problems and sampling. The seeds in the configs of trainer, generator and environments are added to it."""
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
@@ -95,8 +95,8 @@ class RunConfig:
     """The GPUs of the reference policy, in a run that has one."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
-    """Place of the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not installed; the bytes
-    take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
+    """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
+    installed; the bytes take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """How the bytes of the weights get from the trainer to the generator."""
     hosts: HostsConfig = field(default_factory=HostsConfig)
@@ -130,7 +130,8 @@ class RunConfig:
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """Project of the run in trackers, in the place of tracker_project. It also adds wandb to the trackers. None: both fields hold as they are."""
+    """Project of the run in trackers, in the place of tracker_project. It also adds wandb to the trackers. None: tracker_project and trackers
+    are used as they are."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
     """Values of --algorithm."""
@@ -178,7 +179,7 @@ class RunConfig:
         return models
 
     def critic_takes_turns(self) -> bool:
-        """True if there is a critic that shares GPUs with the trainer or the generator, so that its memory is on the host while these work."""
+        """True if turns are enabled and a critic shares GPUs with the trainer or the generator. Its memory is on the host while these work."""
         critic = self.models().get("critic")
         if critic is None or not self.turns.enabled:
             return False
@@ -397,7 +398,7 @@ class Run(Generic[Config]):
         asked for the end of the run, except after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
         not be written.
         """
-        # A dropped rollout may have drawn random numbers, so their state is noted here and not when the checkpoint is written.
+        # A rollout that is dropped later may draw random numbers. So the random states are noted now, and not when the checkpoint is written.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}
         if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):
             await self.save()

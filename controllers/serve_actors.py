@@ -145,7 +145,7 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
     elif not address.is_loopback() and not own.insecure:
         raise ValueError(
             f"--address {address} is reachable from other machines, and without TLS everyone there can run code as you; use --tls FOLDER "
-            "with tls://, an address of loopback, or --insecure on a private network"
+            "with tls://, a loopback address, or --insecure on a private network"
         )
     if own.idle_timeout is not None and own.idle_timeout <= 0:
         raise ValueError(f"--idle-timeout {own.idle_timeout:g}; it must be positive")
@@ -268,7 +268,7 @@ def _open_metrics(service: Service, address: tuple[str, int] | None) -> MetricsP
 
 
 def _watch_signals(ending: "asyncio.Future[tuple[int, str]]") -> None:
-    """Make the first Ctrl-C or SIGTERM end the service in order."""
+    """Make the first Ctrl-C or SIGTERM close the actors and end the service."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _end, ending, 128 + number, number.name)

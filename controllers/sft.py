@@ -28,7 +28,7 @@ class SFTPhaseConfig:
     stop_at_answer_probability: float = 1.0
     """Stop when the mean probability that a sampled completion is the answer exceeds this value. 1: never stop."""
     stop_window: int = 5
-    """Number of last steps over which the answer's probability is averaged. A step measures it on its problems before it trains on them."""
+    """Number of last steps over which the answer's probability is averaged. Each step measures it on new problems, before training on them."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -122,8 +122,8 @@ async def train(run: Run[SFTConfig]) -> None:
         if is_last or step % config.validate_every == 0:
             metrics |= await _validate(run, step)
         await run.record(step, metrics, phase="sft")
-        # The checkpoint follows the step's record. A run that is killed between the two repeats the step when it is resumed and
-        # writes its record again. In the other order the record would be missing.
+        # The checkpoint follows the step's record. If the run is killed between the two, a resumed run repeats the step and writes its
+        # record again. In the other order the record would be missing.
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return

@@ -158,7 +158,7 @@ class Recoveries:
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
         """Metrics of a step. Writes a line for each return that has none. returns: all returns that the generators' client has noted."""
-        # The client itself may be another one. Then all its returns are new.
+        # If a recovery has replaced the client, all its returns are new.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
         for each in returns[known:]:

@@ -52,7 +52,7 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 def alphabet_of(texts: Iterable[str]) -> str:
     """The characters of the texts in ascending order.
 
-    A digit adds all digits, and an ASCII letter adds all letters of its case. Texts that were not given may have the added characters.
+    A digit adds all digits, and an ASCII letter adds all letters of its case, because other texts of the task may have them.
 
     alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
     """

@@ -25,7 +25,7 @@ from benchmarks.harness.table import H200, newest, sentence
 ROOT = Path(__file__).parents[2]
 PYTHON = [sys.executable, "-m", "benchmarks"]
 TIMEOUT = 600.0  # seconds
-# Seconds between an interrupt and the kill. They are longer than the 60 s in which a row lets its controller close.
+# Seconds between an interrupt and the kill. A row gives its controller 60 s to close, so this is longer.
 GRACE = 75.0
 PR_SET_PDEATHSIG = 1  # prctl(2): the signal that a process gets when its parent ends
 
@@ -39,7 +39,7 @@ def gpu_here() -> str:
 def missing(names: Iterable[str], since: str = "") -> list[str]:
     """Names of the rows that this machine can run and that have no result since that date.
 
-    A quotient is never missing, because it has no command of its own. It is computed from the results of its two rows.
+    A quotient of two rows is never missing, because it has no command of its own. It is computed from the results of these rows.
     """
     found = []
     for name in names:

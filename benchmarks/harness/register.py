@@ -31,11 +31,11 @@ class TableRow:
     measured: Callable[[Line], str]  # makes the table's text about a line that `newest` returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
-    quotient_of: tuple[str, ...] = ()  # two other rows, whose tokens/s are divided; such a row has no command
+    quotient_of: tuple[str, ...] = ()  # two other rows; their tokens/s are divided. This row is a quotient.
 
     @property
     def needs(self) -> str:
-        """The devices for readers: "2 GPUs", "1 GPU" or "CPU"."""
+        """The devices that the row needs, as a text: "2 GPUs", "1 GPU" or "CPU"."""
         if not self.num_gpus:
             return results.CPU
         return "1 GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
@@ -100,7 +100,7 @@ def _serve_overhead(line: Line) -> str:
 
 
 def _grpo_step(line: Line) -> str:
-    """Seconds of the step and of every phase. Each GPU's idle share stands behind the step, its busy share behind a phase.
+    """Text with the seconds of the step and of every phase. The step is followed by the idle share of each GPU, a phase by the busy shares.
 
     The trainer's GPU comes first.
     """
@@ -306,7 +306,7 @@ def _replicas_row(model: str, requests: int, num_gpus: int) -> TableRow:
 
 def _grpo_row(model: str, num_gpus: int, *arguments: str) -> TableRow:
     return TableRow(
-        what=f"a synchronous GRPO step, phase by phase: {_model(model)}",
+        what=f"seconds of the phases of a synchronous GRPO step: {_model(model)}",
         num_gpus=num_gpus,
         command=("grpo_step", "--model", model, *arguments),
         line=f"{model} step",
@@ -327,7 +327,7 @@ def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRo
 
 def _bytes_row(size: str) -> TableRow:
     return TableRow(
-        what=f"weights of {size} GB written to shared memory and read by another process, beside a plain copy of as many bytes",
+        what=f"weights of {size} GB that one process writes to shared memory and another one reads, beside a plain copy of as many bytes",
         num_gpus=0,
         command=("weight_sync", "--sizes"),
         argument=size,
@@ -339,7 +339,7 @@ def _bytes_row(size: str) -> TableRow:
 
 def _sync_row(model: str, limit: float) -> TableRow:
     return TableRow(
-        what=f"a push and a pull as their callers see them, from one GPU to another: {_model(model)}",
+        what=f"seconds of a push and a pull as their callers see them, from one GPU to another: {_model(model)}",
         num_gpus=2,
         command=("weight_sync", "--actors", "--sizes"),
         argument=model,
@@ -351,7 +351,7 @@ def _sync_row(model: str, limit: float) -> TableRow:
 
 def _network_row(model: str) -> TableRow:
     return TableRow(
-        what=f"a push and a pull from one GPU to another by NCCL over the network only, as between hosts: {_model(model)}",
+        what=f"seconds of a push and a pull from one GPU to another, with NCCL over the network only, as between hosts: {_model(model)}",
         num_gpus=2,
         command=("weight_sync", "--actors", "--path", "point_to_point", "--network", "--sizes"),
         argument=model,
@@ -516,7 +516,7 @@ TABLE = {
     **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
     "layout-FSDP2xTP2": _layout_row("FSDP2xTP2", 4),
     "checkpoint-4-to-2": TableRow(
-        what="the step after a checkpoint of FSDP2xTP2 on four GPUs, there and under FSDP2 on two GPUs",
+        what="differences between the trainer that saved a checkpoint (FSDP2xTP2, 4 GPUs) and one that loaded it (FSDP2, 2 GPUs), in the next step",
         num_gpus=4,
         command=("layouts",),
         line="checkpoint FSDP2xTP2 to FSDP2",
@@ -524,14 +524,14 @@ TABLE = {
         at_least={"within": True},
     ),
     "float8-curve": TableRow(
-        what="loss over 100 steps in float8 beside bfloat16",
+        what="loss after 100 steps in float8 beside bfloat16, and the largest difference on the way",
         num_gpus=1,
         command=("float8",),
         line="float8 against bfloat16",
         measured=_float8,
     ),
     "trainer-twice": TableRow(
-        what="the same rollouts through two trainers with deterministic kernels",
+        what="reports of two trainers with deterministic kernels about five steps on the same rollouts",
         num_gpus=1,
         command=("determinism",),
         line="trainer deterministic",
@@ -539,7 +539,7 @@ TABLE = {
         at_least={"bit_equal": True},
     ),
     "generator-twice": TableRow(
-        what="the same seeded requests alone and together with others, in vLLM's batch-invariant mode",
+        what="completions of the same seeded requests, first one at a time and then among other requests, in vLLM's batch-invariant mode",
         num_gpus=1,
         command=("determinism",),
         line="generator batch-invariant, long prompts, alone and among others",

@@ -1,4 +1,4 @@
-"""Results of benchmarks: files with one line of JSON a result. Measures nothing, and imports no torch.
+"""Results of benchmarks: files with one line of JSON for each result. Measures nothing, and imports no torch.
 
 A line has the figures of a result, and the command, date, device and versions of its measurement. This module only appends lines, and
 nobody edits one.

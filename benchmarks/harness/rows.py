@@ -17,7 +17,7 @@ class Row:
     rows: int = 1  # rows of a microbatch
     microbatches: int = 1  # microbatches of a step on each GPU
     checkpointing: Literal["none", "products", "selective", "full"] = "selective"
-    attention: Literal["flex", "flash4"] = "flash4"  # the kernel of both sides; a CPU has one kernel for either name
+    attention: Literal["flex", "flash4"] = "flash4"  # the kernel of both sides; a CPU has only one kernel
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     num_gpus: int = 1  # FSDP shards the model over all of them; 0 stands for a CPU
@@ -30,7 +30,7 @@ class Row:
 
 
 TRACED_STEPS = 2
-"""Steps in a trace. There are two, so that it also shows the time between steps."""
+"""Steps in a trace. There are two, so that the trace also shows the time between steps."""
 
 PACKED = {"row_length": 32_768, "document": 2048}
 ROW_0_6B_16K = Row(model="0_6b", row_length=16_384, document=16_384, microbatches=4)

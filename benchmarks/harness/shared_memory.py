@@ -58,7 +58,7 @@ def _open(pid: int) -> set[Inode]:
 
 
 def left_behind(own: set[Inode]) -> list[str]:
-    """The names of those of the `own` segments that still exist and that no running process uses."""
+    """The names of the segments in `own` that still exist and that no running process uses."""
     left = {name: inode for name, inode in segments().items() if inode in own}
     if left:
         used = used_by(psutil.process_iter())

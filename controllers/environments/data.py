@@ -88,7 +88,7 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def _read_text(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8-sig")  # without the mark that some programs write at the beginning
+    return Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:

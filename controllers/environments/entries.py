@@ -47,7 +47,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry with a conversation: its text up to the turn of the completion. If that is one question, the key is its text."""
+    """Key of an entry with a conversation: roles and texts of the messages before the completion. A single message gives only its text."""
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
         return asked[0]["content"]

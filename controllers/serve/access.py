@@ -92,7 +92,7 @@ class Counts:
 
 
 class Access:
-    """The application behind keys and rates. Every request gets a line of JSON in the log."""
+    """A wrapper of the application that checks the key and the rate of each request. Every request gets a line of JSON in the log."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Access:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        begin, status = time.perf_counter(), 499  # the client went away before it got a status
+        begin, status = time.perf_counter(), 499  # 499 stays if the client goes away before it gets a status
 
         async def note_status(message: Message) -> None:
             nonlocal status

@@ -20,7 +20,7 @@ ENUMS = {
     "DType": ("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"),
 }
 MESSAGES: dict[str, tuple[str, ...]] = {
-    # number [repeated | optional | map] type name [in ONEOF]; a map's type is that of its values, its keys are strings
+    # number [repeated | optional | map] type name [in ONEOF]; the type of a map is that of its values; its keys are strings
     "SparseCsr": ("1 bytes values", "2 bytes crow_indices", "3 bytes col_indices"),
     "Tensor": (
         "1 bytes dense in encoding",
@@ -161,7 +161,7 @@ class Datum:
     """One training sequence as a client sent it."""
 
     tokens: np.ndarray  # [T] int64
-    inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], float32 or int64; sparse tensors are written out
+    inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], float32 or int64; sparse tensors have been made dense
     # [T] bool: True where a target is a sampled token, by the spans of the loss inputs. None if the client sent no spans.
     is_sampled: np.ndarray | None = None
 

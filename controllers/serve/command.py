@@ -59,7 +59,7 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         "--serve-as",
         metavar="NAME=DIRECTORY",
         default="",
-        help="answer for the model NAME with a Hugging Face directory; a NAME without DIRECTORY renames the config's own model",
+        help="serve the model of a Hugging Face directory under the name NAME; a NAME without DIRECTORY renames the config's own model",
     )
     parser.add_argument("--max-trainers", type=int, help="largest number of training runs in memory")
     parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
@@ -91,7 +91,7 @@ def read_address(text: str, *, has_keys: bool) -> tuple[str, int]:
     if not is_loopback(host):
         if not has_keys:
             raise ValueError(
-                f"--address {text}: others reach this address, so the server needs --keys; without keys use 127.0.0.1"
+                f"--address {text}: other machines can reach this address, so give --keys, or listen at 127.0.0.1"
             )
         print(
             f"warning: at {text} keys and data travel unencrypted; use a private network or a TLS proxy",

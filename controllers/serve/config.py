@@ -27,11 +27,11 @@ class ServeConfig:
     max_trainers: int = 2
     """Largest number of training runs in memory at the same time. The others wait on disk until they are used again."""
     samplers_kept: int = 8
-    """Number of unnamed samplers of each run whose weights are kept; those of older ones are deleted."""
+    """Number of unnamed samplers of a run whose weights are kept. The weights of its older unnamed samplers are deleted."""
     hold_seconds: float = 30.0
     """Seconds for which the server holds a request for an answer that is not ready. The SDK gives up after 45."""
     max_body_bytes: int = 64 << 20
-    """Largest body of a request, also after it was decompressed."""
+    """Largest body of a request in bytes, both as it was sent and decompressed."""
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000

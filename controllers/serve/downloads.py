@@ -32,7 +32,7 @@ class Downloads:
     def require(self, path: str, name: str, expires: int, signature: str) -> None:
         """Raises NotFoundError unless this address was given out and is still valid."""
         if expires < time.time() or not hmac.compare_digest(signature, self._sign(path, name, expires)):
-            raise NotFoundError("this address is wrong, or it is valid no longer")
+            raise NotFoundError("this address is wrong, or it is no longer valid")
 
     def _sign(self, path: str, name: str, expires: int) -> str:
         text = f"{expires}\n{path}\n{name}"

@@ -168,8 +168,8 @@ class GSPO(Clipped):
 class StableReinforce:
     """-sum stop_gradient(c) A lp + kl_coeff / 2 sum m (lp - q)^2, where m is 1 at sampled tokens.
 
-    c is r, at most 2, and 0 where r is outside [1/8, 8]: such a token says little about the present policy. Tinker's loss of this name has
-    no published formula. This formula is ours, so its numbers differ from Tinker's.
+    c is min(r, 2). Where r is outside [1/8, 8], c is 0, because such a token says little about the present policy. Tinker's loss of this
+    name has no published formula. This formula is ours, so its numbers differ from Tinker's.
     """
 
     kl_coeff: float = 0.0

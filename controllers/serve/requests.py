@@ -166,7 +166,7 @@ class SamplingLimits:
         ids = self.end_token_ids
         strings: tuple[str, ...] = ()
         if stop is not None:
-            # The stops of the request replace the model's end tokens, also if the list is empty.
+            # The stops of the request replace the model's end tokens, even if the list is empty.
             strings = tuple(each for each in stop if isinstance(each, str))
             if "" in strings:
                 raise ValueError("stop has an empty string")

@@ -1,7 +1,8 @@
 """The routes of Tinker's protocol as a FastAPI application over a Server.
 
-A request that cannot be read is refused with 400 or 422, which the SDK does not repeat. Everything else that is wrong with a request for
-work is the error of its future. If an answer is not ready, the reply is 408, and the SDK asks again.
+A request that cannot be read is refused with 400 or 422, and the SDK does not repeat it. A request for work (training or sampling) gets the id
+of a future at once. Every other fault of such a request is reported when the client retrieves this future. If the answer is not ready then,
+the reply is 408, and the SDK asks again.
 """
 
 import logging
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 PROTOBUF = "application/x-protobuf"
 INLINE_BYTES = 1 << 20
-"""Bytes of an answer above which a client that allows it (allow_metadata_only) is first told only the size of the answer."""
+"""Largest answer in bytes that a client with allow_metadata_only gets at once. If the answer is larger, this client first gets only its size."""
 ANYONE = "anyone"
 """The owner of everything on a server without keys."""
 

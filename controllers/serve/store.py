@@ -1,6 +1,6 @@
 """Names and state of a server, in SQLite: sessions, training runs, checkpoints, samplers. Bodies and results of requests are never here.
 
-Weights are files in the same folder. A row is written after its files are complete, so a killed server loses nothing that it has named.
+Weights are files in the same folder. A row is written after its files are complete, so after a kill every name still has all its files.
 """
 
 import json
@@ -44,7 +44,7 @@ class Run:
     created: float = 0.0
     last_request: float = 0.0
     parked: str | None = None  # directory with the state of a run whose trainer was closed to make room
-    inflight_version: int | None = None  # weights of its inflight samplers
+    inflight_version: int | None = None  # newest version that the run saved for its inflight samplers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Checkpoint:
     kind: str  # a key of KIND_SEGMENTS
     name: str
     directory: str
-    version: int | None = None  # of a sampler's weights: their number in `versions`
+    version: int | None = None  # number of the weights in the table versions, if the kind is "sampler"
     size_bytes: int = 0
     created: float = 0.0
     expires: float | None = None
@@ -74,7 +74,9 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session. Its weights are those of a version; an inflight sampler has the newest inflight version of its run."""
+    """A sampling session. A sampler of the kind "snapshot" keeps its version of the weights. One of the kind "inflight" always uses the
+    inflight_version of its run.
+    """
 
     id: str
     session_id: str
@@ -88,7 +90,7 @@ class Sampler:
 
 
 def checkpoint_path(run_id: str, kind: str, name: str) -> str:
-    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7". Raises ValueError for a name that cannot be one."""
+    """checkpoint_path("s:train:0", "sampler", "7") -> "tinker://s:train:0/sampler_weights/7". Raises ValueError if the name is not allowed."""
     if not NAME.fullmatch(name):
         raise ValueError(
             f"the name {name!r} is not possible; it must have 1 to 128 letters, digits, '.', '_' and '-', and not "

@@ -1,6 +1,6 @@
 """Logprobs of tokens that a request names for the positions of its prompt (target_prompt_logprobs). Knows no HTTP.
 
-N tokens of the prompt, K tokens that are asked for at one position, C cells: the tokens that are asked for in all.
+N tokens of the prompt, K tokens that are asked for at one position, C cells of the request: at most (N - 1) K.
 """
 
 import asyncio

@@ -248,7 +248,8 @@ class TrainerClient(ModelClient):
     ) -> GeneratorClient:
         """Spawn a generator with the model and the current weights of the trainer. Returns at once; its first answer waits for the start.
 
-        Raises ValueError for a model that vLLM cannot run as the trainer does: one with values, or one with an expert bias.
+        Raises ValueError for a model that vLLM cannot run as the trainer does: one with values, or one with an expert bias. Also raises it
+        for a client that is attached to a service, and if `config` is None although this client did not spawn its trainer.
         """
         if self._lease is not None:
             raise ValueError(

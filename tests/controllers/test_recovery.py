@@ -268,7 +268,9 @@ def test_beyond_the_limit_the_run_ends_with_the_first_cause(run, tmp_path):
         run(folder, {("optim_step", 12): "raises", ("push", 7): "hangs"}, config=config)
     assert str(error.value).endswith("ended during optim_step")
     [note] = error.value.__notes__
-    assert note.startswith("the first of 2 deaths within an hour; survival.max_restarts_per_hour=1; the last one: ")
+    assert note.startswith(
+        "this was the first of 2 deaths within an hour, but survival.max_restarts_per_hour=1; the last one: "
+    )
     assert "ended during push" in note
     assert json.loads(folder.outcome.read_text())["status"] == "failed"
     assert checkpoints.newest(folder.checkpoints) is not None
