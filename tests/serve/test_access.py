@@ -96,7 +96,7 @@ def test_a_file_of_keys(tmp_path):
 
 @pytest.mark.parametrize("address", ["0.0.0.0:8000", "10.0.0.1:80", "example.org:1", "[::]:80"])
 def test_without_keys_only_loopback_addresses_are_served(address, capsys):
-    with pytest.raises(ValueError, match="needs --keys"):
+    with pytest.raises(ValueError, match="give --keys"):
         read_address(address, has_keys=False)
     read_address(address, has_keys=True)
     assert "unencrypted" in capsys.readouterr().err
