@@ -1,7 +1,8 @@
 """Cost of the Tinker server: training steps and samples through the official SDK, compared with the same calls of the actors' clients.
 
-The server is a program of its own, as `make serve` starts it. Server and clients have the actors of the config `tiny_chat`, and each side
-has its own. The two sides take turns, so that both meet the same load of the machine. Needs the SDK `tinker`.
+The server is a program of its own, as `make serve` starts it. Server and clients have actors of the same config, and each side has its own.
+The two sides take turns, so that both meet the same load of the machine. `--model 0_6b` measures a model of Qwen3's shape with random weights
+and the server's config `qwen3`; the default is the config `tiny_chat`. Needs the SDK `tinker`.
 """
 
 import argparse
@@ -14,14 +15,17 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import tinker
 from tinker import types
 
+from benchmarks.harness import results
 from benchmarks.overhead import compare
-from configs.tiny_chat import tiny_chat
+from configs.qwen3 import MODELS, qwen3_server
+from configs.tiny_chat import tiny_chat, write_chat_tokenizer, write_tiny_chat
 from controllers.serve.config import ServeConfig
 from rl_actors import PPO, GeneratorClient, OptimParams, Sample, SamplingParams, TrainerClient
 
@@ -30,14 +34,34 @@ END_SECONDS = 120.0
 LEARNING_RATE = 1e-4
 NUM_BYTES = 256  # the model's tokens below this number are bytes
 CALL_SECONDS = 600.0  # limit of one call through the SDK
+TINY = "tiny_chat"
 compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "client"))
 
 
+def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
+    """The config of a model, and the arguments of the server for it. The server writes the directory of tiny_chat; other ones are written here.
+
+    model: TINY, a key of MODELS, or "tiny", which is the model of tiny_chat under the config of MODELS: a rehearsal.
+    """
+    if model == TINY:
+        config = tiny_chat()
+        return config, ["--config", TINY, "--state", str(folder)]
+    config, directory = qwen3_server(), folder / "model"
+    config.name = model
+    if model == "tiny":
+        write_tiny_chat(directory)
+    else:
+        # A process of its own, because it takes memory of the GPU.
+        subprocess.run([sys.executable, "-m", "benchmarks", "random_weights", model, str(directory)], check=True)
+        write_chat_tokenizer(directory)
+    return config, ["--config", "qwen3", "--serve-as", f"{model}={directory}", "--state", str(folder)]
+
+
 @contextlib.contextmanager
-def serving(folder: Path) -> Iterator[str]:
-    """The address of a server with the state in this folder. The server ends with the `with` block."""
-    command = [sys.executable, "-m", "controllers.serve", "--config", "tiny_chat", "--address", "127.0.0.1:0"]
-    process = subprocess.Popen([*command, "--state", str(folder)], stdout=subprocess.PIPE, text=True)
+def serving(arguments: list[str]) -> Iterator[str]:
+    """The address of a server. The server ends with the `with` block."""
+    command = [sys.executable, "-m", "controllers.serve", "--address", "127.0.0.1:0", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     too_late = threading.Timer(START_SECONDS, process.kill)
     too_late.start()
@@ -72,15 +96,25 @@ def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types
     return data, samples
 
 
-def training(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -> None:
-    """Compare forward_backward and optim_step of 1,024 samples of 256 tokens, and of one sample of nine tokens."""
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    repeats: int  # timed calls of each side; ten times as many of the smallest
+    samples: int  # of the large step
+    requests: int  # that are sent at once
+    prefix: str  # of the names of results
+
+
+def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
+    """Compare forward_backward and optim_step of many samples of 256 tokens, and of one sample of nine tokens."""
     draw = random.Random(0)
-    client = service.create_lora_training_client(config.name, rank=0).result()
     adam = types.AdamParams(learning_rate=LEARNING_RATE)
     params = OptimParams(learning_rate=LEARNING_RATE, beta2=adam.beta2, eps=adam.eps, grad_clip_norm=None)
+    creating = service.create_lora_training_client(config.name, rank=0)
     with TrainerClient.spawn(config.trainer) as trainer:
-        # The small step comes first and warms up both sides. The large one takes most of a minute, so it has no warm-up of its own.
-        for count, length, times in ((1, 9, 10 * repeats), (1024, 256, repeats)):
+        trainer.ready().result()
+        client = creating.result()
+        # The small step comes first and warms up both sides. On a CPU the large one takes most of a minute, so it has no warm-up of its own.
+        for count, length, times in ((1, 9, 10 * sizes.repeats), (sizes.samples, 256, sizes.repeats)):
             data, samples = both_forms(count, length, draw)
 
             def through(data: list[types.Datum] = data) -> None:
@@ -95,17 +129,22 @@ def training(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -
                 forward_backward.result()
                 step.result()
 
-            name = f"step of {count:,} sample{'s' * (count > 1)} of {length} tokens"
-            compare_sides(name, through, direct, times, tokens=0, warms_up=count == 1)
+            name = f"{sizes.prefix}step of {count:,} sample{'s' * (count > 1)} of {length} tokens"
+            warms_up = count == 1 or bool(results.gpus())
+            compare_sides(name, through, direct, times, tokens=0, warms_up=warms_up)
 
 
-def sampling(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -> None:
-    """Compare 256 requests of 32 tokens for 128 more, and one request of eight tokens for one more."""
+def sampling(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
+    """Compare many requests of 32 tokens for 128 more, and one request of eight tokens for one more."""
     draw = random.Random(0)
     sampler = service.create_sampling_client(base_model=config.name).result()
-    with GeneratorClient.spawn(config.generator) as generator:
+    generator_config = replace(config.generator, hf_path=config.hf_path)
+    with GeneratorClient.spawn(generator_config) as generator:
         generator.ready().result()
-        for count, num_prompt, num_new, times in ((256, 32, 128, repeats), (1, 8, 1, 10 * repeats)):
+        for count, num_prompt, num_new, times in (
+            (sizes.requests, 32, 128, sizes.repeats),
+            (1, 8, 1, 10 * sizes.repeats),
+        ):
             prompts = [tokens_of(num_prompt, draw) for _ in range(count)]
             inputs = [types.ModelInput.from_ints(prompt) for prompt in prompts]
             wanted = types.SamplingParams(max_tokens=num_new, stop=[])
@@ -119,28 +158,40 @@ def sampling(service: tinker.ServiceClient, config: ServeConfig, repeats: int) -
             def direct(prompts: list[list[int]] = prompts, ours: SamplingParams = ours) -> None:
                 generator.generate(prompts, ours).result()
 
-            name = f"{count} request{'s' * (count > 1)} of {num_prompt} + {num_new} tokens"
+            name = f"{sizes.prefix}{count} request{'s' * (count > 1)} of {num_prompt} + {num_new} tokens"
             compare_sides(name, through, direct, times, tokens=count * num_new)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parts = {"training": training, "sampling": sampling}
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    # Sampling is first: on a GPU a generator must start while no trainer takes or frees memory.
+    parts = {"sampling": sampling, "training": training}
     parser.add_argument("parts", nargs="*", default=list(parts), help=" or ".join(parts), metavar="PART")
+    parser.add_argument("--model", choices=[TINY, "tiny", *MODELS], default=TINY)
     parser.add_argument(
         "--repeats", type=int, default=3, help="timed calls of each side; ten times as many of the smallest"
     )
+    parser.add_argument("--samples", type=int, default=1024, help="samples of the large step")
+    parser.add_argument("--requests", type=int, default=256, help="requests for samples at once")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - parts.keys()
     if unknown:
         parser.error(f"no part {unknown}; there are: {', '.join(parts)}")
     os.environ.setdefault("TINKER_TELEMETRY", "0")
-    with tempfile.TemporaryDirectory(prefix="rl_actors_serve_") as folder, serving(Path(folder)) as address:
-        config = tiny_chat()
-        config.for_base(Path(folder) / "base" / config.name)
-        with tinker.ServiceClient(base_url=address, api_key="tml-local") as service:
-            for name in arguments.parts:
-                parts[name](service, config, arguments.repeats)
+    sizes = Sizes(
+        repeats=arguments.repeats,
+        samples=arguments.samples,
+        requests=arguments.requests,
+        prefix="" if arguments.model == TINY else f"{arguments.model}: ",
+    )
+    with tempfile.TemporaryDirectory(prefix="rl_actors_serve_") as scratch:
+        folder = Path(scratch)
+        config, options = served(arguments.model, folder)
+        with serving(options) as address, tinker.ServiceClient(base_url=address, api_key="tml-local") as service:
+            config.for_base(folder / "model" if sizes.prefix else folder / "base" / config.name)
+            for name in parts:
+                if name in arguments.parts:
+                    parts[name](service, config, sizes)
 
 
 if __name__ == "__main__":

@@ -28,5 +28,5 @@ CONFIGS = {
     "controllers.dpo": {"tiny": tiny_dpo},
     "controllers.sft": {"tiny": tiny_sft, "blank": blank_sft, "qwen3": qwen3.qwen3_sft},
 }
-SERVERS = {"tiny_chat": tiny_chat}
+SERVERS = {"tiny_chat": tiny_chat, "qwen3": qwen3.qwen3_server}
 """Configs of `python -m controllers.serve`."""

@@ -15,6 +15,7 @@ from controllers.chat import ChatConfig
 from controllers.grpo import GRPOConfig
 from controllers.rollouts import RolloutConfig
 from controllers.schedules import ScheduleConfig
+from controllers.serve.config import ServeConfig
 from controllers.sft import SFTConfig, SFTPhaseConfig
 from controllers.turns import TurnsConfig
 from rl_actors import GeneratorConfig, ModelConfig, TrainerConfig
@@ -57,6 +58,15 @@ def qwen3_sft() -> SFTConfig:
     """Supervised training of a model of your own, on the answers of problems or on the assistant's turns of conversations."""
     schedule = ScheduleConfig(kind="linear_warmup_linear", learning_rate=1e-5, warmup_steps=10)
     return SFTConfig(**_own(), steps=200, sft=SFTPhaseConfig(batch_size=64, schedule=schedule))
+
+
+def qwen3_server() -> ServeConfig:
+    """A Tinker server of a model of your own: `--serve-as NAME=DIRECTORY`, a Hugging Face directory with a tokenizer.
+
+    Trainers and generator share one GPU. Without a GPU they run on the CPU.
+    """
+    own = _own()
+    return ServeConfig(name="qwen3", trainer=own["trainer"], generator=own["generator"])
 
 
 def _own() -> _Own:

@@ -1,9 +1,13 @@
 """The default model of the Tinker server: a Qwen3 of a million parameters that reads bytes and the tokens of Qwen3's conversations."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controllers.serve.config import ServeConfig
 from rl_actors import GeneratorConfig, TrainerConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>")
 TEMPLATE = (
@@ -34,19 +38,14 @@ def tiny_chat() -> ServeConfig:
 
 def write_tiny_chat(directory: Path) -> None:
     """Write a Qwen3 with random weights, which are the same each time, and its tokenizer."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, set_seed
+    from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    made.chat_template = TEMPLATE
+    partial = directory.with_name(f"{directory.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    tokenizer = write_chat_tokenizer(partial)
     set_seed(0)
     config = Qwen3Config(
-        vocab_size=len(made),
+        vocab_size=len(tokenizer),
         hidden_size=192,
         intermediate_size=512,
         num_hidden_layers=2,
@@ -57,11 +56,24 @@ def write_tiny_chat(directory: Path) -> None:
         rope_theta=1000.0,
         tie_word_embeddings=False,
         bos_token_id=None,
-        eos_token_id=made.eos_token_id,
-        pad_token_id=made.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
-    partial = directory.with_name(f"{directory.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
     Qwen3ForCausalLM(config).save_pretrained(partial)
-    made.save_pretrained(partial)
     partial.rename(directory)
+
+
+def write_chat_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
+    """Write a tokenizer of bytes and SPECIAL_TOKENS into the directory, and return it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL_TOKENS])
+    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = TEMPLATE
+    made.save_pretrained(directory)
+    return made

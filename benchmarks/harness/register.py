@@ -429,16 +429,27 @@ def _overhead_row(line: str, part: str, what: str, **limits: dict[str, float]) -
     )
 
 
-def _serve_row(line: str, part: str, **limits: dict[str, float]) -> TableRow:
-    return TableRow(
-        what=f"the Tinker server, {line}: the SDK beside the clients of the actors",
-        num_gpus=0,
-        command=("serve_overhead",),
-        argument=part,
-        line=line,
-        measured=_serve_overhead,
-        **limits,
-    )
+def _serve_rows(model: str = "") -> dict[str, TableRow]:
+    """Rows of the Tinker server. model: a key of benchmarks.serve_overhead's --model, on one GPU; "": tiny_chat, on a CPU."""
+    prefix, suffix = (f"{model}: ", model) if model else ("", "cpu")
+    lines: dict[str, tuple[str, str, dict[str, dict[str, float]]]] = {
+        "samples": ("256 requests of 32 + 128 tokens", "sampling", {"at_least": {"ratio": 0.85}}),
+        "small-sample": ("1 request of 8 + 1 tokens", "sampling", {}),
+        "step": ("step of 1,024 samples of 256 tokens", "training", {"at_most": {"ratio": 1.15}}),
+        "small-step": ("step of 1 sample of 9 tokens", "training", {}),
+    }
+    rows = {}
+    for name, (line, part, limits) in lines.items():
+        rows[f"serve-{name}-{suffix}"] = TableRow(
+            what=f"the Tinker server, {prefix}{line}: the SDK beside the clients of the actors",
+            num_gpus=1 if model else 0,
+            command=("serve_overhead", "--model", model) if model else ("serve_overhead",),
+            argument=part,
+            line=f"{prefix}{line}",
+            measured=_serve_overhead,
+            **limits,
+        )
+    return rows
 
 
 # The rows by name, in the order in which `missing` measures them.
@@ -553,10 +564,8 @@ TABLE = {
     "overhead-callers-cpu": _overhead_row(
         CALLERS, "generation", "32 callers with one prompt each, 64 new tokens a prompt", at_least={"ratio": 0.7}
     ),
-    "serve-step-cpu": _serve_row("step of 1,024 samples of 256 tokens", "training", at_most={"ratio": 1.15}),
-    "serve-samples-cpu": _serve_row("256 requests of 32 + 128 tokens", "sampling", at_least={"ratio": 0.85}),
-    "serve-small-step-cpu": _serve_row("step of 1 sample of 9 tokens", "training"),
-    "serve-small-sample-cpu": _serve_row("1 request of 8 + 1 tokens", "sampling"),
+    **_serve_rows("0_6b"),
+    **_serve_rows(),
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 
