@@ -136,6 +136,10 @@ class Futures:
                 return promise
         return promise
 
+    def waiting(self, owner: str) -> list[Promise]:
+        """The requests of an owner without an answer, oldest first."""
+        return [each for each in self.promises.values() if each.answered is None and each.owner == owner]
+
     def fetched(self, promise: Promise) -> None:
         """Note that the answer was sent to the client. It is kept for a while, because the client may not have got it."""
         promise.fetched = self.now()

@@ -11,7 +11,6 @@ import random
 import shutil
 import time
 import uuid
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 from controllers.serve import messages, requests
 from controllers.serve.codec import ForwardBackwardCall
 from controllers.serve.config import ServeConfig, tokenizer_id
+from controllers.serve.curves import RATE_SECONDS, Rates, RunCurves
 from controllers.serve.futures import Answer, Futures, Json, NotFoundError, Promise, UserError
 from controllers.serve.samples import read_batch, write_output
 from controllers.serve.sampling import VersionedGenerator
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_SECONDS = 120.0
 """Seconds without a heartbeat after which a session counts as gone."""
-CURVE_POINTS = 300
-"""Largest number of points in the curve of a run on the status page."""
 SILENT_SECONDS = 24 * 3600.0
 """Seconds without a heartbeat after which unnamed weights of a session are deleted."""
 SWEEP_SECONDS = 60.0
@@ -57,20 +55,21 @@ class Server:
         self.futures = Futures()
         self.base_version = store.version_of_base(config.hf_path)
         self._link(self.base_version, Path(config.hf_path))
-        self._sweeping: asyncio.Task[None] | None = None
+        self._repeating: list[asyncio.Task[None]] = []
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
-        self.losses: dict[str, deque[float]] = {}  # run -> loss:sum over number of datums, newest calls last
+        self.curves: dict[str, RunCurves] = {}  # by run
+        self.rates = Rates()
 
     # start and end
 
     def begin(self) -> None:
         """Begin the work that repeats. Needs a running loop."""
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:
         """Write the runs to disk and end the actors."""
-        if self._sweeping is not None:
-            self._sweeping.cancel()
+        for task in self._repeating:
+            task.cancel()
         await self.futures.close()
         await self.trainers.close()
         await self.generator.generator.close()
@@ -80,6 +79,15 @@ class Server:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.sweep(time.time())
+
+    async def _measure(self) -> None:
+        while True:
+            self.measure(time.monotonic())
+            await asyncio.sleep(RATE_SECONDS)
+
+    def measure(self, now: float) -> None:
+        """Add a point to the curves of tokens in a second."""
+        self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
         """Delete checkpoints whose time is over, and unnamed weights of sessions that were silent for SILENT_SECONDS."""
@@ -213,8 +221,7 @@ class Server:
                 return Answer(proto=write_output(batch, await self.trainers.forward(call.model_id, batch)))
             output = await self.trainers.forward_backward(call.model_id, batch)
             self.num_trained_positions += sum(map(len, batch.samples))
-            curve = self.losses.setdefault(call.model_id, deque(maxlen=CURVE_POINTS))
-            curve.append(output.metrics["loss:sum"] / len(batch.samples))
+            self._curves(call.model_id).losses.append(output.metrics["loss:sum"] / len(batch.samples))
             return Answer(proto=write_output(batch, output))
 
         what = "forward" if call.forward_only else "forward_backward"
@@ -232,11 +239,17 @@ class Server:
                     f"the gradient is not finite (first in {names}); it was dropped, and no weight has changed"
                 )
             self.num_optim_steps += 1
+            curves = self._curves(body.model_id)
+            curves.num_steps += 1
+            curves.grad_norms.append(result.grad_norm)
             return Answer(json={"metrics": {"unclipped_grad_l2:mean": result.grad_norm}})
 
         return self.futures.submit(
             _key(body.model_id, body.seq_id), "optim_step", work, {"model_id": body.model_id}, owner=owner
         )
+
+    def _curves(self, run_id: str) -> RunCurves:
+        return self.curves.setdefault(run_id, RunCurves())
 
     def _run(self, owner: str, run_id: str) -> Run:
         run = self.store.run(run_id)

@@ -4,7 +4,11 @@ from typing import Any
 
 from controllers.prometheus import Family, Labels, text
 from controllers.serve.access import Counts
+from controllers.serve.curves import RATE_SECONDS, RunCurves
 from controllers.serve.server import Server
+
+MOST_ROWS = 50
+"""Largest number of rows of a table on the page."""
 
 
 def numbers(server: Server) -> dict[str, float]:
@@ -38,19 +42,64 @@ def prometheus(server: Server, counts: Counts) -> str:
 
 
 def page_data(server: Server, owner: str) -> dict[str, Any]:
-    """The data of the status page: numbers, and the runs of an owner with the curves of their losses."""
+    """The data of the status page: the model, the queue, speeds, weights and training runs. Runs, weights and requests are the owner's."""
     runs = []
-    for run in server.store.runs(owner, 50, 0):
+    for run in server.store.runs(owner, MOST_ROWS, 0):
+        curves = server.curves.get(run.id, RunCurves())
         runs.append(
             {
                 "id": run.id,
                 "base_model": run.base_model,
                 "rank": run.lora["rank"],
                 "where": _where(server, run.id, run.parked),
-                "losses": list(server.losses.get(run.id, ())),
+                "steps": curves.num_steps,
+                "losses": list(curves.losses),
+                "grad_norms": list(curves.grad_norms),
             }
         )
-    return {"name": server.config.name, "numbers": numbers(server), "runs": runs}
+    return {
+        "name": server.config.name,
+        "model": _model(server),
+        "numbers": numbers(server),
+        "queue": _queue(server, owner),
+        "rates": {name: list(curve) for name, curve in server.rates.per_second.items()},
+        "rate_seconds": RATE_SECONDS,
+        "versions": _versions(server, owner),
+        "runs": runs,
+    }
+
+
+def _model(server: Server) -> dict[str, Any]:
+    model = server.config.trainer.model
+    return {
+        "directory": server.config.hf_path,
+        "architecture": model.architecture,
+        "layers": model.num_hidden_layers,
+        "width": model.hidden_size,
+        "vocabulary": model.vocab_size,
+        "longest training sequence": server.config.trainer.max_sequence_length,
+        "longest prompt with its completion": server.config.generator.max_model_len,
+    }
+
+
+def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
+    """Calls with unanswered requests: their number, and the seconds that the oldest one has waited."""
+    now = server.futures.now()
+    found: dict[str, dict[str, Any]] = {}
+    for promise in server.futures.waiting(owner):
+        entry = found.setdefault(promise.what, {"call": promise.what, "waiting": 0, "oldest": now - promise.begun})
+        entry["waiting"] += 1
+    return list(found.values())
+
+
+def _versions(server: Server, owner: str) -> list[dict[str, Any]]:
+    """The weights of samplers, newest first."""
+    found = []
+    for row in server.store.versions(owner, MOST_ROWS):
+        of = "the base model" if row["run_id"] is None else row["path"] or f"unnamed, of {row['run_id']}"
+        is_held = row["number"] == server.generator.version
+        found.append({"version": row["number"], "weights": of, "is_held": is_held})
+    return found
 
 
 def _where(server: Server, run_id: str, parked: str | None) -> str:

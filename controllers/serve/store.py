@@ -217,6 +217,14 @@ class Store:
         query = "SELECT number FROM versions WHERE run_id = ? AND is_ephemeral AND NOT is_dropped AND directory != '' ORDER BY number"
         return [row["number"] for row in self._all(query, run_id)]
 
+    def versions(self, owner: str, limit: int) -> list[dict[str, Any]]:
+        """The newest versions that are not dropped, of an owner and of base models: number, run_id, path (of named weights), is_ephemeral."""
+        query = """SELECT versions.number, versions.run_id, versions.is_ephemeral, checkpoints.path FROM versions
+            LEFT JOIN runs ON runs.id = versions.run_id LEFT JOIN checkpoints ON checkpoints.version = versions.number
+            WHERE NOT is_dropped AND versions.directory != '' AND (versions.run_id IS NULL OR runs.owner = ?)
+            ORDER BY versions.number DESC LIMIT ?"""
+        return self._all(query, owner, limit)
+
     def forgotten_versions(self, seen_before: float) -> list[int]:
         """Versions that have no name and are not dropped, and whose session was last seen before this time."""
         query = """SELECT number FROM versions JOIN runs ON runs.id = versions.run_id JOIN sessions ON sessions.id = runs.session_id

@@ -123,7 +123,8 @@ def test_the_numbers_of_the_server(api):
         assert "rl_actors_serve_sampled_tokens_total 3\n" in text
         assert "rl_actors_serve_trained_positions_total 2\n" in text and "serve_requests_waiting 0\n" in text
         shown = (await outer.get("/status.json")).json()
-        assert shown["runs"][0]["id"] == model and len(shown["runs"][0]["losses"]) == 1
+        [run] = shown["runs"]
+        assert (run["id"], len(run["losses"]), len(run["grad_norms"]), run["steps"]) == (model, 1, 1, 1)
         page = await outer.get("/")
         assert page.headers["content-type"].startswith("text/html") and "https://" not in page.text
         assert (await outer.get("/healthz")).json() == {"status": "ok"}

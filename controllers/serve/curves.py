@@ -1,0 +1,40 @@
+"""Numbers over time for the status page. They are in memory only, so they begin with the server."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+POINTS = 300
+"""Largest number of points of a curve."""
+RATE_SECONDS = 5.0
+"""Seconds between two points of a rate."""
+
+
+def _points() -> deque[float]:
+    return deque(maxlen=POINTS)
+
+
+@dataclass(slots=True)
+class RunCurves:
+    """The curves of one training run, newest points last."""
+
+    losses: deque[float] = field(default_factory=_points)  # of each forward_backward: loss:sum over number of datums
+    grad_norms: deque[float] = field(default_factory=_points)  # of each optim_step
+    num_steps: int = 0
+
+
+@dataclass(slots=True)
+class Rates:
+    """How fast some counters grow: a point for each time between two calls of `add`."""
+
+    before: tuple[float, Mapping[str, float]] | None = None  # seconds, counters
+    per_second: dict[str, deque[float]] = field(default_factory=dict)
+
+    def add(self, now: float, counters: Mapping[str, float]) -> None:
+        """add(10, {"tokens": 100}), then add(15, {"tokens": 150}) -> per_second == {"tokens": [10.0]}"""
+        if self.before is not None:
+            then, former = self.before
+            for name, value in counters.items():
+                curve = self.per_second.setdefault(name, _points())
+                curve.append((value - former[name]) / (now - then))
+        self.before = (now, dict(counters))

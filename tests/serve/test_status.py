@@ -1,0 +1,36 @@
+"""The data of the status page."""
+
+from controllers.serve import status
+from controllers.serve.curves import POINTS, Rates
+
+
+def test_a_rate_has_a_point_between_two_readings_and_forgets_the_oldest():
+    rates = Rates()
+    for second in range(POINTS + 2):
+        rates.add(2.0 * second, {"tokens": 10.0 * second * second})
+    curve = rates.per_second["tokens"]
+    assert len(curve) == POINTS and curve[0] == 5.0 * 3 and curve[-1] == 5.0 * (2 * POINTS + 1)
+
+
+def test_the_page_shows_an_owner_only_its_own_runs_weights_and_requests(api):
+    async def use(api):
+        model = await api.create_model()
+        promise = await api.post("save_weights_for_sampler", model_id=model, path="seven", seq_id=1)
+        await api.answer(promise)
+        api.trainers[0].gate.clear()
+        waiting = await api.send_forward_backward(model, 2, [([1, 2], {"target_tokens": [2, 3]})])
+        own, other = status.page_data(api.server, "anyone"), status.page_data(api.server, "bob")
+        api.trainers[0].gate.set()
+        await api.output(waiting)
+
+        assert [(each["call"], each["waiting"]) for each in own["queue"]] == [("forward_backward", 1)]
+        assert [each["weights"] for each in own["versions"]] == [
+            f"tinker://{model}/sampler_weights/seven",
+            "the base model",
+        ]
+        assert [run["id"] for run in own["runs"]] == [model]
+        assert (other["queue"], other["runs"]) == ([], [])
+        assert [each["weights"] for each in other["versions"]] == ["the base model"]
+        assert status.page_data(api.server, "anyone")["queue"] == []
+
+    api(use)
