@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Make .venv-cookbook, which has the packages of tests/cookbook/requirements.txt and those of .venv. Do nothing when it is finished.
 #
+# Its folder tests/ has a program from the tests of tinker-cookbook, which are only in the package's source archive.
 # pip must reach an index the first time. Later runs need no network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 requirements=tests/cookbook/requirements.txt
 venv=.venv-cookbook
-stamp="$(sha256sum < $requirements | cut -c1-16) $(cat .venv/stamp 2>/dev/null || true) $PWD"
+stamp="$(cat $requirements scripts/cookbook.sh | sha256sum | cut -c1-16) $(cat .venv/stamp 2>/dev/null || true) $PWD"
 if [[ -x $venv/bin/python && $(cat $venv/stamp 2>/dev/null) == "$stamp" ]]; then exit; fi
 
 echo "[cookbook] making $venv"
@@ -15,6 +16,11 @@ rm -rf $venv
 # On the import path the packages of .venv-cookbook come first, and those of .venv after them.
 .venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > "$(echo $venv/lib/python*/site-packages)/zz_shared.pth"
 $venv/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $requirements
+cookbook=$(grep '^tinker-cookbook==' $requirements)
+$venv/bin/python -m pip --disable-pip-version-check --no-input download --quiet --no-deps --no-binary tinker-cookbook -d $venv/source "$cookbook"
+mkdir $venv/tests
+tar -xzf $venv/source/tinker_cookbook-*.tar.gz -C $venv/tests --strip-components 2 --wildcards '*/tests/validate_temperature_logprobs.py'
+rm -r $venv/source
 $venv/bin/python -c 'import tinker, tinker_cookbook.recipes.math_rl.train'
 echo "$stamp" > $venv/stamp
 echo "[cookbook] done"

@@ -64,6 +64,17 @@ def problem(draw: random.Random) -> dict[str, str]:
     return {"question": f"{first} plus {second}?", "answer": f"They are {first + second}\n#### {first + second}"}
 
 
+def write_additions(file: Path) -> None:
+    """Write the conversations that math_rl has about all of its additions, each with its answer."""
+    rows = []
+    for first in range(101):
+        for second in range(101):
+            asked = [("user", "What is 4 + 5?"), ("assistant", "9"), ("user", f"What is {first} + {second}?")]
+            messages = [{"role": role, "content": content} for role, content in asked]
+            rows.append({"messages": messages, "answer": str(first + second)})
+    write_lines(file, rows)
+
+
 def comparison(draw: random.Random) -> dict[str, str]:
     word = draw.choice(WORDS)
     asked = f"\n\nHuman: say {word}\n\nAssistant:"

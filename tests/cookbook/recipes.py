@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,14 +29,27 @@ class Cookbook:
     folder: Path
     environment: dict[str, str]
 
-    def run(self, module: str, *arguments: str, log: str | None = None) -> "Outcome":
+    def run(self, module: str, *arguments: str, log: str) -> "Outcome":
         """Run a recipe to its end. log: name of its log folder."""
-        folder = self.folder / "logs" / (log or module.replace(".", "_"))
-        command = [str(PYTHON), "-m", f"tinker_cookbook.{module}", *arguments]
-        if log is not None:
-            command.append(f"log_path={folder}")
+        folder = self.folder / "logs" / log
+        return self._run(["-m", f"tinker_cookbook.{module}", *arguments, f"log_path={folder}"], folder)
+
+    def run_program(self, name: str, *arguments: str) -> "Outcome":
+        """Run a program of the cookbook's own tests to its end."""
+        return self._run([str(PYTHON.parents[1] / "tests" / name), *arguments], self.folder)
+
+    def _run(self, command: list[str], folder: Path) -> "Outcome":
+        begun = time.monotonic()
         done = subprocess.run(
-            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=RECIPE_SECONDS
+            [str(PYTHON), *command],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=RECIPE_SECONDS,
+        )
+        print(
+            f"exit status {done.returncode} after {time.monotonic() - begun:.0f} s: {shlex.join(command)}", flush=True
         )
         return Outcome(done.returncode, done.stdout + done.stderr, folder)
 

@@ -1,12 +1,16 @@
 """Recipes of tinker-cookbook, unmodified, against our server: `make test-cookbook`."""
 
 import json
+import re
+from statistics import fmean
 
 import pytest
-from recipes import MODEL
+from recipes import MODEL, serving
+from supervised import supervised_start
 
 pytestmark = pytest.mark.slow
 NAMED = f"model_name={MODEL}"
+RL_STEPS = 30
 
 
 def test_sl_loop_lowers_its_loss(cookbook):
@@ -58,6 +62,26 @@ def test_math_rl(cookbook, name, more):
     cookbook.run("recipes.math_rl.train", *fixed, *more, log=f"math_{name}").require_success()
 
 
+def test_math_rl_raises_the_reward_of_a_supervised_start(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("additions")
+    sizes = [
+        "groups_per_batch=64",
+        "group_size=8",
+        "max_tokens=5",
+        f"max_steps={RL_STEPS}",
+        "eval_every=0",
+        "save_every=0",
+    ]
+    fixed = [NAMED, "env=arithmetic", "renderer_name=qwen3", "lora_rank=0", "learning_rate=4e-4"]
+    with serving(folder / "served", supervised_start(folder)) as cookbook:
+        done = cookbook.run("recipes.math_rl.train", *fixed, *sizes, log="math_learns").require_success()
+    rewards = done.metrics("env/all/reward/total")
+    print(f"math_rl's rewards by step: {[round(reward, 3) for reward in rewards]}", flush=True)
+    assert len(rewards) == RL_STEPS
+    assert 0.1 <= rewards[0] <= 0.6
+    assert fmean(rewards[-3:]) >= rewards[0] + 0.2
+
+
 def test_guess_number(cookbook):
     arguments = ["renderer_name=qwen3", "batch_size=2", "group_size=2", "eval_every=0", "max_steps=2", "max_tokens=8"]
     module = "recipes.multiplayer_rl.guess_number.train"
@@ -76,3 +100,11 @@ def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
     done = cookbook.run("recipes.rl_numerics_check.train", *fixed, *task, *sizes, log="numerics").require_success()
     differences = done.metrics("optim/kl_sample_train_v2")
     assert len(differences) == 2 and max(differences) < 2e-4, differences
+
+
+def test_logprobs_are_those_of_the_tempered_distribution(cookbook):
+    done = cookbook.run_program("validate_temperature_logprobs.py", f"base_model={MODEL}").require_success()
+    # A row has the temperature, two counts, and the mean and the largest difference. The rows with another number of columns are titles.
+    rows = [line.split() for line in done.output.splitlines() if re.match(r" +\d\.\d{3} ", line)]
+    differences = [float(row[4]) for row in rows]
+    assert len(rows) == 7 and max(differences) < 1e-4, done.output
