@@ -24,7 +24,7 @@ MIN_STREAM_BYTES = 32 << 20
 
 
 class Sender:
-    """Sends ranges through the connection of their requests."""
+    """Sends each range through the connection on which the reader asked for it."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection = connection
