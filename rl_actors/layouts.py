@@ -251,8 +251,8 @@ def _require_pipeline(config: TrainerConfig) -> None:
         (
             config.load_balance_coeff > 0 and config.activation_checkpointing != "none",
             f"{pipeline} with load_balance_coeff={config.load_balance_coeff:g} and "
-            f"activation_checkpointing={config.activation_checkpointing!r}: recomputed experts would count the padding of "
-            "another microbatch",
+            f"activation_checkpointing={config.activation_checkpointing!r}: recomputed experts would subtract the padding "
+            "of another microbatch from their counts of tokens",
         ),
         (
             per_stage is not None and per_stage < 1,

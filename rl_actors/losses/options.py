@@ -68,7 +68,7 @@ class TruncatedImportanceSampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IcePop:
-    """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. The KL and the entropy terms stay.
+    """Drops the objective of a position whose q_i = p_trainer / p_generator is outside [low, high]. The terms of KL and entropy stay.
 
     With reweights=True it also multiplies the objective by q_i inside the bounds, as in the paper (Ling team, "Every step evolves",
     arXiv 2510.18855). At level "sequence" q_i is the geometric mean of q over the trained positions of the sample.
