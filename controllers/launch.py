@@ -40,8 +40,8 @@ from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
 
 PROBLEMS_CHECKED = 1000
-"""Number of training problems that are checked before a run, for their length and for what the tokenizer can encode. All held-out problems
-are checked, too."""
+"""Number of training problems that are checked before a run: whether they are short enough, and whether the tokenizer can encode them. All
+held-out problems are checked, too."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 

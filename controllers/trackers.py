@@ -48,7 +48,7 @@ class Trackers:
         from accelerate.utils import clear_environment
 
         validate_trackers(names)
-        # accelerate logs through a PartialState. It would join a process group if a scheduler's variables are set, so they are cleared.
+        # accelerate logs through a PartialState, which joins a process group if a scheduler has set its variables. So they are cleared here.
         with clear_environment():
             PartialState(cpu=True)
         for name in dict.fromkeys(names):

@@ -26,7 +26,7 @@ class Episode(Protocol):
         """The beginning of the conversation. Called once, before the first turn."""
 
     def step(self, completion: str) -> Reply | Awaitable[Reply]:
-        """The reply to a turn. completion: its text, without the token that ends it."""
+        """The reply to a turn. completion: the text of the turn, without the token that ends it."""
 
 
 @runtime_checkable

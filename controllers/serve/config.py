@@ -35,7 +35,7 @@ class ServeConfig:
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """Largest number of unanswered requests. Beyond it a request for samples gets a 429, and the SDK sends it again."""
+    """Largest number of unanswered requests. While there are as many, a new request for samples gets a 429, and the SDK sends it again later."""
 
     def for_base(self, directory: Path) -> None:
         """Set the model of trainer and generator from the directory of the base model."""
