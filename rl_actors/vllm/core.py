@@ -38,18 +38,29 @@ DEATH_TIMEOUT = 10.0
 KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, it names no core."""
 
-# A program that the core's process runs first. It makes the kernel end the core with its parent. vLLM's core would not notice that its
-# parent was killed with kill -9. In a session of its own the core gets no Ctrl-C from a terminal. A Ctrl-C would end it in the
-# middle of a step. The program also removes variables that describe the actor's process group, not vLLM's.
+PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
+"""Variable of the environment with the pid of the process that starts the processes below a core."""
+
+# A program that the core's process, and each process that the core starts, runs first. It makes the kernel end the process with its
+# parent. Neither vLLM's core nor its workers would notice that their parent was killed with kill -9 while they start. In a session of its
+# own the core gets no Ctrl-C from a terminal. A Ctrl-C would end it in the middle of a step. For the core the program also removes
+# variables that describe the actor's process group, not vLLM's. multiprocessing forgets the executable in a new process, so the program
+# sets it again before the code of that process, which follows "-c".
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != {parent}:
+is_core = {variable!r} not in os.environ
+if os.getppid() != int(os.environ.get({variable!r}, {parent})):
     sys.exit("the process that started this one has ended")
-for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
-    os.environ.pop(name, None)
-os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+if is_core:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        os.environ.pop(name, None)
+os.environ[{variable!r}] = str(os.getpid())
+arguments = sys.argv[1:]
+code = arguments.index("-c") + 1
+arguments[code] = "import multiprocessing; multiprocessing.set_executable(" + repr({program!r}) + "); " + arguments[code]
+os.execv({python!r}, [{python!r}, *arguments])
 """
 
 
@@ -158,7 +169,7 @@ class OwnProcess:
         [core] = engine.engine_core.resources.engine_manager.processes
         # Handles of the ranks' processes. The system may give a pid to another process later, but not a handle.
         ranks: dict[int, str] = {}
-        for rank, pid in enumerate(engine.collective_rpc("end_with_core")):
+        for rank, pid in enumerate(engine.collective_rpc("remove_shared_names")):
             if pid != core.pid:
                 ranks[os.pidfd_open(pid)] = f"vLLM's worker of rank {rank} (pid {pid})"
         # vLLM would wait at the end of this process for the core to end by itself.
@@ -200,9 +211,8 @@ class OwnProcess:
 
 def _executable(directory: Path, python: str) -> str:
     """A program that becomes `python` after CHILD. multiprocessing takes one path, without arguments."""
-    child = directory / "child.py"
-    child.write_text(CHILD.format(parent=os.getpid(), python=python))
-    program = directory / "python"
+    child, program = directory / "child.py", directory / "python"
+    child.write_text(CHILD.format(parent=os.getpid(), python=python, program=str(program), variable=PARENT_VARIABLE))
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -S {shlex.quote(str(child))} "$@"\n')
     program.chmod(0o700)
     return str(program)

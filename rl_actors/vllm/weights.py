@@ -6,11 +6,9 @@ answers of all workers are read.
 """
 
 import contextlib
-import ctypes
 import logging
 import os
 import pickle
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PR_SET_PDEATHSIG = 1  # a constant of prctl.h
 SHARED_MEMORY = Path("/dev/shm")
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 NO_WEIGHTS_TO_LOAD = {
@@ -54,13 +51,12 @@ class WeightsExtension:
         def get_model(self) -> nn.Module: ...
         def reload_weights(self, *, weights_iterator: Iterator[tuple[str, Tensor]]) -> None: ...
 
-    def end_with_core(self) -> int:
-        """Let this process end with the core that started it, also in the middle of a collective. Returns its pid.
+    def remove_shared_names(self) -> int:
+        """Remove the names of the memory that vLLM's ranks share on a CPU. Returns the pid of this process.
 
-        On a CPU vLLM's ranks share memory that has names, and a process that is killed does not remove these names. By now all ranks have
-        opened the memory, so the names are removed here. The memory is freed when the processes end.
+        A process that is killed does not remove these names. By now all ranks have opened the memory, so no process needs the names. The
+        memory is freed when the processes end.
         """
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if ident := os.environ.get("VLLM_DIST_IDENT"):
             for segment in SHARED_MEMORY.glob(f"{ident}-*-cpushm_*"):
                 segment.unlink(missing_ok=True)

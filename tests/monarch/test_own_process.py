@@ -48,6 +48,24 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
     child.stdout.close()
 
 
+def test_a_process_below_a_stopped_child_ends_with_the_child(tmp_path):
+    """vLLM's core starts its workers in this way. A worker that only starts must not outlive a core that was killed."""
+    code = (
+        "import multiprocessing, time\n"
+        "worker = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(3600,))\n"
+        "worker.start(); print(worker.pid, flush=True); input()"
+    )
+    child = subprocess.Popen([_executable(tmp_path, sys.executable), "-c", code], stdout=-1, stdin=-1, text=True)
+    worker = psutil.Process(int(child.stdout.readline()))
+    child.send_signal(signal.SIGSTOP)
+    child.kill()
+    child.wait(GUARD)
+    worker.wait(GUARD)  # raises TimeoutExpired if the worker lives on
+    assert not worker.is_running()
+    child.stdin.close()
+    child.stdout.close()
+
+
 def never_restarted(**fields) -> GeneratorConfig:
     """The config of a generator whose death is an error. tests/monarch/test_dying_generators.py has those that are started again."""
     return replace(support.generator_config(), restarts=RestartPolicy(max_per_hour=0), **fields)
