@@ -78,13 +78,14 @@ class Controller:
     def __init__(self, module: str, *arguments: object, log: Path) -> None:
         """module: controllers.grpo or controllers.ppo."""
         self.mark, self.log = uuid.uuid4().hex, log
+        import_path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         self.seen: set[psutil.Process] = set()
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, *map(str, arguments)],
                 cwd=ROOT,
-                env={**os.environ, MARKER: self.mark, "PYTHONPATH": str(ROOT)},
+                env={**os.environ, MARKER: self.mark, "PYTHONPATH": import_path},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

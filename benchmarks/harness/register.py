@@ -188,6 +188,10 @@ def _run(line: Line) -> str:
     )
 
 
+def _recovery(line: Line) -> str:
+    return f"a rank of the trainer {line['trainer_seconds']:.1f} s, a generator {line['generator_seconds']:.1f} s"
+
+
 def _layout(line: Line) -> str:
     """Text about the difference that is nearest to its limit."""
     shares = {name: value for name, value in line.items() if name.endswith("_of_limit")}
@@ -406,6 +410,16 @@ def _run_row(config: str, num_gpus: int) -> TableRow:
     )
 
 
+def _recovery_row(config: str, num_gpus: int) -> TableRow:
+    return TableRow(
+        what=f"seconds from a kill -9 to the next step of a run of `--config {config}` that goes on by itself",
+        num_gpus=num_gpus,
+        command=("recovery", config),
+        line=config,
+        measured=_recovery,
+    )
+
+
 def _layout_row(layout: str, num_gpus: int) -> TableRow:
     return TableRow(
         what=f"differences between {layout} on {num_gpus} GPUs and one GPU, both in bfloat16",
@@ -524,6 +538,8 @@ TABLE = {
         at_most={"seconds": 150},
     ),
     **{f"run-{name}{'-cpu' * (num_gpus == 0)}": _run_row(name, num_gpus) for name, num_gpus in RUNS.items()},
+    "recovery-0_6b": _recovery_row("qwen3_0_6b", 2),
+    "recovery-cpu": _recovery_row("tiny", 0),
     **{f"layout-{name}": _layout_row(name, 2) for name in ("FSDP2", "TP2", "CP2", "PP2")},
     "layout-FSDP2xTP2": _layout_row("FSDP2xTP2", 4),
     "checkpoint-4-to-2": TableRow(

@@ -1,0 +1,98 @@
+"""Seconds from the death of a trainer's rank, and of a generator, to the next step of a run that goes on by itself.
+
+The run is one of `--config`, with supervised steps and then GRPO. After a step of GRPO one process is killed with signal 9. When the run has
+recorded the next step, a process of the other kind is killed. The run must end with status 0 and have all its steps. Unknown flags are
+passed on to the controller.
+"""
+
+import argparse
+import random
+from datetime import datetime
+from pathlib import Path
+
+from benchmarks.drills import Watch, seconds_to_next_step, strike, wait_until
+from benchmarks.harness import results
+from benchmarks.resume import Controller
+from configs import CONFIGS
+from controllers.run_folder import RunFolder, read_jsonl
+
+KINDS = ("trainer", "generator")
+SFT_STEPS, STEPS = 4, 12
+BETWEEN = 2  # steps between the recovery from one death and the next death, and before the first death
+
+
+def flags(config: str, folder: Path) -> list[object]:
+    """The arguments of the controller. A checkpoint is written every second step, as a run on machines that fail would do it."""
+    values: dict[str, object] = {
+        "--config": config,
+        "--output-dir": folder,
+        "--environment.task": "benchmarks.runs:digits",
+        "--steps": STEPS,
+        "--sft-steps": SFT_STEPS,
+        "--sft.stop-at-answer-probability": 1,
+        "--checkpoint-every": 2,
+        "--validate-every": 1000,
+    }
+    arguments: list[object] = []
+    for flag, value in values.items():
+        arguments += [flag, value]
+    return arguments
+
+
+def last_step(folder: RunFolder) -> int:
+    """The number of the last recorded step; -1 before the first one."""
+    lines = read_jsonl(folder.metrics)
+    return lines[-1]["step"] if lines else -1
+
+
+def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tuple[float, int]:
+    """Kill a process of this kind after this step. Returns the seconds to the next step, and the step that was recorded last.
+
+    Raises RuntimeError if the run ends before, or if no step comes within RUN_TIMEOUT.
+    """
+    folder, run = watch.folder, watch.run
+    wait_until(lambda: last_step(folder) >= step, run, f"step {step}")
+    num_restarts = len(read_jsonl(folder.restarts))
+    moment = strike(watch, kind, "kill", draw)
+    wait_until(
+        lambda: any(line["seconds"] is not None for line in read_jsonl(folder.restarts)[num_restarts:]),
+        run,
+        f"the first step after the death of a {kind}",
+    )
+    seconds = seconds_to_next_step(read_jsonl(folder.restarts), watch.steps, moment)
+    assert seconds is not None
+    return seconds, last_step(folder)
+
+
+def measure(config: str, further: list[str], seed: int) -> None:
+    """Run the config with both deaths and record the result. Raises SystemExit if a step is missing at the end."""
+    folder = RunFolder(f"runs/recovery-{config}-{datetime.now():%Y%m%d-%H%M%S}")
+    draw = random.Random(seed)
+    arguments = [*flags(config, folder.path), *further]
+    found: dict[str, object] = {}
+    log = Path(f"{folder.path}.log")
+    with Controller("controllers.grpo", *arguments, log=log) as run, Watch(run, folder) as watch:
+        step = SFT_STEPS
+        for kind in KINDS:
+            found[f"{kind}_seconds"], step = kill_and_wait(kind, step + BETWEEN, watch, draw)
+        run.finish()
+        run.wait_until_gone()
+    steps = [line["step"] for line in read_jsonl(folder.metrics) if line["step"] > 0]
+    if steps != list(range(1, SFT_STEPS + STEPS + 1)):
+        raise SystemExit(f"the run has the steps {steps}: {folder.path}")
+    found["restarts"] = [line["cause"] for line in read_jsonl(folder.restarts)]
+    results.add("recovery", config, found)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "config", choices=CONFIGS["controllers.grpo"], metavar="CONFIG", help="a config of controllers.grpo"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of the process, if a kind has several")
+    arguments, further = parser.parse_known_args()
+    measure(arguments.config, further, arguments.seed)
+
+
+if __name__ == "__main__":
+    main()
