@@ -69,7 +69,7 @@ def measure(config: str, further: list[str], seed: int) -> None:
     folder = RunFolder(f"runs/recovery-{config}-{datetime.now():%Y%m%d-%H%M%S}")
     draw = random.Random(seed)
     arguments = [*flags(config, folder.path), *further]
-    found: dict[str, object] = {}
+    found: dict[str, float] = {}
     log = Path(f"{folder.path}.log")
     with Controller("controllers.grpo", *arguments, log=log) as run, Watch(run, folder) as watch:
         step = SFT_STEPS
@@ -80,7 +80,6 @@ def measure(config: str, further: list[str], seed: int) -> None:
     steps = [line["step"] for line in read_jsonl(folder.metrics) if line["step"] > 0]
     if steps != list(range(1, SFT_STEPS + STEPS + 1)):
         raise SystemExit(f"the run has the steps {steps}: {folder.path}")
-    found["restarts"] = [line["cause"] for line in read_jsonl(folder.restarts)]
     results.add("recovery", config, found)
 
 
