@@ -17,7 +17,7 @@ Row = tuple[str, Mapping[str, object]]
 
 
 class DataEnvironment:
-    """The problems of a file or a data set, except the held-out ones. Every epoch has another order."""
+    """A task whose problems are those of a file or a data set. Every epoch gives the training problems in another order."""
 
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
         """rows: used instead of the rows of config.task, which is then not read. trains=False: all problems may be held out.

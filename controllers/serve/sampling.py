@@ -74,7 +74,7 @@ class VersionedGenerator:
             waiter = _Waiter(time.monotonic(), asyncio.get_running_loop().create_future())
             self._waiting.setdefault(version, []).append(waiter)
             self._switch_if_idle()
-            await waiter.admitted  # whoever admits it counts it as running
+            await waiter.admitted  # `_switch` admits it, and counts it in num_running
         try:
             yield
         finally:

@@ -63,7 +63,7 @@ class Server:
     # start and end
 
     def begin(self) -> None:
-        """Begin the work that repeats. Needs a running loop."""
+        """Start the task that deletes expired weights again and again. Needs a running loop."""
         self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:

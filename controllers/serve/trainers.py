@@ -83,7 +83,7 @@ class Trainers:
 
     @contextlib.asynccontextmanager
     async def using(self, run_id: str) -> AsyncIterator[Resident]:
-        """Context manager for the run, which is entered at the caller's turn. Turns have the order in which they were asked for."""
+        """Context manager that waits for the caller's turn, and gives the run. Turns have the order in which they were asked for."""
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
@@ -210,7 +210,7 @@ class Trainers:
             return result
 
     async def save(self, run_id: str, directory: Path) -> None:
-        """Write weights, optimizer state and version. Answers when they are on disk."""
+        """Write weights, optimizer state and version. Returns when they are on disk."""
         async with self.using(run_id) as resident:
             require_no_gradients(resident)
             saved = await resident.trainer.save_checkpoint(str(directory), optimizer=True)
@@ -232,7 +232,7 @@ class Trainers:
             try:
                 await self._park(resident, must_end=True)
             except Exception:
-                logger.exception("%s was not written; its last saved state is there", resident.run.id)
+                logger.exception("%s was not written; its last saved state is still there", resident.run.id)
                 self.residents.pop(resident.run.id, None)
                 await resident.trainer.close()
 
