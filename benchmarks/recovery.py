@@ -22,7 +22,7 @@ BETWEEN = 2  # steps between the recovery from one death and the next death, and
 
 
 def flags(config: str, folder: Path) -> list[object]:
-    """The arguments of the controller. A checkpoint is written every second step, as a run on machines that fail would do it."""
+    """The arguments of the controller. A checkpoint is written every second step, so that few steps are repeated."""
     values: dict[str, object] = {
         "--config": config,
         "--output-dir": folder,

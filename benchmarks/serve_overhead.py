@@ -1,8 +1,8 @@
 """Cost of the Tinker server: training steps and samples through the official SDK, compared with the same calls of the actors' clients.
 
-The server is a program of its own, as `make serve` starts it. Server and clients have actors of the same config, and each side has its own.
-The two sides take turns, so that both meet the same load of the machine. `--model 0_6b` measures a model of Qwen3's shape with random weights
-and the server's config `qwen3`; the default is the config `tiny_chat`. Needs the SDK `tinker`.
+The server is a program of its own, as `make serve` starts it. Each side has actors of its own, of the same config. The two sides take turns,
+so that both meet the same load of the machine. By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with
+random weights of that shape. Needs the SDK `tinker`.
 """
 
 import argparse
@@ -39,9 +39,9 @@ compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "clie
 
 
 def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
-    """The config of a model, and the arguments of the server for it. The server writes the directory of tiny_chat; other ones are written here.
+    """The config of a model, and the arguments with which the server serves it. Writes the directory of a model that is not TINY.
 
-    model: TINY, a key of MODELS, or "tiny", which is the model of tiny_chat under the config of MODELS: a rehearsal.
+    model: TINY, a key of MODELS, or "tiny". "tiny" is a rehearsal: the model of tiny_chat with the config of the models in MODELS.
     """
     if model == TINY:
         config = tiny_chat()
@@ -51,7 +51,7 @@ def served(model: str, folder: Path) -> tuple[ServeConfig, list[str]]:
     if model == "tiny":
         write_tiny_chat(directory)
     else:
-        # A process of its own, because it takes memory of the GPU.
+        # Another process writes the weights, because a CUDA context of this process would take memory of the GPU.
         subprocess.run([sys.executable, "-m", "benchmarks", "random_weights", model, str(directory)], check=True)
         write_chat_tokenizer(directory)
     return config, ["--config", "qwen3", "--serve-as", f"{model}={directory}", "--state", str(folder)]
@@ -100,7 +100,7 @@ def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types
 class Sizes:
     repeats: int  # timed calls of each side; ten times as many of the smallest
     samples: int  # of the large step
-    requests: int  # that are sent at once
+    requests: int  # number of requests that are sent at once
     prefix: str  # of the names of results
 
 
