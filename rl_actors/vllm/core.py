@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 NEWS_TIMEOUT = 1.0
-"""Seconds after an error of a core within which its end is known, if it has ended."""
+"""An error of a core may come from its end. The end is then known within this number of seconds."""
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
 
@@ -39,13 +39,14 @@ KILLED_AT_START = r"Failed core proc\(s\): \{(\}|'EngineCore\w*': -\d+)"
 """Pattern of vLLM's error for a core that was killed before it was ready. If vLLM does not know the exit code yet, it names no core."""
 
 PARENT_VARIABLE = "RL_ACTORS_CORE_PARENT"
-"""Variable of the environment with the pid of the process that starts the processes below a core."""
+"""Environment variable of a process below a core: the pid of its parent. The core and every process below it set the variable for the
+processes that they start."""
 
-# A program that the core's process, and each process that the core starts, runs first. It makes the kernel end the process with its
-# parent. Neither vLLM's core nor its workers would notice that their parent was killed with kill -9 while they start. In a session of its
-# own the core gets no Ctrl-C from a terminal. A Ctrl-C would end it in the middle of a step. For the core the program also removes
-# variables that describe the actor's process group, not vLLM's. multiprocessing forgets the executable in a new process, so the program
-# sets it again before the code of that process, which follows "-c".
+# A program that runs first in the core's process and in each process that the core starts. It makes the kernel end the process when the
+# process's parent ends, because neither vLLM's core nor its workers notice that their parent was killed with kill -9 while they start. It
+# begins a session, so that the core gets no Ctrl-C from a terminal, which would end the core in the middle of a step. In the core's process
+# it also removes variables that describe the actor's process group, not vLLM's. A new process does not know the executable that was set
+# for multiprocessing. So the program puts a call that sets it before the code of the process, which follows "-c".
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -138,7 +139,7 @@ class OwnProcess:
             "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
         }
         if torch.cuda.is_available():
-            chosen["async_scheduling"] = True  # if vLLM cannot do it, this is an error; by default it would only log it
+            chosen["async_scheduling"] = True  # raises an error if vLLM cannot do it; by default vLLM would only log this
         return chosen
 
     def __init__(self) -> None:
@@ -148,11 +149,11 @@ class OwnProcess:
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy the threads' locks of this process
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy locks that threads of this process hold
         resource_tracker.ensure_running()  # started here, because it must outlive the core, which would start it otherwise
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
-            # The folder of the sockets to the core. After the start they are connected, so their names may go.
+            # The folder of the sockets to the core. After the start the sockets are connected, so the folder can be deleted.
             os.environ["VLLM_RPC_BASE_PATH"] = directory
             multiprocessing.set_executable(_executable(Path(directory), python))
             try:
@@ -172,7 +173,7 @@ class OwnProcess:
         for rank, pid in enumerate(engine.collective_rpc("remove_shared_names")):
             if pid != core.pid:
                 ranks[os.pidfd_open(pid)] = f"vLLM's worker of rank {rank} (pid {pid})"
-        # vLLM would wait at the end of this process for the core to end by itself.
+        # Kill the core at the end of this process. vLLM would wait until the core ends by itself.
         atexit.register(core.kill)
 
         def wait() -> None:
@@ -181,7 +182,7 @@ class OwnProcess:
             core.kill()
             for handle in ranks:
                 with contextlib.suppress(ProcessLookupError):
-                    # The rank may wait in a collective for one that has ended.
+                    # The rank may wait in a collective for a rank that has ended.
                     signal.pidfd_send_signal(handle, signal.SIGKILL)
             how = f"{names[0]} ended" if names and core.sentinel not in ended else describe(core)
             self._death = RuntimeError(how)
@@ -210,7 +211,7 @@ class OwnProcess:
 
 
 def _executable(directory: Path, python: str) -> str:
-    """A program that becomes `python` after CHILD. multiprocessing takes one path, without arguments."""
+    """Write a program that runs CHILD and then becomes `python`. Returns its path, because multiprocessing takes a path, not a command."""
     child, program = directory / "child.py", directory / "python"
     child.write_text(CHILD.format(parent=os.getpid(), python=python, program=str(program), variable=PARENT_VARIABLE))
     program.write_text(f'#!/bin/sh\nexec {shlex.quote(python)} -S {shlex.quote(str(child))} "$@"\n')
@@ -219,7 +220,7 @@ def _executable(directory: Path, python: str) -> str:
 
 
 def a_child_is_stopped() -> bool:
-    """True if a process below this one is stopped, as after a SIGSTOP. Cores that start give no other sign of life."""
+    """True if a process below this one is stopped, as after a SIGSTOP. While a core starts, nothing else shows that it makes no progress."""
     import psutil
 
     for child in psutil.Process().children(recursive=True):

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
-"""Largest number of tokens in one step of vLLM, unless the config needs more. Running requests wait while a step reads prompts."""
+"""Largest number of tokens in one step of vLLM, unless the config needs more. With larger steps, running requests would wait longer while
+a step reads prompts."""
 
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head for which vLLM 0.32 has a kernel on a CPU."""
@@ -59,7 +60,7 @@ def options(config: GeneratorConfig) -> dict[str, object]:
 
 @contextlib.contextmanager
 def reloading(model: "nn.Module") -> Iterator[None]:
-    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of weights, so these are packed again."""
+    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of weights, so the new ones are packed."""
     _forget_packed_experts(model)
     yield
     _repack_tied_head(model)

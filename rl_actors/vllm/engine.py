@@ -58,7 +58,7 @@ class EngineThread:
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
-        self.broken = ""  # why the model does not hold the weights of one version; empty if it does
+        self.broken = ""  # why the model cannot generate: it does not hold the weights of one version; empty if it does
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of the sleep; 0: awake
@@ -104,7 +104,7 @@ class EngineThread:
     def update(self, source: Source, version: int, *, in_flight: bool = True) -> "Future[Transfer]":
         """Replace the weights by those that the source opens, between two steps.
 
-        in_flight: running requests go on with the new weights. Otherwise they end first, and new ones wait for the update.
+        in_flight: True lets running requests go on with the new weights. False lets them end first, while new requests wait.
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
@@ -177,7 +177,7 @@ class EngineThread:
         )
 
     def _break(self, why: str) -> None:
-        """Refuse all requests, the present and the later ones, until a pull has replaced all weights."""
+        """Refuse all requests, present and later ones, until a pull has replaced all weights."""
         self.broken = why
         for call in {id(request.call): request.call for request in self.requests.values()}.values():
             self._abort_call(call, self._no_weights())
@@ -213,7 +213,7 @@ class EngineThread:
 
         request_id = str(self.num_started)
         self.num_started += 1
-        # The salt keeps a request from the cached keys and values of another version.
+        # With the salt a request uses only cached keys and values that its own version of the weights has computed.
         prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.version))
         self.engine.add_request(request_id, prompt, params, lora_request=self.weights.request)
         self.requests[request_id] = request
@@ -245,7 +245,7 @@ class EngineThread:
             self._refuse_everything(f"vLLM's engine has failed: {error!r}" if self.core.recovers else str(error))
 
     def _refuse_everything(self, why: str) -> None:
-        """Give all callers, the present and the later ones, an error.
+        """Give all callers, present and later ones, an error.
 
         The thread goes on, because a process of vLLM ends with the thread that started it.
         """

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 # FlashInfer's sampler is off, because it compiles for minutes when it is first used, and needs nvcc.
 ENV = {"VLLM_USE_FLASHINFER_SAMPLER": "0"}
 BATCHED_TOKENS = 8192
-"""Largest number of tokens in one step of vLLM, unless the config needs more. Running requests wait while a step reads prompts."""
+"""Largest number of tokens in one step of vLLM, unless the config needs more. With larger steps, running requests would wait longer while
+a step reads prompts."""
 BATCH_INVARIANT_CAPABILITY = (9, 0)
 
 

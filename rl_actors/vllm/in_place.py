@@ -1,8 +1,8 @@
 """Copy a version straight into the live parameters of a vLLM model. The plan, from names to slices of parameters, is made once.
 
-vLLM keeps query, key and value in one parameter, and gate and up in another. Under tensor parallelism a worker has only rows or columns of
-them. A worker reads only its part. This is possible where vLLM computes with the parameters as they are: on a GPU, in a dense model that is
-not quantized. Everywhere else vLLM's own reload packs the weights.
+vLLM keeps query, key and value in one parameter, and gate and up in another. Under tensor parallelism a worker has only some rows or columns
+of a parameter, and reads only those. Copying in place is possible where vLLM computes with the parameters as they are: on a GPU, in a dense
+model that is not quantized. Everywhere else vLLM's own reload loads the weights.
 """
 
 import math
@@ -46,7 +46,7 @@ def is_possible(model: nn.Module, config: "VllmConfig") -> bool:
 
 
 def make_plan(model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The targets of all tensors of a version. Raises ValueError naming the parameters that they would not fill exactly."""
+    """The targets of all tensors of a version. Raises ValueError naming a parameter that they would not fill exactly."""
     modules = dict(model.named_modules())
     plan = {name: _target(model, modules, name, shape) for name, shape in shapes.items()}
     filled: dict[int, int] = {}

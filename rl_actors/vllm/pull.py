@@ -25,7 +25,7 @@ ADAPTER_ID = 1
 TIMED_OUT = "RPC call to answer timed out."
 """Text of vLLM's error when a worker does not answer. A core in a process of its own sends only the text of an error."""
 ANSWER_SECONDS = 10.0
-"""Seconds beyond its own time limit in which a worker must answer. A worker whose trainer hangs then still answers with its own error."""
+"""Seconds that a worker may take beyond the time limit of its work. A worker whose trainer hangs can then still answer with its own error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class OneAdapter:
         source = LoadedTensors({name: torch.zeros(shape) for name, shape in self.shapes.items()})
         with opened(engine, source):
             self.load(engine, source)
-        # vLLM finds the adapter by its number. It would read the path only if it did not find one.
+        # vLLM finds the adapter by its number. It would read the path only if it did not find the adapter.
         self.request = LoRARequest("adapter", ADAPTER_ID, "in memory")
 
     def load(self, engine: "LLMEngine", source: Source) -> float:
@@ -83,7 +83,7 @@ class OneAdapter:
 
 
 class SilentWorkerError(TimeoutError):
-    """A worker did not answer in time. The engine is lost: the late answer would be taken for that of the next call."""
+    """A worker did not answer in time. The engine is lost, because the late answer would be taken for the answer to the next call."""
 
 
 @contextlib.contextmanager

@@ -122,11 +122,11 @@ def vllm_params(params: SamplingParams, prompt: int) -> list["VLLMParams"]:
             stop_token_ids=list(params.stop_token_ids),
             seed=None if params.seed is None else params.seed + prompt * params.n + completion,
             ignore_eos=params.ignore_stop,
-            logprobs=params.top_logprobs,  # beside that of the sampled token
+            logprobs=params.top_logprobs,  # in addition to the logprob of the sampled token
             prompt_logprobs=params.prompt_top_logprobs or None,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # no other request has this object
+            skip_clone=True,  # vLLM need not copy this object, because no other request has it
         )
         requests.append(request)
     return requests
@@ -150,7 +150,7 @@ def read_completion(params: SamplingParams, output: "RequestOutput") -> Completi
 
 
 def read_top(positions: Sequence[Mapping[int, "Logprob"]], count: int) -> TopLogprobs | None:
-    """The `count` likeliest tokens of each position; None if none were asked for. vLLM also gives the position's own token."""
+    """The `count` likeliest tokens of each position; None if count is 0. vLLM's entries may also have the position's own token."""
     if not count:
         return None
     ids, logprobs = [], []

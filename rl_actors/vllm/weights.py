@@ -139,7 +139,7 @@ class WeightsExtension:
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
         """Replace the adapter by the tensors of the open version. Returns the seconds that it took.
 
-        vLLM's own call reads an adapter from a directory. This one makes vLLM's object of an adapter from tensors.
+        vLLM's own call reads an adapter from a directory. This method makes vLLM's object of an adapter from tensors.
         """
         from vllm.lora.lora_model import LoRAModel
         from vllm.lora.peft_helper import PEFTHelper
@@ -180,7 +180,7 @@ def cast_tensors(version: OpenVersion, dtype: torch.dtype) -> Iterator[tuple[str
     """The tensors of a version in this dtype, one at a time."""
     for name, tensor in version.tensors():
         yield name, tensor.to(dtype)
-        del tensor  # before the next one is put together
+        del tensor  # so that its memory is free before the next tensor is put together
 
 
 def _end_reload(model: nn.Module, config: "ModelConfig") -> None:
