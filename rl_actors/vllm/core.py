@@ -149,7 +149,8 @@ class OwnProcess:
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # a fork would copy locks that threads of this process hold
+        # "spawn", because a fork would copy locks that threads of this process hold.
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         resource_tracker.ensure_running()  # started here, because it must outlive the core, which would start it otherwise
         python = os.fsdecode(spawn.get_executable() or sys.executable)
         with tempfile.TemporaryDirectory(prefix="rl_actors_core_") as directory:
