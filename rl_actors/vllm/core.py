@@ -139,7 +139,8 @@ class OwnProcess:
             "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
         }
         if torch.cuda.is_available():
-            chosen["async_scheduling"] = True  # raises an error if vLLM cannot do it; by default vLLM would only log this
+            # With True, vLLM raises an error if it cannot do it. By default vLLM would only log this.
+            chosen["async_scheduling"] = True
         return chosen
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class EngineThread:
         self.config, self.weights = config, weights
         self.core = core_of(config)
         self.version = NO_VERSION
-        self.broken = ""  # why the model cannot generate: it does not hold the weights of one version; empty if it does
+        self.broken = ""  # why the model has no weights to generate with; empty if it holds the weights of one version
         # Requests that have not finished, by id. Their calls have results of different types.
         self.requests: dict[str, Request[Any]] = {}
         self.asleep = 0  # level of the sleep; 0: awake
