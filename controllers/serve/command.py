@@ -111,7 +111,8 @@ def listen(address: tuple[str, int]) -> socket.socket:
     """A socket that is bound to the address. Raises OSError naming the address if it is taken."""
     host, port = address
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio sends small answers at once (TCP_NODELAY) only if the protocol is named. Otherwise an answer can wait 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))

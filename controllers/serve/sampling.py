@@ -25,8 +25,10 @@ Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
 """Seconds that requests for another version wait while new ones for the held version still start."""
-GATHER_SECONDS = 0.002
-"""Seconds in which requests are gathered into one call of the generator."""
+GATHER_SECONDS = 0.003
+"""Requests are gathered into one call of the generator until none has come for so long."""
+LONGEST_GATHER_SECONDS = 0.06
+"""Longest time for which requests are gathered into one call."""
 
 
 class Generator(Protocol):
@@ -140,8 +142,10 @@ class VersionedGenerator:
 
 @dataclass(slots=True)
 class _Batch(Generic[Item, Result]):
+    closes: float  # time of the loop at which the batch begins at the latest
     items: list[Item] = field(default_factory=list)
     results: list[asyncio.Future[Result]] = field(default_factory=list)
+    beginning: asyncio.TimerHandle | None = None
 
 
 class _Gatherer(Generic[Key, Item, Result]):
@@ -157,8 +161,10 @@ class _Gatherer(Generic[Key, Item, Result]):
         loop = asyncio.get_running_loop()
         batch = self._batches.get(key)
         if batch is None:
-            batch = self._batches[key] = _Batch()
-            loop.call_later(GATHER_SECONDS, self._begin, key)
+            batch = self._batches[key] = _Batch(closes=loop.time() + LONGEST_GATHER_SECONDS)
+        if batch.beginning is not None:
+            batch.beginning.cancel()
+        batch.beginning = loop.call_at(min(loop.time() + GATHER_SECONDS, batch.closes), self._begin, key)
         result: asyncio.Future[Result] = loop.create_future()
         batch.items.append(item)
         batch.results.append(result)

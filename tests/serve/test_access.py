@@ -3,13 +3,14 @@
 import asyncio
 import io
 import json
+import socket
 
 import httpx
 import pytest
 from serving import Api
 
 from controllers.serve.access import WORK, Access, hash_of, read_keys
-from controllers.serve.command import read_address, read_arguments
+from controllers.serve.command import listen, read_address, read_arguments
 
 
 def test_each_key_sees_only_its_own_runs(tmp_path):
@@ -110,6 +111,23 @@ def test_the_arguments_of_the_command(tmp_path):
     for wrong in (["--address", "8000"], ["--address", "127.0.0.1:99999"], ["--rate", "0"], ["--keys", "/none"]):
         with pytest.raises((ValueError, OSError)):
             read_arguments("serve", wrong)
+
+
+def test_a_connection_to_the_server_sends_small_answers_at_once():
+    async def accepted() -> int:
+        found = asyncio.get_running_loop().create_future()
+
+        def accept(_, writer: asyncio.StreamWriter) -> None:
+            found.set_result(writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            writer.close()
+
+        listener = listen(("127.0.0.1", 0))
+        async with await asyncio.start_server(accept, sock=listener):
+            _, writer = await asyncio.open_connection(*listener.getsockname())
+            writer.close()
+            return await found
+
+    assert asyncio.run(accepted()) != 0
 
 
 def test_the_numbers_of_the_server(api):
