@@ -47,10 +47,13 @@ class Mixture:
         self.sampler = self.service.create_sampling_client(base_model="tiny_chat").result()
 
     def fill_cache(self) -> None:
-        """Send prompts that together use every block of the generator's cache of keys and values, whose pages count when they are used."""
-        text = types.ModelInput.from_ints([self.draw.randrange(256) for _ in range(2000)])
+        """Send prompts that together use every block of the generator's cache of keys and values, whose pages count when they are used.
+
+        The cache has 256 MiB, which are 65,536 tokens. No two prompts have a common beginning, which they would share in the cache.
+        """
         params = types.SamplingParams(max_tokens=1)
-        for future in [self.sampler.sample(text.append_int(last), 1, params) for last in range(64)]:
+        prompts = [[self.draw.randrange(256) for _ in range(2000)] for _ in range(36)]
+        for future in [self.sampler.sample(types.ModelInput.from_ints(each), 1, params) for each in prompts]:
             future.result(600)
 
     def wave(self) -> int:
