@@ -32,7 +32,7 @@ class CriticConfig:
     gpu: int | None = None
     """Index of the first GPU of the critic's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
     clip: float | None = 0.5
-    """Largest change of a value in one step that can still lower its loss. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
+    """Largest change of a value in one step. A larger change lowers the loss no further. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
     warmup_steps: int = 0
     """Steps before the first policy step. They train only the critic, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
 

@@ -167,7 +167,7 @@ def minutes_text(seconds: float) -> str:
 def shown_steps(groups: Records) -> list[int]:
     """Steps whose groups are on the page: as many evenly spaced steps as have at most COMPLETIONS_SHOWN completions together.
 
-    The last step is always there, even if it has more by itself.
+    The last step is always shown, even if it has more completions than that.
     """
     num_completions: Counter[int] = Counter()
     for group in groups:
