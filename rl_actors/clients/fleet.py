@@ -23,7 +23,7 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
 
 FIRST_PULL_TIMEOUT = 60.0
-"""Seconds that the first pull waits for its version. The pull begins when the push has returned, so the version is published already."""
+"""Seconds that the first pull waits for its version. The pull begins after the push has returned, so the version is published already."""
 REFIT_TIMEOUT = 5.0
 """Seconds that a restarted generator waits for the version that the others have pulled. This version is published already."""
 REFIT_PAUSE = 0.5
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class RoutedCall:
-    """A generate call: its prompts, and the completions of those that have finished."""
+    """A generate call: its prompts, and the completions of the prompts that have finished."""
 
     def __init__(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int]) -> None:
         """numbers: for each prompt the p from which its seeds are computed; see SamplingParams."""
@@ -309,14 +309,14 @@ class Fleet:
             if self.told == version:
                 self.told = former
             raise failed[0][1]
-        else:  # all have died, and each that is started again pulls the version
+        else:  # all have died; a generator that is started again pulls the version
             [place, *_] = await self._until_healthy()
             self.last_pull = self.replicas[place].client.last_pull
 
     async def _refit(self, replica: Replica) -> None:
         """Pull the version of the fleet into a generator. Raises the error of the last try.
 
-        A generator that has been healthy before tries again for setup_timeout seconds. A generator that has not tries once.
+        A generator that has been healthy before tries again for setup_timeout seconds. A generator that has never been healthy tries once.
         """
         is_first = self.told is None and self._first_version is not None
         if is_first:
@@ -336,7 +336,7 @@ class Fleet:
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
             self.last_pull = self.last_pull or transfer
-            if number == self._num_pulls:  # otherwise a pull has begun meanwhile
+            if number == self._num_pulls:  # otherwise another pull has begun meanwhile, perhaps of a newer version
                 return
 
     async def sleep(self, level: int) -> DeviceMemory:

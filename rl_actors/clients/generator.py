@@ -41,7 +41,7 @@ Check = Callable[[GeneratorLimits], None]
 class GeneratorClient(Client):
     """The client of one or several generators. Any number of calls can run at the same time. Each waits until the generators are ready.
 
-    A generator that the client spawned is started again when it dies. Calls only take longer meanwhile.
+    A generator that the client spawned is started again when it dies. A call then only takes longer.
     Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client of a mesh that the
     caller spawned learns them in the setup. Before that, these checks run when the call is sent.
     """
@@ -60,7 +60,7 @@ class GeneratorClient(Client):
         limits: GeneratorLimits | None = None,
         hosts: "Hosts | None" = None,
     ) -> None:
-        """Make a client of a Generator mesh, of one process, that the caller spawned and will stop.
+        """Make a client of a Generator mesh of one process. The caller spawned the mesh and will stop it.
 
         config, transport, first_version, logs and hosts are for `spawn`, which passes no mesh. limits are for `attach`.
         """
@@ -83,7 +83,7 @@ class GeneratorClient(Client):
                 logs=self._logs,
                 hosts=_host_of(index, hosts),
             )
-        # The fleet has no reference to this client, so the client is collected as soon as nobody holds it.
+        # The fleet has no reference to this client, so the client is garbage-collected as soon as nobody else has one.
         self._fleet = Fleet(
             spawns,
             RestartPolicy() if config is None else config.restarts,
@@ -108,7 +108,7 @@ class GeneratorClient(Client):
     ) -> "GeneratorClient":
         """Spawn a process for each replica, and start vLLM in it. Returns at once; the answer to the first call waits for the start.
 
-        hosts: those of `rl_actors.processes.hosts.connect`, which get the replicas in turn. None: this host.
+        hosts: hosts that `rl_actors.processes.hosts.connect` returned; the replicas are spread over them in turn. None: this host.
         transport: an open transport, or the call that opens it. first_version: the push of a version, which the generator pulls first.
         Raises ValueError if no generator can be started from the config on this machine, and TypeError if it is not a GeneratorConfig.
         """
@@ -167,7 +167,7 @@ class GeneratorClient(Client):
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The last pull of this client; with several generators, that of the slowest one. num_bytes is 0 if it had the version already."""
+        """The last pull of this client; of several generators, the slowest one's. num_bytes is 0 if the generator had the version already."""
         return self._fleet.last_pull
 
     def on_news(self, tell: Callable[[str], None]) -> None:
@@ -193,8 +193,8 @@ class GeneratorClient(Client):
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
         """Wait until no generator is left, and return the first death.
 
-        A generator without a sign of life for silent_after seconds, or for those of the config if they are fewer, counts as dead and is
-        started again.
+        A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config has a smaller number
+        of seconds, that number holds.
         """
         self._fleet.expect_signs(silent_after)
         try:
@@ -384,7 +384,7 @@ def check_config(config: GeneratorConfig) -> None:
 
 
 def config_of_replica(config: GeneratorConfig, index: int) -> GeneratorConfig:
-    """The config of one replica. Its GPUs follow those of the replica before it. Each replica has its own seed for requests without one."""
+    """The config of one replica. Its GPUs follow those of the replica before it. Each replica has its own seed for requests without a seed."""
     if config.replicas == 1:
         return config
     gpu = config.gpu

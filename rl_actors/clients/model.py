@@ -118,7 +118,7 @@ class ModelClient(Client):
         end with this client.
         checkpoint: a directory that save_checkpoint of a trainer of the same model wrote. The model starts with the weights in it. Empty:
         the model starts with the weights of config.hf_path, or with random ones.
-        hosts: those of `rl_actors.processes.hosts.connect`, over which new processes are spread evenly. None: this host.
+        hosts: hosts that `rl_actors.processes.hosts.connect` returned; new processes are spread evenly over them. None: this host.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
         `processes` has another number of processes than the config needs.
         """
@@ -316,7 +316,7 @@ class ModelClient(Client):
         return self._in_turn("offload", self._move, "offload", list(parts))
 
     def onload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
-        """Move the parts back to the devices, with the same bits. Does nothing for parts that are there."""
+        """Move the parts back to the devices, bit for bit. Does nothing for parts that are on the devices already."""
         require_parts("onload", parts)
         return self._in_turn("onload", self._move, "onload", list(parts))
 
@@ -343,7 +343,7 @@ class ModelClient(Client):
     ) -> Call[T]:
         """Check the call now, and send it when all earlier calls have been answered.
 
-        mends: True for a call that is sent even if the client is broken.
+        mends: True for a call that repairs a broken client, and is sent even if the client is broken.
         """
         self._require_open(what)
         self._show_start()
@@ -394,7 +394,7 @@ class ModelClient(Client):
 
 
 def require_evenly(config: TrainerConfig, hosts: "Hosts | None") -> None:
-    """Raises ValueError if this host has too few GPUs for the ranks, or if the hosts cannot have equally many of them."""
+    """Raises ValueError if this host has too few GPUs for the ranks, or if the ranks cannot be spread evenly over the hosts."""
     if hosts is None:
         require_gpus(config)
     elif config.num_processes() % len(hosts):

@@ -46,7 +46,7 @@ class SavedCheckpoint:
 
 
 class TrainerClient(ModelClient):
-    """The client of a trainer. Its base class, ModelClient, has `spawn`, `attach` and the calls that do not train, and keeps all in order.
+    """The client of a trainer. Its base class, ModelClient, has `spawn`, `attach` and the calls that do not train. It sends calls in order.
 
     >>> trainer = TrainerClient.spawn(config)                                  # doctest: +SKIP
     >>> trainer.forward_backward(samples, loss="cross_entropy").result()       # doctest: +SKIP
@@ -248,7 +248,7 @@ class TrainerClient(ModelClient):
     ) -> GeneratorClient:
         """Spawn a generator with the model and the current weights of the trainer. Returns at once; its first answer waits for the start.
 
-        Raises ValueError for a model that vLLM cannot run as the trainer does: one with values, or one with an expert bias. Also raises it
+        Raises ValueError for a model that vLLM cannot run as the trainer does: a value model, or a model with an expert bias. Also raises it
         for a client that is attached to a service, and if `config` is None although this client did not spawn its trainer.
         """
         if self._lease is not None:
@@ -268,7 +268,7 @@ class TrainerClient(ModelClient):
 
     async def _push_for(self, dtype: str) -> int:
         assert self._transport is not None
-        await announce(self._transport, dtype)  # the generator cannot do so, because it is not up yet
+        await announce(self._transport, dtype)  # the generator cannot do so, because it has not started yet
         return await self._first("push_model_state_dict")
 
     def spawn_value_trainer(
@@ -283,8 +283,8 @@ class TrainerClient(ModelClient):
         """Spawn a value model, which is trained like a policy. Returns its client at once; the first answer waits for the start.
 
         config: of the value model; its field `head` is replaced by "values". None: the config of this trainer, without adapters.
-        processes, checkpoint: see `spawn`. With this client as `processes`, the value model is built beside the policy. checkpoint may also
-        be that of a policy with the same dimensions; the head of the value model then starts at zero.
+        processes, checkpoint: see `spawn`. With this client as `processes`, the value model is built beside the policy. The checkpoint may
+        also be one of a policy with the same dimensions; the head of the value model then starts at zero.
         Raises ValueError as `spawn` does.
         """
         from rl_actors.clients.value_trainer import ValueTrainerClient
