@@ -65,7 +65,7 @@ class PolicyTrainer(Actor):
     A call without an Order runs as soon as it arrives, so its caller must be the only one.
     """
 
-    # These three exist after setup.
+    # The next three attributes exist after setup.
     engine: "TrainEngine"
     compiler_context: contextvars.Context
     rank: int
@@ -238,7 +238,7 @@ class PolicyTrainer(Actor):
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
         """Rank 0 looks for the manifest of the version. Every rank returns the manifest that rank 0 found, or raises its error.
 
-        If every rank looked for itself, the ranks could find different manifests, because a trainer may begin a new stream meanwhile.
+        If every rank looked for itself, the ranks could find different manifests, because the pushing trainer may begin a new stream.
         """
         found: Manifest | Exception | None = None
         if self.rank == 0:

@@ -1,7 +1,7 @@
 """Low-rank adapters by torchtitan's converter: y = W x + (alpha / rank) B A x, with A and B trained and W frozen (arXiv 2106.09685).
 
-This module gives the adapters reproducible first values, merges them into the weights, and writes them as a directory for peft. It trains
-nothing.
+This module gives the adapters reproducible initial values, merges them into the weights, and writes them as a directory for peft. It
+trains nothing.
 
 R rank, I inputs and O outputs of a linear layer.
 """
@@ -41,8 +41,8 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
     """Raises RuntimeError unless the trained parameters of a model with adapters are the adapters that this module finds.
 
-    This module finds adapters by torchtitan's names. If torchtitan renamed them, it would find none. A push would then publish, and a
-    checkpoint would save, only frozen weights.
+    This module finds adapters by torchtitan's names. If torchtitan renamed them, this module would find none, and a push would publish the
+    frozen weights without the adapters.
     """
     if not config.rank:
         return

@@ -1,4 +1,4 @@
-"""torchtitan's optimizer container, which here also takes an optimizer by its import path, and the hyperparameters of each call.
+"""torchtitan's optimizer container, extended by optimizers with an import path, and the hyperparameters of each optim_step.
 
 Knows no gradients.
 """
@@ -46,7 +46,7 @@ class AdamW(_StepsShards, torch.optim.AdamW):
 
 
 class _CanonicalNames:
-    """Stands for the model in torchtitan's _build_param_groups, which only calls named_parameters(). Gives the model's own names."""
+    """A stand-in for the model in torchtitan's _build_param_groups, which only calls named_parameters(). It gives the model's own names."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -56,9 +56,9 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container. Adam and AdamW also get torchtitan's arguments for the implementation.
+    """torchtitan's container. Adam and AdamW get torchtitan's arguments that choose the implementation.
 
-    An optimizer by import path gets only the arguments of the config.
+    An optimizer with an import path gets only the arguments of the config.
     """
 
     @dataclass(kw_only=True, slots=True)

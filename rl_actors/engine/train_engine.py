@@ -226,8 +226,8 @@ class TrainEngine:
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """The tensors that a push publishes in `dtype`, sharded over the ranks. Tensors that need no copy keep their own dtype.
 
-        They are the weights under their Hugging Face names, with adapters merged. A tied head appears once. With lora.sync="adapter"
-        they are only the adapters, under peft's names.
+        The tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. With
+        lora.sync="adapter" they are only the adapters, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -279,7 +279,7 @@ class TrainEngine:
         return self.memory.offload(parts)
 
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Move the parts back to the device, with the same bits. Does nothing for a part that is on the device already."""
+        """Move the parts back to the device, bit for bit. Does nothing for a part that is on the device already."""
         require_parts("onload", parts)
         self.step.require("onload")
         return self.memory.onload(parts)

@@ -23,7 +23,7 @@ JOB = "process://"  # begins the text process://N, a job of N workers on this ma
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hosts:
-    """Hosts in their order, and the address at which their processes reach this program."""
+    """Hosts in a fixed order, and the address at which their processes reach this program."""
 
     names: tuple[str, ...]
     mesh: "HostMesh"
@@ -45,7 +45,7 @@ class Hosts:
 
 
 def parse(addresses: Sequence[str]) -> list[Address]:
-    """The addresses of workers. Raises ValueError for a text that is no address, for a repeated one, and for a mixture of TCP and TLS."""
+    """The addresses of workers. Raises ValueError for a text that is no address, a repeated address, and a mixture of TCP and TLS."""
     parsed = [Address.parse(address) for address in addresses]
     for address in parsed:
         if parsed.count(address) > 1:
@@ -106,7 +106,7 @@ def _of_job(num_hosts: int) -> Hosts:
 
 
 def _require_listening(worker: Address) -> None:
-    """Raises ConnectionError if nothing listens at the address. Monarch itself would wait for such a worker."""
+    """Raises ConnectionError if nothing listens at the address. Monarch itself would wait until a worker listens there."""
     try:
         socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
     except OSError as error:
@@ -116,7 +116,7 @@ def _require_listening(worker: Address) -> None:
 
 
 def _own_address(worker: Address) -> str:
-    """The address of this machine's network interface that leads to a worker. Nothing is sent."""
+    """The address of the network interface of this machine through which it reaches a worker. Nothing is sent."""
     family = socket.AF_INET6 if ":" in worker.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((worker.host, worker.port))
