@@ -79,7 +79,7 @@ class Actors:
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
         # The hosts come before the transport, because Monarch must not be in use before they have set the address of this process.
-        self.placement = config.hosts.connect()
+        self.placement = config.hosts.connect(self.logs.directory)
         # The transport's modules are imported while the processes of the actors start.
         self._open_transport()
 

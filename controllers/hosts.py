@@ -1,19 +1,22 @@
 """The choice of the machines of a run as fields of its config, and the machine of each rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
-from rl_actors.processes import hosts, tls
-from rl_actors.processes.hosts import JOB, Hosts
+from rl_actors.processes import hosts, jobs, tls
+from rl_actors.processes.hosts import Hosts
+from rl_actors.processes.jobs import Job, JobConfig
 
 
 @dataclass(kw_only=True)
 class HostsConfig:
-    """Workers that `make worker` has started, on which the processes of a run live."""
+    """Workers on which the processes of a run live. `make worker` has started them, or a job of Monarch starts them."""
 
     addresses: str = ""
-    """Addresses of the workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. process://2 starts two workers on this
-    machine by Monarch's ProcessJob, for a trial of hosts on one machine. Empty: all processes are on this machine. The run folder must be
-    on a disk that all hosts share."""
+    """Addresses of the workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. Or a job that starts them:
+    ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 on this machine, for a trial. Empty: all processes are on
+    this machine. The run folder must be on a disk that all hosts share."""
+    job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
     """Number of hosts of the trainer, the value model and the reference, counted from the first host. The ranks of each are spread evenly
     over them. The generators have the other hosts, or the last host if there is no other. 0: all hosts but the last, or the only host."""
@@ -24,9 +27,12 @@ class HostsConfig:
         """The hosts in their order. Empty without hosts. Raises ValueError if `addresses` is wrong."""
         if not self.addresses:
             return []
-        if self.addresses.startswith(JOB):
-            return [f"worker {index} of this machine" for index in range(hosts.job_size(self.addresses))]
-        return [str(address) for address in hosts.parse(self._split())]
+        job = self.started_by()
+        return list(job.names) if job else [str(address) for address in hosts.parse(self._split())]
+
+    def started_by(self) -> Job | None:
+        """The job that starts the workers. None: they are there already, or there are none. Raises ValueError if `addresses` is wrong."""
+        return jobs.parse(self._split()) if self.addresses else None
 
     def _split(self) -> list[str]:
         return [address.strip() for address in self.addresses.split(",")]
@@ -47,11 +53,18 @@ class HostsConfig:
             count = len(self.names())
         except ValueError as error:
             raise ValueError(f"hosts.addresses: {error}") from None
+        job = self.started_by()
+        if job is None and self.job != JobConfig():
+            raise ValueError(
+                f"hosts.addresses={self.addresses!r} starts no job, so it takes no options hosts.job; a job is ssh://, slurm:// or kubernetes://"
+            )
         if not count:
             if self.trainer or self.certificates:
                 given = f"hosts.trainer={self.trainer}, hosts.certificates={self.certificates!r}"
                 raise ValueError(f"{given}; they need hosts.addresses, which is empty")
             return
+        if job is not None:
+            self.job.validate(job)
         if not 0 <= self.trainer <= count:
             raise ValueError(f"hosts.trainer={self.trainer}, but hosts.addresses names {count} hosts")
         if num_ranks % len(self.of_trainer()):
@@ -66,11 +79,14 @@ class HostsConfig:
                 "no others take them"
             )
 
-    def connect(self) -> "Placement":
-        """Connect to the workers, if there are hosts. Raises as rl_actors.processes.hosts.connect does."""
+    def connect(self, logs: Path | None = None) -> "Placement":
+        """Connect to the workers, if there are hosts, and start their job before. Raises as rl_actors.processes.hosts.connect does.
+
+        logs: folder for the output of a Slurm job.
+        """
         if not self.addresses:
             return Placement(all=None, trainer=None, generators=None)
-        connected = hosts.connect(self._split(), certificates=self.certificates)
+        connected = hosts.connect(self._split(), certificates=self.certificates, job=self.job, logs=logs)
         trainer, generators = self.of_trainer(), self.of_generators()
         return Placement(
             all=connected,
@@ -96,6 +112,10 @@ class Placement:
     all: Hosts | None
     trainer: Hosts | None
     generators: Hosts | None
+
+    def lost(self) -> list[str]:
+        """The hosts whose workers are gone. Empty without hosts."""
+        return [] if self.all is None else self.all.lost()
 
     def close(self) -> None:
         if self.all is not None:

@@ -9,7 +9,7 @@ folder=rl_actors/requirements
 
 lock() {                                                     # lock DEVICE PYTHON UV_OPTION...
     local device=$1 python=$2 out=$folder/$1.txt; shift 2
-    uv pip compile pyproject.toml --quiet --extra "$device" --extra loop --extra torchstore --extra wandb --extra dev \
+    uv pip compile pyproject.toml --quiet --extra "$device" --extra loop --extra torchstore --extra wandb --extra kubernetes --extra dev \
         --overrides "$folder/$device-overrides.txt" \
         --python-version "$python" --python-platform x86_64-manylinux_2_39 \
         --no-annotate --no-header --output-file "$out" "$@" > /dev/null

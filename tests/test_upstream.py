@@ -775,6 +775,26 @@ def _() -> None:
     assert absent_from_monarchs_library(MONARCH_VARIABLES) == []
 
 
+@row("monarch._src.job.job.SSHJob")
+def _() -> None:
+    import monarch.job
+    from monarch._src.job.job import LoginJob, SSHJob
+
+    assert not hasattr(monarch.job, "SSHJob") and issubclass(SSHJob, LoginJob)
+    assert parameters(SSHJob) == ["python_exe", "ssh_args", "monarch_port", "transport"]
+    assert "enable_transport(transport)" in source(SSHJob.__init__)
+    assert "transport" not in source(LoginJob._state)
+
+
+@row("monarch._src.job.kubernetes.KubernetesJob._discover_monarch_port")
+def _() -> None:
+    from monarch._src.job.kubernetes import KubernetesJob
+
+    from rl_actors.processes.jobs import PORT_VARIABLE
+
+    assert f'== "{PORT_VARIABLE}"' in source(KubernetesJob._discover_monarch_port)
+
+
 @row("monarch.actor.Actor._handle_undeliverable_message")
 def _() -> None:
     from monarch.actor import Actor

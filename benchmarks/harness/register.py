@@ -99,6 +99,10 @@ def _serve_overhead(line: Line) -> str:
     return f"{times[0]:,.{digits}f} beside {times[1]:,.{digits}f} ms"
 
 
+def _tls_overhead(line: Line) -> str:
+    return f"{line['tls_seconds'] * 1e3:,.0f} beside {line['tcp_seconds'] * 1e3:,.0f} ms"
+
+
 def _grpo_step(line: Line) -> str:
     """Text with the seconds of the step and of every phase. The step is followed by the idle share of each GPU, a phase by the busy shares.
 
@@ -582,6 +586,14 @@ TABLE = {
     ),
     **_serve_rows("0_6b"),
     **_serve_rows(),
+    "tls-step-cpu": TableRow(
+        what="a step of 768 completions over two workers: TLS beside plain TCP",
+        num_gpus=0,
+        command=("tls_overhead",),
+        line="step of 768 completions of 8 tokens",
+        measured=_tls_overhead,
+        at_most={"ratio": 1.05},
+    ),
     **{name: _trainer_row(name) for name in ROWS if name.endswith("-kept")},
 }
 

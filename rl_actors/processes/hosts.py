@@ -1,24 +1,37 @@
-"""Connects a program to Monarch's workers on other machines, so that its actors can run there. `make worker` starts a worker."""
+"""Connects a program to Monarch's workers on other machines, so that its actors can run there.
 
+`make worker` starts a worker, or a job of Monarch starts all of them (jobs.py).
+"""
+
+import contextlib
+import ipaddress
+import shlex
 import socket
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import monarch
 from monarch.actor import attach_to_workers, context, enable_transport
 
-from rl_actors.processes import tls
-from rl_actors.processes.address import Address
+from rl_actors.processes import jobs, network, tls
+from rl_actors.processes.address import Address, resolve
+from rl_actors.processes.jobs import Job, JobConfig
 from rl_actors.processes.spawn import LOOPBACK, prepare_this_process
 
 if TYPE_CHECKING:
     from monarch.actor import HostMesh
-    from monarch.job import ProcessJob
+    from monarch.job import JobTrait
 
 CONNECT_TIMEOUT = 10.0
 """Seconds in which a worker must accept a connection."""
-
-JOB = "process://"  # begins the text process://N, a job of N workers on this machine
+SHUTDOWN_TIMEOUT = 5.0
+"""Seconds in which the workers of a job must have ended before the job itself is ended."""
+PAUSE = 0.2
+"""Seconds between two questions whether a worker listens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +41,8 @@ class Hosts:
     names: tuple[str, ...]
     mesh: "HostMesh"
     own_address: str
-    job: "ProcessJob | None" = None  # of process://N; `close` ends the workers of the job
+    workers: tuple[Address, ...] = ()  # where the workers listen; empty for a job whose workers Monarch finds
+    job: "JobTrait | None" = None  # Monarch's job that has started the workers; `close` ends them
 
     def __len__(self) -> int:
         return len(self.names)
@@ -38,9 +52,20 @@ class Hosts:
         part = self.mesh.slice(hosts=slice(start, stop))
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
+    def lost(self) -> list[str]:
+        """The hosts whose workers are gone. If Monarch says that a job is not whole any more, these are all its hosts."""
+        if self.workers:
+            return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
+        if self.job is not None and not self.job.can_run(self.job):
+            return list(self.names)
+        return []
+
     def close(self) -> None:
         """End the workers of a job. Other workers go on, and wait for the next program."""
         if self.job is not None:
+            # The end of an SSHJob ends only its ssh processes, and a worker on another host might outlive them.
+            with contextlib.suppress(Exception):
+                self.mesh.shutdown().get(timeout=SHUTDOWN_TIMEOUT)
             self.job.kill()
 
 
@@ -55,15 +80,22 @@ def parse(addresses: Sequence[str]) -> list[Address]:
     return parsed
 
 
-def connect(addresses: Sequence[str], *, certificates: str = "") -> Hosts:
+def connect(
+    addresses: Sequence[str], *, certificates: str = "", job: JobConfig | None = None, logs: Path | None = None
+) -> Hosts:
     """Connect to the workers. Call it before anything else in this program uses Monarch.
 
-    addresses: tcp://HOST:PORT or tls://HOST:PORT, or one text process://N, which starts N workers on this machine by Monarch's ProcessJob.
-    Raises ValueError for wrong addresses, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is in use
-    already.
+    addresses: tcp://HOST:PORT or tls://HOST:PORT, or a job that starts the workers: process://N on this machine, ssh://HOST for each host,
+    slurm://N, or kubernetes://N.
+    job: the options of the job. logs: folder for the output of a Slurm job.
+    Raises ValueError for wrong addresses or options, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is
+    in use already or a scheduler does not start the job.
     """
-    if len(addresses) == 1 and addresses[0].startswith(JOB):
-        return _of_job(job_size(addresses[0]))
+    started_by = jobs.parse(addresses)
+    if started_by is not None:
+        config = job or JobConfig()
+        config.validate(started_by)
+        return _of_job(started_by, config, logs)
     workers = [address.numeric() for address in parse(addresses)]
     if workers[0].tls != bool(certificates):
         raise ValueError("workers at tls:// need a folder of certificates, and workers at tcp:// take none")
@@ -71,7 +103,7 @@ def connect(addresses: Sequence[str], *, certificates: str = "") -> Hosts:
         tls.use_for_monarch(certificates)
     for worker in workers:
         _require_listening(worker)
-    own_address = _own_address(workers[0])
+    own_address = network.address_towards(workers[0].host, workers[0].port)
     prepare_this_process()
     try:
         enable_transport(str(Address(own_address, 0, workers[0].tls)))
@@ -79,45 +111,91 @@ def connect(addresses: Sequence[str], *, certificates: str = "") -> Hosts:
         raise RuntimeError(f"hosts must be connected before Monarch is used in this program: {error}") from None
     context()
     mesh = attach_to_workers(ca="trust_all_connections", workers=[str(worker) for worker in workers], name="hosts")
-    return Hosts(names=tuple(map(str, workers)), mesh=mesh, own_address=own_address)
+    return Hosts(names=tuple(map(str, workers)), mesh=mesh, own_address=own_address, workers=tuple(workers))
 
 
-def job_size(address: str) -> int:
-    """The number of workers of process://N. Raises ValueError for anything else."""
-    number = address.removeprefix(JOB)
-    if not address.startswith(JOB) or not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"the host is {address!r}; it must be process://N, which starts N workers on this machine")
-    return int(number)
-
-
-def _of_job(num_hosts: int) -> Hosts:
+def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
+    """Start the job, and connect to its workers."""
     prepare_this_process()
-    context()
-    from monarch.job import ProcessJob  # here, because it also imports a web server
-
-    job = ProcessJob({"hosts": num_hosts})
+    workers: list[Address] = []
+    if started_by.kind == "ssh":
+        workers = [Address(name, jobs.port(started_by, config)).numeric() for name in started_by.names]
+        _require_free(workers)
+        jobs.require_ssh(started_by, config)
+    name = f"hosts{uuid.uuid4().hex[:8]}"  # on Kubernetes another run must not have the same name
+    job = jobs.build(started_by, config, mesh=name, logs=logs)
+    own_address = _listen_for(started_by, workers)
     try:
-        mesh = job.state(cached_path=None).hosts
+        job.apply()
+        _wait_until_listening(workers, config)
+        mesh = getattr(job.state(cached_path=None), name)
     except BaseException:
         job.kill()
         raise
-    names = tuple(f"worker {index} of this machine" for index in range(num_hosts))
-    return Hosts(names=names, mesh=mesh, own_address=LOOPBACK, job=job)
+    return Hosts(names=started_by.names, mesh=mesh, own_address=own_address, workers=tuple(workers), job=job)
+
+
+def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
+    """Let Monarch listen where the job's workers reach this program. Returns the address, at which the ranks also find their rendezvous."""
+    if started_by.kind == "process":
+        context()  # with Monarch's own transport within a machine
+        return LOOPBACK
+    own_address = network.address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
+    # Monarch's jobs choose the address of this machine's name. This one is on the interface that leads to the workers.
+    monarch.configure(default_transport=str(Address(own_address, 0)))
+    context()
+    return own_address
+
+
+def _address_of_name() -> str:
+    """The address of this machine's name, by which the hosts of a scheduler reach it. Raises ConnectionError if they cannot."""
+    name = socket.gethostname()
+    for address in resolve(name):
+        parsed = ipaddress.ip_address(address)
+        if not (parsed.is_loopback or parsed.is_link_local):
+            return address
+    raise ConnectionError(
+        f"the name of this machine, {name}, leads to {', '.join(resolve(name))}, which the hosts of a job cannot reach; give the name "
+        "the machine's address, for example in /etc/hosts"
+    )
+
+
+def _require_free(workers: Sequence[Address]) -> None:
+    """Raises ConnectionError if something listens at the address of a worker before the worker is started."""
+    for worker in workers:
+        if refusal(worker) is None:
+            end = shlex.quote(f"run_worker_loop_forever.*:{worker.port}")
+            raise ConnectionError(
+                f"a program listens at {worker} already, perhaps the worker of a run that was killed; end it there (pkill -f {end}), or "
+                "choose another port by hosts.job.port"
+            )
+
+
+def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None:
+    """Raises ConnectionError naming the first worker that does not listen after start_timeout seconds."""
+    deadline = time.monotonic() + config.start_timeout
+    for worker in workers:
+        while refusal(worker) is not None:
+            if time.monotonic() > deadline:
+                raise ConnectionError(
+                    f"no worker listens at {worker} after hosts.job.start_timeout={config.start_timeout} s; ssh has started it, and its "
+                    "output is that of this program"
+                )
+            time.sleep(PAUSE)
 
 
 def _require_listening(worker: Address) -> None:
     """Raises ConnectionError if nothing listens at the address. Monarch itself would wait until a worker listens there."""
+    if reason := refusal(worker):
+        raise ConnectionError(
+            f"no worker listens at {worker} ({reason}); start one there: make worker ADDRESS={worker}"
+        )
+
+
+def refusal(worker: Address) -> str | None:
+    """The reason why nothing accepts connections at the address. None: something does."""
     try:
         socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
     except OSError as error:
-        raise ConnectionError(
-            f"no worker listens at {worker} ({error.strerror or error}); start one there: make worker ADDRESS={worker}"
-        ) from None
-
-
-def _own_address(worker: Address) -> str:
-    """The address of the network interface of this machine through which it reaches a worker. Nothing is sent."""
-    family = socket.AF_INET6 if ":" in worker.host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((worker.host, worker.port))
-        return str(probe.getsockname()[0])
+        return error.strerror or str(error) or type(error).__name__
+    return None

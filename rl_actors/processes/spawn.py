@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import ctypes
 import functools
-import ipaddress
 import logging
 import os
 import select
@@ -36,7 +35,7 @@ from monarch.actor import (
 )
 from torch.distributed import TCPStore
 
-from rl_actors.processes import collector, threads
+from rl_actors.processes import collector, network, threads
 from rl_actors.processes.bootstrap import BOOTSTRAP
 from rl_actors.processes.output import LOG_VARIABLE, LogRoute, route_logs, route_process_output
 
@@ -46,7 +45,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
-LOOPBACK_INTERFACE = Path("/sys/class/net/lo")
 LONGEST_PAUSE = 5.0  # largest number of seconds between two questions whether the processes of an actor are alive
 START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
 STOP_TIMEOUT = 20.0  # seconds that Monarch has to stop the processes; those that still run are then killed
@@ -243,7 +241,6 @@ def _common_environment(num_processes: int, own_address: str, port: int) -> dict
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         "PYTHONFAULTHANDLER": "1",  # a process that crashes in a library prints where it was
         "MALLOC_ARENA_MAX": "1",  # malloc keeps freed memory (threads.keep_memory) only in its main arena
-        **_gloo_interface(own_address),
         **threads.gpu_environment(),
     }
 
@@ -280,14 +277,6 @@ def open_rendezvous(address: str) -> TCPStore:
     )
 
 
-def _gloo_interface(own_address: str) -> dict[str, str]:
-    """Environment that makes gloo use the loopback interface if all ranks are on this machine. Empty if the user chose an interface."""
-    is_alone = ipaddress.ip_address(own_address).is_loopback and LOOPBACK_INTERFACE.exists()
-    return (
-        {"GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE.name} if is_alone and "GLOO_SOCKET_IFNAME" not in os.environ else {}
-    )
-
-
 async def require_shared(name: str, read: Endpoint[..., tuple[int, str, str]], folder: Path) -> None:
     """Raises ValueError naming a host that does not see a file which this process writes to the folder.
 
@@ -318,6 +307,7 @@ async def collect(endpoint: Endpoint[..., T], *args: object, **kwargs: object) -
 
 def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     collector.keep()
+    os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both, because the spawning
     # process may still need them for a checkpoint. They end when the spawning process stops them, or when it ends itself.
     libc = ctypes.CDLL(None)

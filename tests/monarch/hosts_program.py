@@ -1,4 +1,5 @@
-"""Two steps of a trainer of two ranks, a sync, and a greedy completion. argv: the hosts, separated by commas, or nothing; a folder.
+"""Two steps of a trainer of two ranks, a sync, and a greedy completion. argv: the hosts, separated by commas, or nothing; a folder; a
+folder of certificates, or nothing; the options of a job as JSON.
 
 Prints one line of JSON: the numbers of the steps, the completion, and for every process the ids of the processes above it.
 """
@@ -24,7 +25,8 @@ async def opened() -> IndexTransport:
 
 def main() -> None:
     addresses, folder, certificates = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
-    all_hosts = hosts.connect(addresses.split(","), certificates=certificates) if addresses else None
+    job = hosts.JobConfig(**json.loads(sys.argv[4]))
+    all_hosts = hosts.connect(addresses.split(","), certificates=certificates, job=job) if addresses else None
     last = None if all_hosts is None else all_hosts.part(len(all_hosts) - 1, len(all_hosts))
     transport, logs = in_background(opened(), "open").result(), LogRoute(directory=folder)
     trainer = TrainerClient.spawn(support.trainer_config(shard=2), transport=transport, logs=logs, hosts=all_hosts)

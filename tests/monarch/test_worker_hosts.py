@@ -1,15 +1,21 @@
-"""A trainer over two hosts and a generator on one of them: two workers on loopback stand in for two machines."""
+"""A trainer over two hosts and a generator on one of them. Workers on loopback, and in network namespaces, stand in for two machines."""
 
+import contextlib
+import getpass
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from waiting import GUARD
+from waiting import GUARD, wait_until
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -21,11 +27,23 @@ ENVIRONMENT = {
 }
 
 
-def run(addresses: str, folder: Path, certificates: str = "") -> dict:
-    command = [sys.executable, str(HERE / "hosts_program.py"), addresses, str(folder), certificates]
-    finished = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=GUARD)
+def run(
+    addresses: str, folder: Path, certificates: str = "", job: dict | None = None, before: Sequence[str] = ()
+) -> dict:
+    """The output of hosts_program.py. before: the beginning of the command, which runs the rest."""
+    program = [
+        sys.executable,
+        str(HERE / "hosts_program.py"),
+        addresses,
+        str(folder),
+        certificates,
+        json.dumps(job or {}),
+    ]
+    finished = subprocess.run(
+        [*before, *program], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, timeout=GUARD
+    )
     assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout.splitlines()[-1])
+    return json.loads(next(line for line in reversed(finished.stdout.splitlines()) if line.startswith("{")))
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +52,22 @@ def alone(tmp_path_factory) -> dict:
     return run("", tmp_path_factory.mktemp("alone"))
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
 class Worker:
     """`python -m rl_actors.processes.worker` at a free port of loopback."""
 
-    def __init__(self, *flags: str, scheme: str = "tcp") -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.address = f"{scheme}://127.0.0.1:{free.getsockname()[1]}"
+    def __init__(
+        self, *flags: str, scheme: str = "tcp", host: str = "127.0.0.1", address: str = "", before: Sequence[str] = ()
+    ) -> None:
+        """before: the beginning of the command, which runs the rest."""
+        self.before = before
+        self.address = address or f"{scheme}://{host}:{free_port()}"
         self.process = subprocess.Popen(
-            [sys.executable, "-u", "-m", "rl_actors.processes.worker", self.address, *flags],
+            [*before, sys.executable, "-u", "-m", "rl_actors.processes.worker", self.address, *flags],
             env=ENVIRONMENT,
             cwd=ROOT,
             stdout=subprocess.PIPE,
@@ -49,18 +75,17 @@ class Worker:
             start_new_session=True,
         )
         assert "waiting for runs" in self.process.stdout.readline()
-        while not self._listens():
-            assert self.process.poll() is None
+        wait_until(self._listens, f"a worker at {self.address}")
 
     def _listens(self) -> bool:
-        try:
-            socket.create_connection(("127.0.0.1", int(self.address.rpartition(":")[2])), 1.0).close()
-        except OSError:
-            return False
-        return True
+        assert self.process.poll() is None
+        host, _, port = self.address.partition("://")[2].rpartition(":")
+        connect = f"import socket; socket.create_connection(({host!r}, {port}), 1.0)"
+        return subprocess.run([*self.before, sys.executable, "-c", connect], stderr=subprocess.DEVNULL).returncode == 0
 
     def end(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(GUARD)
         self.process.stdout.close()
 
@@ -106,3 +131,177 @@ def test_with_certificates_two_hosts_give_the_same_numbers(alone, tmp_path):
     finally:
         for worker in workers:
             worker.end()
+
+
+def program(name: str) -> str:
+    """The path of a program. Skips the test, naming the program, if this machine has none."""
+    path = shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+    if path is None:
+        pytest.skip(f"this machine has no program {name}")
+    return path
+
+
+@pytest.fixture
+def ssh_arguments(tmp_path) -> Iterator[str]:
+    """Arguments with which ssh reaches 127.0.0.1 and 127.0.0.2, where an sshd of the test's own listens as the current user."""
+    sshd, keygen, port = program("sshd"), program("ssh-keygen"), free_port()
+    program("ssh")
+    folder = tmp_path / "ssh"
+    folder.mkdir(mode=0o700)
+    for key in ("host", "user"):
+        subprocess.run([keygen, "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)], check=True)
+    (folder / "authorized_keys").write_text((folder / "user.pub").read_text())
+    host_key = " ".join((folder / "host.pub").read_text().split()[:2])
+    (folder / "known_hosts").write_text("".join(f"[127.0.0.{end}]:{port} {host_key}\n" for end in (1, 2)))
+    (folder / "config").write_text(
+        f"Port {port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nHostKey {folder}/host\nPidFile none\n"
+        f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPasswordAuthentication no\n"
+        f"KbdInteractiveAuthentication no\nAllowUsers {getpass.getuser()}\n"
+    )
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # sshd of Debian demands this folder of root
+    server = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "config")], stderr=(folder / "log").open("w"))
+    words = ["-F", "none", "-p", str(port), "-i", f"{folder}/user", "-o", f"UserKnownHostsFile={folder}/known_hosts"]
+    try:
+        wait_until(
+            lambda: server.poll() is not None or "listening on 127.0.0.1" in (folder / "log").read_text().lower(),
+            "sshd",
+        )
+        assert server.poll() is None, (folder / "log").read_text()
+        yield shlex.join(words)
+    finally:
+        server.terminate()
+        server.wait(GUARD)
+
+
+def workers_at(port: int) -> list[str]:
+    """The command lines of Monarch's workers at this port."""
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    return [line for line in listed.splitlines() if "run_worker_loop_forever" in line and f":{port}" in line]
+
+
+def test_workers_that_a_job_starts_over_ssh_give_the_numbers_of_one_host(alone, ssh_arguments, tmp_path):
+    port = free_port()
+    found = run("ssh://127.0.0.1,ssh://127.0.0.2", tmp_path, job={"arguments": ssh_arguments, "port": port})
+    assert_same(found, alone)
+    [first, *_], [second, *_] = found["above"]
+    assert first != second
+    wait_until(lambda: not workers_at(port), "the workers end with the run")
+
+
+# Keys of a run's records that hold seconds, or what follows from them, or the restarts themselves.
+MEASURED = ("time/", "busy/", "tokens/s", "memory/", "weights/", "mfu", "ranks/", "restarts")
+
+
+def start_grpo(folder: Path, *flags: str) -> subprocess.Popen:
+    """A GRPO run of a few steps with a trainer of two ranks."""
+    sizes = ["--steps", "3", "--sft-steps", "5", "--rollouts.groups-per-step", "32", "--environment.num-held-out", "64"]
+    layout = ["--trainer.parallelism.data-parallel-shard-degree", "2", "--trainer.deterministic"]
+    if "--resume" not in flags:
+        flags = ("--config", "tiny", "--output-dir", str(folder), "--checkpoint-every", "1", *sizes, *layout, *flags)
+    command = [sys.executable, "-m", "controllers.grpo", *flags]
+    return subprocess.Popen(
+        command, env=ENVIRONMENT, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def records(folder: Path) -> list[dict]:
+    """The records of a run, without what is measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
+
+
+def grpo(folder: Path, *flags: str) -> list[dict]:
+    """The records of a GRPO run that ends by itself."""
+    running = start_grpo(folder, *flags)
+    output, _ = running.communicate(timeout=GUARD)
+    assert running.returncode == 0, output
+    return records(folder)
+
+
+@pytest.fixture(scope="module")
+def grpo_alone(tmp_path_factory) -> list[dict]:
+    """Records of a GRPO run without hosts."""
+    return grpo(tmp_path_factory.mktemp("alone") / "run")
+
+
+def assert_same_records(found: list[dict], expected: list[dict]) -> None:
+    assert len(found) == len(expected) > 3
+    for line, other in zip(found, expected, strict=True):
+        assert line.keys() == other.keys()
+        for key, value in line.items():
+            assert value == (pytest.approx(other[key], rel=1e-5, abs=1e-7) if isinstance(value, float) else other[key])
+
+
+def test_grpo_over_hosts_of_ssh_writes_the_metrics_of_one_host(grpo_alone, ssh_arguments, tmp_path):
+    port = free_port()
+    hosts = ["--hosts", "ssh://127.0.0.1,ssh://127.0.0.2", "--hosts.trainer", "2"]
+    job = [f"--hosts.job.arguments={ssh_arguments}", "--hosts.job.port", str(port)]
+    assert_same_records(grpo(tmp_path / "run", *hosts, *job), grpo_alone)
+    wait_until(lambda: not workers_at(port), "the workers end with the run")
+
+
+class Networks:
+    """Three network namespaces that a bridge of their own connects: 10.231.N.1, .2 and .3. Nothing leads out of them."""
+
+    def __init__(self) -> None:
+        self.ip, self.mark = program("ip"), uuid.uuid4().hex[:6]
+        self.bridge = f"rlb{self.mark}"
+        self.names = [f"rl{self.mark}{index}" for index in range(3)]
+        self.addresses = [f"10.231.{int(self.mark[:2], 16)}.{index + 1}" for index in range(3)]
+
+    def __enter__(self) -> "Networks":
+        try:
+            self._make()
+        except subprocess.CalledProcessError as error:
+            self.remove()
+            pytest.skip(f"this machine permits no network namespaces: {error.stderr.strip()}")
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def _make(self) -> None:
+        # The bridge is in a namespace of its own, so that this machine's network has no way to the others.
+        self._call("netns", "add", self.bridge)
+        self._call("-n", self.bridge, "link", "add", "br0", "type", "bridge")
+        self._call("-n", self.bridge, "link", "set", "br0", "up")
+        for index, (name, address) in enumerate(zip(self.names, self.addresses, strict=True)):
+            self._call("netns", "add", name)
+            inside = ["eth0", "netns", name]
+            outside = [f"v{index}", "netns", self.bridge]
+            self._call("link", "add", *inside, "type", "veth", "peer", "name", *outside)
+            self._call("-n", self.bridge, "link", "set", f"v{index}", "master", "br0", "up")
+            self._call("-n", name, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                self._call("-n", name, "link", "set", device, "up")
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def remove(self) -> None:
+        for name in (*self.names, self.bridge):
+            subprocess.run([self.ip, "netns", "delete", name], capture_output=True)
+
+    def _call(self, *arguments: str) -> None:
+        subprocess.run([self.ip, *arguments], check=True, capture_output=True, text=True)
+
+    def within(self, index: int) -> list[str]:
+        """The beginning of a command that runs the rest in a namespace."""
+        return [self.ip, "netns", "exec", self.names[index]]
+
+
+def test_workers_in_two_network_namespaces_give_the_numbers_of_one_host(alone, tmp_path):
+    """The controller is in a third namespace. gloo, the rendezvous and Monarch go through the addresses of the namespaces."""
+    with Networks() as networks, contextlib.ExitStack() as stack:
+        workers = []
+        for index in (1, 2):
+            worker = Worker("--insecure", host=networks.addresses[index], before=networks.within(index))
+            stack.callback(worker.end)
+            workers.append(worker)
+        addresses = ",".join(worker.address for worker in workers)
+        found = run(addresses, tmp_path, before=networks.within(0))
+        assert_same(found, alone)
+        for above, worker in zip(found["above"], workers, strict=True):
+            assert worker.process.pid in above
+    assert not set(networks.names) & set(os.listdir("/run/netns"))

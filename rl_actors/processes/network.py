@@ -1,0 +1,42 @@
+"""This machine's network interfaces: which of its addresses leads to another host. Sends nothing."""
+
+import fcntl
+import os
+import socket
+import struct
+from collections.abc import Mapping
+
+GET_ADDRESS = 0x8915  # SIOCGIFADDR of Linux
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on the interface of this name
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine's interface that leads to a host. Raises OSError if none does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface whose first IPv4 address is this one. Empty if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(probe.fileno(), GET_ADDRESS, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    return ""
+
+
+def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment that lets gloo listen on the interface that leads to a host. Empty if the user chose one, or if none is found.
+
+    gloo's own choice is the address of this machine's name, which often leads to loopback. Other hosts could then not reach it.
+    """
+    if GLOO_INTERFACE in environment:
+        return {}
+    name = interface_of(address_towards(host, port))
+    return {GLOO_INTERFACE: name} if name else {}

@@ -1,0 +1,16 @@
+"""The interface that gloo listens on: the one that leads to the other ranks, and not the one that the machine's name leads to."""
+
+from rl_actors.processes import network
+
+
+def test_loopback_leads_to_loopback():
+    assert network.address_towards("127.0.0.1", 1) == "127.0.0.1"
+    assert network.lead_gloo_to("127.0.0.1", 1, {}) == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_a_choice_of_the_user_is_kept():
+    assert network.lead_gloo_to("127.0.0.1", 1, {"GLOO_SOCKET_IFNAME": "ib0"}) == {}
+
+
+def test_an_address_of_no_interface_has_no_name():
+    assert network.interface_of("192.0.2.1") == ""
