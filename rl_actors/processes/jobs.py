@@ -25,7 +25,7 @@ HOST_TEXTS = {
     "slurm": "node {} of the Slurm job",
     "kubernetes": "pod {} of the job",
 }
-"""Kinds of jobs whose hosts have no names before the start: kind -> the text about a host."""
+"""Kind of a job whose hosts have no names before the start -> the text that stands for the name of a host."""
 PORTS = {"ssh": 22222, "slurm": 22222, "kubernetes": 26600}
 """Monarch's own ports of workers."""
 SHARED_MEMORY = "/dev/shm"
@@ -46,7 +46,7 @@ class JobConfig:
     port: int = 0
     """Port at which the workers listen. 0: Monarch's own, 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
-    """Seconds in which the workers must be there, waits in a queue included."""
+    """Seconds in which the workers must listen. The wait in a scheduler's queue is included."""
     arguments: str = ""
     """More arguments of ssh ("-p 2222 -l me") or directives of sbatch ("--constraint=h100 --reservation=mine")."""
     gpus_per_host: int = 0
@@ -58,7 +58,7 @@ class JobConfig:
     account: str = ""
     """Slurm's account that pays for the job."""
     image: str = ""
-    """Container image of the Kubernetes pods. It has this package under the same path as the controller, which runs in a pod of the image, too."""
+    """Container image of the Kubernetes pods. The controller runs in a pod of this image, too, so the package has the same path everywhere."""
     namespace: str = "default"
     """Namespace of the Kubernetes pods."""
     claim: str = ""
@@ -209,7 +209,7 @@ def port(job: Job, config: JobConfig) -> int:
 
 
 def ssh_arguments(config: JobConfig) -> list[str]:
-    """Arguments of ssh: no questions, and a terminal, so that a worker ends with its ssh."""
+    """Arguments of ssh. It must ask no questions. With a terminal, the worker ends when its ssh ends."""
     return ["-tt", "-o", "BatchMode=yes", *shlex.split(config.arguments)]
 
 
