@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
@@ -180,6 +180,9 @@ class Actors:
             self.report(names.get(error.actor, "generator"), error)
         with contextlib.suppress(TimeoutError):
             return await asyncio.wait_for(self.first_death(), DEATH_TIMEOUT)
+        if lost := await asyncio.to_thread(self.placement.lost):
+            self.report("trainer", ActorDiedError(f"trainer: the worker of {', '.join(lost)} has ended", "trainer"))
+            return await self.first_death()
         if reason := await self._store_error():
             self.report("store", ActorDiedError(f"store: the index of the weights does not answer: {reason}", "store"))
             return await self.first_death()
@@ -196,8 +199,14 @@ class Actors:
         return ""
 
     async def bury(self, others: Collection[str] = ()) -> set[str]:
-        """Kill what is left of the roles that have died, and kill the `others`. Returns all these roles, which can be spawned again."""
+        """Kill what is left of the roles that have died, and kill the `others`. Returns all these roles, which can be spawned again.
+
+        If a host is gone, all roles are killed, and the hosts are started again. Raises ConnectionError if that is not possible.
+        """
         roles = {*self.deaths, *others}
+        lost = await asyncio.to_thread(self.placement.lost)
+        if lost:
+            roles |= self.clients.keys()
         if "store" in roles:  # all actors must be spawned again, because they have the address of the old store
             roles |= self.clients.keys()
         self.deaths = {}
@@ -217,7 +226,24 @@ class Actors:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._close_transport(), CLOSE_TIMEOUT)
             self._open_transport()
+        if lost:
+            await asyncio.to_thread(self._start_hosts_again, lost)
         return roles
+
+    def _start_hosts_again(self, lost: Sequence[str]) -> None:
+        """Start the job of the hosts again. Raises ConnectionError if its workers would have the same addresses as before.
+
+        Monarch 0.7 cannot connect a second time to an address, within the same program, after the worker there was killed.
+        """
+        job = self.config.hosts.started_by()
+        if job is None or job.kind != "process":
+            mend = (
+                "start it again by `make worker`, and then resume" if job is None else "to resume starts the job again"
+            )
+            raise ConnectionError(f"no worker listens at {', '.join(lost)} any more; {mend}")
+        self.tell(f"{', '.join(lost)}: not there any more; the job starts again")
+        self.placement.close()
+        self.placement = self.config.hosts.connect(self.logs.directory)
 
     async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """Call `start`. If an actor dies meanwhile, call it again, as often as the config allows."""

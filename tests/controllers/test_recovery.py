@@ -27,6 +27,7 @@ from controllers.actors import Actors
 from controllers.checkpoints import Checkpoints
 from controllers.environments import Environment, Scorer
 from controllers.grpo import GRPOConfig, train
+from controllers.hosts import HostsConfig
 from controllers.interruption import Interruption
 from controllers.metrics import MetricsLogger
 from controllers.run import Run
@@ -219,6 +220,67 @@ def test_a_run_whose_trainer_dies_goes_on_and_writes_the_lines_of_an_undisturbed
     assert all("trainer: the process of rank 0" in line["cause"] for line in restarts)
     assert lines(folder)[-1]["restarts"] == len(deaths)
     assert f"restart {len(deaths)} (at most 10 an hour)" in run.output.getvalue()
+
+
+class MortalPlacement:
+    """The connected hosts of a run. `gone`: the worker of the only host has ended."""
+
+    all = trainer = generators = None
+
+    def __init__(self) -> None:
+        self.gone, self.closed = False, False
+
+    def lost(self) -> list[str]:
+        return ["the only host"] if self.gone else []
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def placements(monkeypatch) -> list[MortalPlacement]:
+    """All placements of a run, the newest last."""
+    made: list[MortalPlacement] = []
+
+    def connect(self, logs) -> MortalPlacement:
+        made.append(MortalPlacement())
+        return made[-1]
+
+    monkeypatch.setattr(HostsConfig, "connect", connect)
+    return made
+
+
+def loses_host(placements: list[MortalPlacement], number: int) -> BeforeCall:
+    """The call of forward_backward with this number fails as that of a rank does whose neighbour is gone, because the host is lost."""
+    calls = []
+
+    async def before(call: str, _) -> None:
+        calls.append(call)
+        if call == "forward_backward" and calls.count(call) == number:
+            placements[-1].gone = True
+            raise RuntimeError("Connection reset by peer")
+
+    return before
+
+
+def test_a_run_that_loses_a_host_of_its_job_starts_the_job_again(run, placements, whole, tmp_path):
+    folder, num_before = RunFolder(tmp_path / "run"), len(placements)
+    config = replace(grpo_config(), hosts=HostsConfig(addresses="process://1"))
+    assert run(folder, config=config, before=loses_host(placements, 24)) == 0
+    assert [placement.closed for placement in placements[num_before:]] == [True, False]  # the second one is in use
+    assert run.actors.num_trainers == 2
+    assert without_restarts(folder) == lines(whole)
+    assert "trainer: the worker of the only host has ended" in read_jsonl(folder.restarts)[0]["cause"]
+    assert "the only host: not there any more; the job starts again" in run.output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("addresses", "mend"), [("tcp://127.0.0.1:1", "start it again by `make worker`"), ("ssh://127.0.0.1", "to resume")]
+)
+def test_a_run_that_loses_another_host_ends_with_its_name(run, placements, tmp_path, addresses, mend):
+    config = replace(grpo_config(), hosts=HostsConfig(addresses=addresses))
+    with pytest.raises(ConnectionError, match=f"no worker listens at the only host any more; {mend}"):
+        run(RunFolder(tmp_path / "run"), config=config, before=loses_host(placements, 1))
 
 
 def test_steps_since_the_checkpoint_train_on_the_rollouts_that_they_had(run, tmp_path):
