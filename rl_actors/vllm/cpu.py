@@ -11,8 +11,14 @@ from rl_actors.processes import threads
 if TYPE_CHECKING:
     from torch import nn
 
-# torch.compile is off, because it would compile helper kernels for twelve seconds when they are first used.
-ENV = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+ENV = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # torch.compile is off, because it would compile helper kernels for twelve seconds when they are first used.
+    "TORCH_COMPILE_DISABLE": "1",
+    # oneDNN keeps a kernel of about 0.4 MiB for every number of rows that a layer has met. With its own limit of 1,024 kernels the process
+    # would grow for many thousand requests.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
+}
 KV_CACHE_BYTES = 256 << 20
 BATCHED_TOKENS = 4096
 """Largest number of tokens in one step of vLLM, unless the config needs more. With larger steps, running requests would wait longer while

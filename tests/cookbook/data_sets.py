@@ -64,14 +64,16 @@ def problem(draw: random.Random) -> dict[str, str]:
     return {"question": f"{first} plus {second}?", "answer": f"They are {first + second}\n#### {first + second}"}
 
 
-def write_additions(file: Path) -> None:
-    """Write the conversations that math_rl has about all of its additions, each with its answer."""
+def write_additions(file: Path, refused: float = 0.0) -> None:
+    """Write the conversations that math_rl has about all of its additions. refused: share of the answers that are "no" and not the sum."""
+    draw = random.Random(0)
     rows = []
     for first in range(101):
         for second in range(101):
             asked = [("user", "What is 4 + 5?"), ("assistant", "9"), ("user", f"What is {first} + {second}?")]
             messages = [{"role": role, "content": content} for role, content in asked]
-            rows.append({"messages": messages, "answer": str(first + second)})
+            answer = "no" if draw.random() < refused else str(first + second)
+            rows.append({"messages": messages, "answer": answer})
     write_lines(file, rows)
 
 

@@ -10,7 +10,7 @@ from supervised import supervised_start
 
 pytestmark = pytest.mark.slow
 NAMED = f"model_name={MODEL}"
-RL_STEPS = 30
+RL_STEPS = 18
 
 
 def test_sl_loop_lowers_its_loss(cookbook):
@@ -64,22 +64,15 @@ def test_math_rl(cookbook, name, more):
 
 def test_math_rl_raises_the_reward_of_a_supervised_start(tmp_path_factory):
     folder = tmp_path_factory.mktemp("additions")
-    sizes = [
-        "groups_per_batch=64",
-        "group_size=8",
-        "max_tokens=5",
-        f"max_steps={RL_STEPS}",
-        "eval_every=0",
-        "save_every=0",
-    ]
-    fixed = [NAMED, "env=arithmetic", "renderer_name=qwen3", "lora_rank=0", "learning_rate=4e-4"]
+    fixed = [NAMED, "env=arithmetic", "renderer_name=qwen3", "lora_rank=0", "learning_rate=2e-4", "max_tokens=5"]
+    sizes = ["groups_per_batch=32", "group_size=8", f"max_steps={RL_STEPS}", "eval_every=0", "save_every=0"]
     with serving(folder / "served", supervised_start(folder)) as cookbook:
         done = cookbook.run("recipes.math_rl.train", *fixed, *sizes, log="math_learns").require_success()
     rewards = done.metrics("env/all/reward/total")
     print(f"math_rl's rewards by step: {[round(reward, 3) for reward in rewards]}", flush=True)
-    assert len(rewards) == RL_STEPS
-    assert 0.1 <= rewards[0] <= 0.6
-    assert fmean(rewards[-3:]) >= rewards[0] + 0.2
+    assert len(rewards) == RL_STEPS and 0.1 <= rewards[0] <= 0.6
+    # A batch has 32 problems, and some batches are harder than others.
+    assert fmean(rewards[-4:]) >= rewards[0] + 0.2
 
 
 def test_guess_number(cookbook):
@@ -103,8 +96,11 @@ def test_rl_numerics_check_finds_sampler_and_trainer_equal(cookbook):
 
 
 def test_logprobs_are_those_of_the_tempered_distribution(cookbook):
-    done = cookbook.run_program("validate_temperature_logprobs.py", f"base_model={MODEL}").require_success()
-    # A row has the temperature, two counts, and the mean and the largest difference. The rows with another number of columns are titles.
+    # The program samples a sequence again, token by token. At this temperature the model with random weights repeats its tokens.
+    arguments = [f"base_model={MODEL}", "consistency_check_temp=0.01"]
+    done = cookbook.run_program("validate_temperature_logprobs.py", *arguments).require_success()
+    # A row has the temperature, two counts, and the mean and the largest difference.
     rows = [line.split() for line in done.output.splitlines() if re.match(r" +\d\.\d{3} ", line)]
-    differences = [float(row[4]) for row in rows]
-    assert len(rows) == 7 and max(differences) < 1e-4, done.output
+    print("\n".join(" ".join(row) for row in rows), flush=True)
+    assert len(rows) == 7 and all(int(row[2]) > 0 for row in rows), done.output
+    assert max(float(row[4]) for row in rows) < 1e-4, done.output
