@@ -1066,6 +1066,14 @@ def _() -> None:
     assert 'os.environ.get("HF_HUB_OFFLINE"' in source(huggingface_hub.constants)
 
 
+@row("ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+def _() -> None:
+    import vllm
+
+    libraries = list(Path(vllm.__file__).parent.glob("_C*.so"))  # oneDNN is a part of them
+    assert any(b"PRIMITIVE_CACHE_CAPACITY" in library.read_bytes() for library in libraries)
+
+
 # The page, the checks and the code
 
 
