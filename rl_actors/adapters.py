@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from rl_actors.config import LoRAConfig
+from rl_actors.model_config import ModelConfig
+
+CONFIG_FILE = "adapter_config.json"
+TENSORS_FILE = "adapter_model.safetensors"
 
 # torchtitan's name of a layer's config -> peft's names of its modules. torchtitan builds wk and wv from one config, wkv.
 ATTENTION = {"wq": ("q_proj",), "wkv": ("k_proj", "v_proj"), "wo": ("o_proj",)}
@@ -36,6 +41,11 @@ def modules(config: LoRAConfig) -> list[str]:
     return list(chain.from_iterable(targets(config).values()))
 
 
+def served(model: ModelConfig) -> list[str]:
+    """The layers of a model, by peft's names, to which a generator applies adapters: all those that a trainer can train."""
+    return modules(LoRAConfig(rank=1, train_mlp=not model.num_experts, train_unembed=not model.tie_word_embeddings))
+
+
 def names(weight: str) -> tuple[str, str]:
     """Names of the adapters A [R, I] and B [O, R] of a weight.
 
@@ -47,13 +57,16 @@ def names(weight: str) -> tuple[str, str]:
 
 def shapes(config: LoRAConfig, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of the adapters. weights: shapes of the weights by their Hugging Face names."""
-    wanted = modules(config)
+    return _shapes(modules(config), config.rank, weights)
+
+
+def _shapes(layers: list[str], rank: int, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for name, shape in weights.items():
-        if name.endswith(".weight") and name.split(".")[-2] in wanted:
+        if name.endswith(".weight") and name.split(".")[-2] in layers:
             num_outputs, num_inputs = shape
             a, b = names(name)
-            found |= {a: (config.rank, num_inputs), b: (num_outputs, config.rank)}
+            found |= {a: (rank, num_inputs), b: (num_outputs, rank)}
     return found
 
 
@@ -74,5 +87,57 @@ def write(directory: Path, tensors: Mapping[str, Tensor], config: LoRAConfig, *,
         "inference_mode": True,
         "target_modules": modules(config),
     }
-    (directory / "adapter_config.json").write_text(json.dumps(values, indent=2) + "\n")
-    save_file(dict(tensors), directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    (directory / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n")
+    save_file(dict(tensors), directory / TENSORS_FILE, metadata={"format": "pt"})
+
+
+def is_adapter(directory: Path) -> bool:
+    """True if the directory has an adapter, and not a whole model."""
+    return (directory / CONFIG_FILE).is_file()
+
+
+def rank_of(directory: Path) -> int:
+    """The rank of the adapter in a directory. Raises ValueError naming the directory if it has no adapter in peft's format."""
+    for file in (CONFIG_FILE, TENSORS_FILE):
+        if not (directory / file).is_file():
+            raise ValueError(
+                f"{directory} has no {file}; it must be a directory of peft's format, as export_lora writes"
+            )
+    values = json.loads((directory / CONFIG_FILE).read_text())
+    if values.get("peft_type") != "LORA" or not isinstance(values.get("r"), int):
+        raise ValueError(
+            f"{directory / CONFIG_FILE} has peft_type={values.get('peft_type')!r}, r={values.get('r')!r}; it must be a LORA with a rank"
+        )
+    return int(values["r"])
+
+
+def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> None:
+    """Raises ValueError naming the value and the limit if a generator with these limits cannot load the adapter in the directory."""
+    if not max_adapters:
+        raise ValueError(
+            "generator.max_adapters=0, so no adapters can be loaded; set it to the number that a step may use"
+        )
+    if (rank := rank_of(directory)) > max_rank:
+        raise ValueError(f"the adapter in {directory} has rank {rank}, but generator.max_adapter_rank={max_rank}")
+
+
+def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers: list[str]) -> None:
+    """Raises ValueError naming the directory and the tensor if the adapter has a tensor that the model has no place for.
+
+    weights: shapes of the model's weights by their Hugging Face names. layers: those that may have adapters, by peft's names.
+    """
+    possible = _shapes(layers, rank_of(directory), weights)
+    with safe_open(directory / TENSORS_FILE, framework="pt") as opened:
+        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118  (not a mapping)
+    for name, shape in found.items():
+        if name not in possible:
+            raise ValueError(
+                f"the adapter in {directory} has the tensor {name}; adapters are possible on {', '.join(layers)}"
+            )
+        if shape != possible[name]:
+            raise ValueError(
+                f"the adapter in {directory} has {name} of shape {shape}; the model needs {possible[name]}"
+            )
+        other = name.replace(".lora_A.", ".lora_B.") if ".lora_A." in name else name.replace(".lora_B.", ".lora_A.")
+        if other not in found:
+            raise ValueError(f"the adapter in {directory} has {name}, but not {other}")

@@ -353,6 +353,11 @@ class GeneratorConfig:
     """Adapters that a pull brings when lora.sync is "adapter". In a run they are the trainer's."""
     hf_path: str = ""
     """Hugging Face directory of config.json and weights. Empty: the weights come with the first pull."""
+    max_adapters: int = 0
+    """Number of adapters of `load_adapter` that the requests of one step may use. Any number can be loaded. Beyond this number vLLM moves
+    adapters into and out of the device's memory, and requests wait for a place. 0: no adapters can be loaded."""
+    max_adapter_rank: int = 32
+    """Largest rank of an adapter of `load_adapter`. vLLM computes with every adapter as if it had this rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the weights and of the forward pass."""
     max_model_len: int = 4096
@@ -401,6 +406,15 @@ class GeneratorConfig:
         first = self.gpu or 0
         return range(first, first + self.replicas * self.tensor_parallel)
 
+    @property
+    def has_adapters(self) -> bool:
+        """True if vLLM applies adapters to the weights."""
+        return self.max_adapters > 0 or self.lora.syncs_adapter
+
+    def adapters_field(self) -> str:
+        """The field, with its value, because of which vLLM applies adapters. For error texts."""
+        return 'lora.sync="adapter"' if self.lora.syncs_adapter else f"generator.max_adapters={self.max_adapters}"
+
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
         """Config of a generator for the trainer's model and adapters, with room for its longest samples. Model and adapters are copies."""
@@ -428,6 +442,7 @@ class GeneratorConfig:
             if value is not None and value <= 0:
                 raise ValueError(f"generator.{name}={value}; it must be positive")
         self.restarts.validate("generator.restarts")
+        self._validate_adapters()
         if self.own_process is False and self.tensor_parallel > 1:
             raise ValueError(
                 f"generator.own_process=False with generator.tensor_parallel={self.tensor_parallel}: several ranks need processes of "
@@ -444,3 +459,14 @@ class GeneratorConfig:
         longest = self.model.max_position_embeddings
         if self.max_model_len > longest:
             raise ValueError(f"generator.max_model_len={self.max_model_len} exceeds max_position_embeddings={longest}")
+
+    def _validate_adapters(self) -> None:
+        if self.max_adapters < 0:
+            raise ValueError(f"generator.max_adapters={self.max_adapters}; it must be at least 0")
+        if not 1 <= self.max_adapter_rank <= MAX_VLLM_RANK:
+            raise ValueError(f"generator.max_adapter_rank={self.max_adapter_rank}; it must be 1 to {MAX_VLLM_RANK}")
+        if self.max_adapters and self.lora.syncs_adapter:
+            raise ValueError(
+                f'generator.max_adapters={self.max_adapters} with lora.sync="adapter": a generator has either the adapter that it pulls '
+                "or adapters of load_adapter"
+            )

@@ -6,6 +6,7 @@ import logging
 import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from rl_actors import adapters
 from rl_actors.config import GeneratorConfig
+from rl_actors.model_config import ModelConfig
 from rl_actors.processes.errors import sends_errors
 from rl_actors.processes.output import LOG_VARIABLE, route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
@@ -45,6 +47,8 @@ class Generator(Actor):
     """One process with one engine. Many callers may call it at the same time. A pull replaces the weights in place."""
 
     vocab_size: int  # from setup on
+    parameters: dict[str, tuple[int, ...]]  # from setup on: name and shape of every tensor of the model
+    served: list[str]  # from setup on: the layers on which adapters are possible, by peft's names
     expected: dict[str, tuple[int, ...]]  # from setup on: name and shape of every tensor of a pull
 
     def __init__(self, config: GeneratorConfig, transport: Transport | None = None) -> None:
@@ -82,6 +86,8 @@ class Generator(Actor):
             logs=os.environ[LOG_VARIABLE],
             last_pull=self.last_pull,
             asleep=self.engine.asleep,
+            max_adapters=self.config.max_adapters,
+            max_adapter_rank=self.config.max_adapter_rank,
         )
 
     @concurrent_endpoint
@@ -107,27 +113,31 @@ class Generator(Actor):
 
     def _start(self) -> EngineThread:
         with model_directory(self.config) as directory:
-            parameters = expected_tensors(directory)
-        self.vocab_size = parameters["model.embed_tokens.weight"][0]
+            self.parameters = expected_tensors(directory)
+            self.served = adapters.served(ModelConfig.from_hf(directory))
+        self.vocab_size = self.parameters["model.embed_tokens.weight"][0]
         lora = self.config.lora
-        self.expected = adapters.shapes(lora, parameters) if lora.syncs_adapter else parameters
+        self.expected = adapters.shapes(lora, self.parameters) if lora.syncs_adapter else self.parameters
         weights = OneAdapter(self.config, self.expected) if lora.syncs_adapter else WholeWeights()
         return EngineThread(self.config, weights)
 
     @concurrent_endpoint
     @sends_errors
     async def start_generate(
-        self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        indices: list[int] | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Start params.n completions of every prompt. Returns the number of the call, for finished_groups. Many calls may run at a time.
 
         indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is its place in the list.
+        adapter: name of the loaded adapter with which the requests run. None: without one. If it is not loaded, the call fails.
         Raises ValueError if a prompt is empty or not shorter than max_model_len, or if a parameter is out of range.
         """
         validate_prompts(prompts, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         validate_sampling_params(params, vocab_size=self.vocab_size)
-        if params.prompt_top_logprobs:
-            self._require_logprobs_of_prompts("prompt_top_logprobs")
 
         def params_of(index: int) -> "list[VLLMParams]":
             # The engine takes one token more than max_model_len (see start_vllm), so the limit is kept here.
@@ -136,7 +146,7 @@ class Generator(Actor):
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place)
 
         call = next(self.numbers)
-        self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params))
+        self.calls[call] = self.engine.start(prompts, params_of, partial(read_completion, params), adapter)
         return call
 
     @concurrent_endpoint
@@ -168,28 +178,38 @@ class Generator(Actor):
 
     @concurrent_endpoint
     @sends_errors
-    async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
+    async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
         """Log probability of every token after the first, given the tokens before it, at temperature 1.
 
-        The answer has a float32 tensor [T - 1] for each sequence of T tokens.
-        Raises ValueError with lora.sync="adapter" and an adapter on the output projection.
+        The answer has a float32 tensor [T - 1] for each sequence of T tokens. adapter: as in start_generate.
         """
         from vllm import SamplingParams as VLLMParams
 
-        self._require_logprobs_of_prompts("compute_logprobs")
         validate_sequences(sequences, max_model_len=self.config.max_model_len, vocab_size=self.vocab_size)
         params = VLLMParams(max_tokens=1, prompt_logprobs=0, temperature=1.0, detokenize=False)
-        call = self.engine.start(sequences, lambda _: [params], read_prompt_logprobs)
+        call = self.engine.start(sequences, lambda _: [params], read_prompt_logprobs, adapter)
         finished = await asyncio.wrap_future(call.take(len(sequences)))
         logprobs = {index: results[0] for index, results in finished}
         return [logprobs[index] for index in range(len(sequences))]
 
-    def _require_logprobs_of_prompts(self, what: str) -> None:
-        if self.config.lora.syncs_adapter and self.config.lora.train_unembed:
-            raise ValueError(
-                f'{what} is not possible with lora.train_unembed=True and lora.sync="adapter": vLLM applies the adapter of '
-                'the output projection only to sampled tokens; set lora.sync="merged"'
-            )
+    @concurrent_endpoint
+    @sends_errors
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load an adapter from a directory of peft's format, for requests that name it. Does nothing if it is loaded already.
+
+        The directory must stay until the adapter is unloaded, because vLLM may read it again.
+        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if another one has the name.
+        """
+        config, folder = self.config, Path(directory)
+        adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)
+        await asyncio.to_thread(adapters.require_fits, folder, self.parameters, self.served)
+        await asyncio.wrap_future(self.engine.load_adapter(name, directory))
+
+    @concurrent_endpoint
+    @sends_errors
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use it."""
+        await asyncio.wrap_future(self.engine.unload_adapter(name))
 
     @concurrent_endpoint
     @sends_errors

@@ -361,6 +361,8 @@ class GeneratorInfo:
     replicas: tuple["GeneratorInfo", ...] = ()  # empty for a single generator
     state: ReplicaState = "healthy"  # in any other state the other fields have the last known values
     restarts: int = 0  # number of restarts; `info` of several replicas gives the sum
+    max_adapters: int = 0  # number of adapters that the requests of one step may use; 0: none can be loaded
+    max_adapter_rank: int = 0
 
 
 def num_loss_tokens(samples: Sequence[Sample]) -> float:

@@ -58,6 +58,7 @@ class FakeGenerator:
         self.waits = False  # whether prompts finish only when `release` says so
         self.is_up: Callable[[], Awaitable[None]] = self.nothing
         self.on_pull: list[Callable[[], Awaitable[None]]] = []  # by pull
+        self.on_load: list[Callable[[], Awaitable[None]]] = []  # by load of an adapter
         self.dead: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         self.left: list[int] = []
 
@@ -104,8 +105,8 @@ class FakeGenerator:
         self.known = GeneratorInfo(policy_version=self.version, max_model_len=8, vocab_size=9, logs=self.name)
         return self.known
 
-    async def start_generate(self, prompts, params, indices) -> int:
-        self.generators.note(self, f"generate {indices}")
+    async def start_generate(self, prompts, params, indices, adapter=None) -> int:
+        self.generators.note(self, f"generate {indices}" + (f" with {adapter}" if adapter else ""))
         if params.max_tokens == 7:
             raise ValueError("7 is refused")
         self.seeds.append(indices)
@@ -127,8 +128,8 @@ class FakeGenerator:
     async def abort_generate(self, call: int) -> None:
         self.generators.note(self, "abort")
 
-    async def compute_logprobs(self, sequences):
-        self.generators.note(self, f"logprobs {sequences}")
+    async def compute_logprobs(self, sequences, adapter=None):
+        self.generators.note(self, f"logprobs {sequences}" + (f" with {adapter}" if adapter else ""))
         return await self.alive(asyncio.sleep(0, [f"{self.number} {sequence}" for sequence in sequences]))
 
     async def pull(self, version: int, timeout: float, in_flight: bool = True) -> Transfer:
@@ -137,6 +138,14 @@ class FakeGenerator:
         self.version = version
         self.last_pull = Transfer(policy_version=version, path="memory", num_bytes=1, seconds=self.number)
         return self.last_pull
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        self.generators.note(self, f"load {name}")
+        await self.alive(self.on_load.pop(0)() if self.on_load else self.nothing())
+
+    async def unload_adapter(self, name: str) -> None:
+        self.generators.note(self, f"unload {name}")
+        await self.alive(self.nothing())
 
     async def sleep(self, level: int) -> DeviceMemory:
         self.generators.note(self, "sleep")
@@ -247,6 +256,91 @@ async def test_calls_reach_a_generator_in_the_order_in_which_they_were_made():
         await asyncio.gather(*calls)
         words = ["logprobs [[1]]", "sleep", "generate [0]", "pull 1", "logprobs [[3]]", "wake"]
         assert generators.events == [f"0: {word}" for word in words]
+
+
+# --- adapters ------------------------------------------------------------------------------------------------------
+
+
+async def refuse() -> None:
+    raise ValueError("does not fit")
+
+
+@in_loop
+async def test_all_generators_load_an_adapter_before_calls_use_it():
+    async with Started(2) as (fleet, generators):
+        generators.events.clear()
+        await fleet.load_adapter("a", "/a")
+        call = await fleet.start_generate(PROMPTS[:2], ONE, None, "a")
+        await fleet.finished_groups(call, 2)
+        await fleet.compute_logprobs([[1]], "a")
+        assert generators.events[:2] == ["0: load a", "1: load a"]
+        assert sorted(generators.events[2:4]) == ["0: generate [0] with a", "1: generate [1] with a"]
+        assert generators.events[4].endswith("logprobs [[1]] with a")
+        with pytest.raises(ValueError, match="the name 'a' is loaded already, from /a"):
+            await fleet.load_adapter("a", "/b")
+
+
+@in_loop
+async def test_an_adapter_that_one_generator_refuses_is_loaded_in_none():
+    async with Started(2) as (fleet, generators):
+        generators.spawned[1].on_load = [refuse]
+        with pytest.raises(ValueError, match="does not fit"):
+            await fleet.load_adapter("a", "/a")
+        assert generators.events[-2:] == ["0: unload a", "1: unload a"]
+        await fleet.load_adapter("a", "/b")
+        assert states(fleet) == ["healthy", "healthy"] and fleet.num_restarts == 0
+
+
+@in_loop
+async def test_an_adapter_is_unloaded_when_the_calls_with_it_have_ended():
+    async with Started(1) as (fleet, generators):
+        generators.spawned[0].waits = True
+        await fleet.load_adapter("a", "/a")
+        ending, aborted = [await fleet.start_generate([[1]], ONE, None, "a") for _ in range(2)]
+        unloading = asyncio.ensure_future(fleet.unload_adapter("a"))
+        generators.spawned[0].released.put_nowait(0)
+        await fleet.finished_groups(ending, 1)
+        await fleet.compute_logprobs([[1]])
+        assert not unloading.done() and "0: unload a" not in generators.events
+        await fleet.abort_generate(aborted)
+        await unloading
+        assert generators.events[-1] == "0: unload a"
+
+
+@in_loop
+async def test_a_generator_that_is_started_again_loads_the_adapters_before_it_gets_prompts():
+    async with Started(1) as (fleet, generators):
+        await fleet.pull(3, 1.0, True)
+        for name in "abc":
+            await fleet.load_adapter(name, f"/{name}")
+        await fleet.unload_adapter("b")
+        first = generators.spawned[0]
+        first.waits = True
+        call = await fleet.start_generate([[1]], ONE, None, "c")
+        generators.plans.append(lambda made: made.on_load.append(refuse))
+        generators.events.clear()
+        first.die()
+        assert makers(dict(await fleet.finished_groups(call, 1))) == [1]
+        again = [event for event in generators.events if event.startswith("1: ")]
+        assert again == ["1: spawn", "1: pull 3", "1: load a", "1: load c", "1: generate [0] with c"]
+
+
+@in_loop
+async def test_an_adapter_that_is_loaded_while_a_generator_starts_again_is_loaded_there_too():
+    async with Started(2) as (fleet, generators):
+        await fleet.load_adapter("a", "/a")
+        allowed = asyncio.Event()
+        generators.plans.append(lambda made: made.on_load.append(allowed.wait))
+        generators.spawned[0].die()
+        await until(lambda: "2: load a" in generators.events)
+        await fleet.load_adapter("b", "/b")
+        allowed.set()
+        await until(lambda: states(fleet) == ["healthy", "healthy"])
+        assert [event for event in generators.events if event.startswith("2: load")] == [
+            "2: load a",
+            "2: load a",
+            "2: load b",
+        ]
 
 
 # --- deaths ---------------------------------------------------------------------------------------------------------

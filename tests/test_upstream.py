@@ -978,6 +978,63 @@ def _() -> None:
         assert len(parameters(getattr(LRUCacheLoRAModelManager, name))) == 2
 
 
+@row("vllm Platform.get_punica_wrapper, PunicaWrapperCPU.update_metadata, add_lora_linear, add_lora_logits")
+def _() -> None:
+    import torch
+    from vllm.lora.ops import torch_ops
+    from vllm.lora.punica_wrapper import punica_selector
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    from rl_actors.vllm.cpu_adapters import GroupedAdapters
+
+    assert "current_platform.get_punica_wrapper()" in source(punica_selector.get_punica_wrapper)
+    for name in ("add_lora_linear", "add_lora_logits"):
+        ours, theirs = (parameters(getattr(kind, name)) for kind in (GroupedAdapters, PunicaWrapperCPU))
+        assert ours[:-1] == theirs[: len(ours) - 1]
+    for name in ("token_lora_indices", "sampler_indices"):
+        assert isinstance(getattr(PunicaWrapperCPU, name), property)
+    # The reason for ours: a row whose place is -1 gets the last adapter.
+    found = torch.zeros(1, 1)
+    torch_ops.bgmv_shrink(torch.ones(1, 1), torch.tensor([3.0, 5.0]).reshape(2, 1, 1, 1), found, torch.tensor([-1]))
+    assert found.item() == 5
+
+
+@row("vllm GPUModelRunner._get_prompt_logprobs_dict, LogitsProcessorWithLoRA.punica_wrapper")
+def _() -> None:
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+    from vllm.lora.layers.base_linear import BaseLayerWithLoRA
+    from vllm.lora.punica_wrapper.punica_base import PunicaWrapperBase
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    compute = source(GPUModelRunner._get_prompt_logprobs_dict)
+    assert parameters(GPUModelRunner._get_prompt_logprobs_dict) == ["self", "hidden_states", "num_scheduled_tokens"]
+    assert "self._get_prompt_logprobs_dict(" in source(GPUModelRunner)
+    assert "prompt_hidden_states = hidden_states[offset : offset + num_logits]" in compute
+    assert "self.model.compute_logits(prompt_hidden_states)" in compute
+    assert "self.punica_wrapper.add_lora_logits(" in source(LogitsProcessorWithLoRA._get_logits)
+    assert "self.punica_wrapper" in source(BaseLayerWithLoRA.set_mapping)
+    assert isinstance(PunicaWrapperBase.token_lora_indices, property)
+
+
+@row("vllm LLMEngine.add_lora, remove_lora; LoRARequest")
+def _() -> None:
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
+    from vllm.v1.core.kv_cache_utils import _gen_lora_extra_hash_keys
+    from vllm.v1.engine.llm_engine import LLMEngine
+    from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
+
+    assert (parameters(LLMEngine.add_lora), parameters(LLMEngine.remove_lora)) == (
+        ["self", "lora_request"],
+        ["self", "lora_id"],
+    )
+    request = LoRARequest("a#1", 1, "/a")
+    assert (request.lora_name, request.lora_int_id, request.lora_path) == ("a#1", 1, "/a")
+    assert "lora_request.lora_name" in source(_gen_lora_extra_hash_keys)
+    assert "remove_oldest_adapter" in source(LRUCacheWorkerLoRAManager.add_adapter)
+    assert "remove_all_adapters()" in source(LoRAModelRunnerMixin.reset_lora_state)
+
+
 @row("vllm.model_executor.model_loader.reload.layerwise.logger")
 def _() -> None:
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding

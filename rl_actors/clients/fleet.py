@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -36,9 +37,11 @@ logger = logging.getLogger(__name__)
 class RoutedCall:
     """A generate call: its prompts, and the completions of the prompts that have finished."""
 
-    def __init__(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int]) -> None:
-        """numbers: for each prompt the p from which its seeds are computed; see SamplingParams."""
-        self.prompts, self.params, self.numbers = prompts, params, numbers
+    def __init__(
+        self, prompts: list[list[int]], params: SamplingParams, numbers: list[int], adapter: str | None
+    ) -> None:
+        """numbers: for each prompt the p from which its seeds are computed; see SamplingParams. adapter: name of a loaded adapter."""
+        self.prompts, self.params, self.numbers, self.adapter = prompts, params, numbers, adapter
         self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
         self.parts: set[asyncio.Task[None]] = set()  # one for each generator that has prompts of the call
         self._finished: Groups = []  # finished prompts that `take` has not returned
@@ -98,7 +101,9 @@ class Fleet:
         self._router = Router(len(spawns))
         self._routed: dict[int, RoutedCall] = {}
         self._numbers = itertools.count()
-        self._num_pulls = 0
+        self._num_changes = 0  # number of pulls and of adapters loaded
+        self._adapters: dict[str, str] = {}  # name -> directory
+        self._uses: Counter[str] = Counter()  # name of an adapter -> number of calls that run with it
         self._change = asyncio.Event()  # set at the next change of a state; a new event then takes its place
         self._awake = asyncio.Event()
         self._awake.set()
@@ -169,14 +174,18 @@ class Fleet:
         several = tuple(infos.values()) if len(self.replicas) > 1 else ()
         return replace(oldest, replicas=several, restarts=self.num_restarts)
 
-    async def start_generate(self, prompts: list[list[int]], params: SamplingParams, numbers: list[int] | None) -> int:
+    async def start_generate(
+        self, prompts: list[list[int]], params: SamplingParams, numbers: list[int] | None, adapter: str | None = None
+    ) -> int:
         """Start a generate call, and return its number.
 
         numbers: for each prompt the p from which its seeds are computed (see SamplingParams); None: its place in the list.
+        adapter: name of a loaded adapter; None: without one.
         """
-        call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers)
+        call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers, adapter)
         number = next(self._numbers)
         self._routed[number] = call
+        self._begin_use(adapter)
         try:
             await self._send(call, list(range(len(prompts))))
         except BaseException:
@@ -191,8 +200,8 @@ class Fleet:
         except BaseException:
             await self.abort_generate(number)
             raise
-        if call.num_left == 0:
-            self._routed.pop(number, None)
+        if call.num_left == 0 and self._routed.pop(number, None) is not None:
+            self._end_use(call.adapter)
         return finished
 
     async def abort_generate(self, number: int) -> None:
@@ -201,6 +210,16 @@ class Fleet:
             for part in call.parts:
                 part.cancel()
             await asyncio.gather(*call.parts, return_exceptions=True)
+            self._end_use(call.adapter)
+
+    def _begin_use(self, adapter: str | None) -> None:
+        if adapter is not None:
+            self._uses[adapter] += 1
+
+    def _end_use(self, adapter: str | None) -> None:
+        if adapter is not None:
+            self._uses[adapter] -= 1
+            self._notify()
 
     async def _send(self, call: RoutedCall, indices: list[int]) -> None:
         """Send the prompts with these indices to healthy generators. Waits until a generator is healthy."""
@@ -217,7 +236,7 @@ class Fleet:
         replica, client = self.replicas[place], self.replicas[place].client
         prompts, numbers = [call.prompts[index] for index in indices], [call.numbers[index] for index in indices]
         try:
-            number = await client.start_generate(prompts, call.params, numbers)
+            number = await client.start_generate(prompts, call.params, numbers, call.adapter)
         except BaseException as error:
             self._router.finish(place, call.params.n * len(indices))
             self._lose_or_raise(replica, client, error)
@@ -247,24 +266,34 @@ class Fleet:
         except Exception as error:
             call.fail(error)
 
-    async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
+    async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
+        self._begin_use(adapter)
+        try:
+            return await self._compute_logprobs(sequences, adapter)
+        finally:
+            self._end_use(adapter)
+
+    async def _compute_logprobs(self, sequences: list[list[int]], adapter: str | None) -> list[Tensor]:
         logprobs: dict[int, Tensor] = {}
         left = list(range(len(sequences)))
         while left:
             parts = await self._divide([sequences[index] for index in left], 1)
             asked = []
             for place, members in parts.items():
-                asked.append(self._logprobs_of_part(place, sequences, [left[member] for member in members]))
+                indices = [left[member] for member in members]
+                asked.append(self._logprobs_of_part(place, sequences, indices, adapter))
             for found in await gather_all(asked):
                 logprobs |= found
             left = [index for index in left if index not in logprobs]
         return [logprobs[index] for index in range(len(sequences))]
 
-    async def _logprobs_of_part(self, place: int, sequences: list[list[int]], indices: list[int]) -> dict[int, Tensor]:
+    async def _logprobs_of_part(
+        self, place: int, sequences: list[list[int]], indices: list[int], adapter: str | None
+    ) -> dict[int, Tensor]:
         """The logprobs by index of the sequence. Empty if the generator has died."""
         replica, client = self.replicas[place], self.replicas[place].client
         try:
-            found = await client.compute_logprobs([sequences[index] for index in indices])
+            found = await client.compute_logprobs([sequences[index] for index in indices], adapter)
         except Exception as error:
             self._lose_or_raise(replica, client, error)
             return {}
@@ -286,7 +315,7 @@ class Fleet:
         If the pull fails on some generators, these are stale until they have pulled the version. If it fails on all, raises the first
         error, and the fleet keeps its former version.
         """
-        self._num_pulls += 1
+        self._num_changes += 1
         former, self.told = self.told, version
         clients = [self.replicas[place].client for place in self._healthy()]
         replicas = [self.replicas[place] for place in self._healthy()]
@@ -313,8 +342,31 @@ class Fleet:
             [place, *_] = await self._until_healthy()
             self.last_pull = self.replicas[place].client.last_pull
 
+    async def load_adapter(self, name: str, directory: str) -> None:
+        """Load an adapter into all healthy generators. One that is starting loads it before it becomes healthy.
+
+        If a generator refuses the adapter, none keeps it. Raises ValueError if an adapter of this name is loaded.
+        """
+        if name in self._adapters:
+            raise ValueError(f"an adapter of the name {name!r} is loaded already, from {self._adapters[name]}")
+        self._adapters[name] = directory
+        self._num_changes += 1
+        try:
+            await self._ask_all(lambda client: client.load_adapter(name, directory))
+        except BaseException:
+            del self._adapters[name]
+            if self._healthy():
+                await self._ask_all(lambda client: client.unload_adapter(name))
+            raise
+
+    async def unload_adapter(self, name: str) -> None:
+        """Unload an adapter when the calls that run with it have ended."""
+        await self._until(lambda: not self._uses[name])
+        if self._adapters.pop(name, None) is not None:
+            await self._ask_all(lambda client: client.unload_adapter(name))
+
     async def _refit(self, replica: Replica) -> None:
-        """Pull the version of the fleet into a generator. Raises the error of the last try.
+        """Pull the version of the fleet into a generator, and load the adapters. Raises the error of the last try.
 
         A generator that has been healthy before tries again for setup_timeout seconds. A generator that has never been healthy tries once.
         """
@@ -324,10 +376,13 @@ class Fleet:
             version = await self._first_version
             self.told = version if self.told is None else self.told
         deadline = time.monotonic() + self.setup_timeout
-        while self.told is not None:
-            number = self._num_pulls
+        while self.told is not None or self._adapters:
+            number = self._num_changes
             try:
-                transfer = await replica.client.pull(self.told, FIRST_PULL_TIMEOUT if is_first else REFIT_TIMEOUT)
+                if self.told is not None:
+                    transfer = await replica.client.pull(self.told, FIRST_PULL_TIMEOUT if is_first else REFIT_TIMEOUT)
+                    self.last_pull = self.last_pull or transfer
+                await self._load_adapters(replica)
             except Exception as error:
                 if not replica.was_ready or isinstance(error, ActorDiedError) or time.monotonic() > deadline:
                     raise
@@ -335,9 +390,16 @@ class Fleet:
                 logger.info("%s tries again to pull version %s: %r", replica.name, self.told, error)
                 await asyncio.sleep(REFIT_PAUSE)
                 continue
-            self.last_pull = self.last_pull or transfer
-            if number == self._num_pulls:  # otherwise another pull has begun meanwhile, perhaps of a newer version
+            if number == self._num_changes:  # otherwise a pull or the load of an adapter has begun meanwhile
                 return
+
+    async def _load_adapters(self, replica: Replica) -> None:
+        for name, directory in list(self._adapters.items()):
+            try:
+                await replica.client.load_adapter(name, directory)
+            except ValueError as error:
+                # The generator serves all other requests. Those with this adapter fail.
+                logger.warning("%s cannot load the adapter %r again: %s", replica.name, name, error)
 
     async def sleep(self, level: int) -> DeviceMemory:
         """Put all generators to sleep. A generator that dies meanwhile is started again only at `wake`, because a start takes memory."""

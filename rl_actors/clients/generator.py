@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
+from rl_actors import adapters
 from rl_actors.clients.base import ATTACH_TIMEOUT, ActorDiedError, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
 from rl_actors.clients.finished_groups import FinishedGroups
@@ -23,7 +25,15 @@ from rl_actors.config import GeneratorConfig, RestartPolicy
 from rl_actors.generator import Generator
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import Transport
-from rl_actors.types import Completion, DeviceMemory, GeneratorInfo, GeneratorReturn, SamplingParams, Transfer
+from rl_actors.types import (
+    MAX_NAMES_REPORTED,
+    Completion,
+    DeviceMemory,
+    GeneratorInfo,
+    GeneratorReturn,
+    SamplingParams,
+    Transfer,
+)
 from rl_actors.validation import require_config, require_gpu, validate_pull, validate_sampling_params
 from rl_actors.vllm import sleeping
 from rl_actors.vllm.start import require_machine
@@ -68,6 +78,7 @@ class GeneratorClient(Client):
         self.config = config
         self._limits = GeneratorLimits.of_config(config) if config is not None else limits
         self._transport = transport
+        self._loads: dict[str, Call[None]] = {}  # the adapters of this client by name, also those that are being loaded
         num_generators = 1 if config is None else config.replicas
         spawns: dict[str, Callable[[], OneGenerator]] = {}
         for index in range(num_generators):
@@ -218,21 +229,77 @@ class GeneratorClient(Client):
     async def _info(self) -> GeneratorInfo:
         return await self._fleet.info()
 
+    def load_adapter(self, name: str, directory: str) -> Call[None]:
+        """Load an adapter from a directory of peft's format, such as `TrainerClient.export_lora` writes. Calls can then name it.
+
+        Requests with different adapters, and requests without one, run at the same time. The directory must stay unchanged until
+        `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read it under the same path.
+        Raises ValueError if the directory has no adapter, if its rank is above max_adapter_rank, if the config has max_adapters=0, or if an
+        adapter of this name is loaded.
+        """
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"load_adapter: name={name!r}; it must be a string that is not empty")
+        if self._has_adapter(name):
+            raise ValueError(f"load_adapter: an adapter of the name {name!r} is loaded already; unload it first")
+        path = Path(directory).absolute()
+        adapters.rank_of(path)
+        self._loads[name] = self._call(
+            "load_adapter", self._load_adapter, name, str(path), check=lambda limits: limits.check_adapter(path)
+        )
+        return self._loads[name]
+
+    async def _load_adapter(self, name: str, directory: str) -> None:
+        await self._fleet.load_adapter(name, directory)
+
+    def unload_adapter(self, name: str) -> Call[None]:
+        """Unload an adapter. New calls cannot name it. Answers when those that run with it have ended.
+
+        Raises ValueError if this client has loaded no adapter of this name.
+        """
+        self._require_adapter(name)
+        return self._call("unload_adapter", self._unload_adapter, name, self._loads.pop(name))
+
+    async def _unload_adapter(self, name: str, load: Call[None]) -> None:
+        await load
+        await self._fleet.unload_adapter(name)
+
+    def _has_adapter(self, name: str) -> bool:
+        return name in self._loads and not self._loads[name].failed()
+
+    def _require_adapter(self, adapter: str | None) -> None:
+        if adapter is not None and not self._has_adapter(adapter):
+            loaded = [repr(name) for name in list(self._loads) if self._has_adapter(name)]
+            listed = ", ".join(loaded[:MAX_NAMES_REPORTED]) or "none"
+            raise ValueError(f"adapter={adapter!r} is not loaded; loaded are {listed} ({len(loaded)} in all)")
+
     def generate(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | None = None,
+        *,
+        adapter: str | None = None,
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in the order of the prompts.
 
-        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits.
+        adapter: name of an adapter of `load_adapter`; None: the weights without one.
+        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)  # needs no limits of the generator
+        self._require_adapter(adapter)
         return self._call(
-            "generate", self._generate, copies, chosen, check=lambda limits: limits.check_prompts(copies, chosen)
+            "generate",
+            self._generate,
+            copies,
+            chosen,
+            adapter,
+            check=lambda limits: limits.check_prompts(copies, chosen),
         )
 
-    async def _generate(self, prompts: list[list[int]], params: SamplingParams) -> list[list[Completion]]:
-        call = await self.start_generate(prompts, params)
+    async def _generate(
+        self, prompts: list[list[int]], params: SamplingParams, adapter: str | None
+    ) -> list[list[Completion]]:
+        call = await self.start_generate(prompts, params, adapter=adapter)
         groups = dict(await self.finished_groups(call, at_least=len(prompts)))
         return [groups[index] for index in range(len(prompts))]
 
@@ -241,6 +308,8 @@ class GeneratorClient(Client):
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | None = None,
         indices: Sequence[int] | None = None,
+        *,
+        adapter: str | None = None,
     ) -> FinishedGroups[list[Completion]]:
         """Iterator that gives (index of a prompt, its params.n completions) as soon as all completions of the prompt have finished.
 
@@ -249,10 +318,12 @@ class GeneratorClient(Client):
         The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends the
         unfinished requests in the engine. A plain `for` works, too.
         indices: for each prompt the p from which its seeds are computed (see SamplingParams); None: its place in the list.
+        adapter: as in `generate`.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits; in the loop, the error of the call.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)
+        self._require_adapter(adapter)
         numbers = None if indices is None else list(indices)
         if numbers is not None and len(numbers) != len(copies):
             raise ValueError(f"generate_each got {len(copies)} prompts and {len(numbers)} indices")
@@ -262,6 +333,7 @@ class GeneratorClient(Client):
             copies,
             chosen,
             numbers,
+            adapter,
             check=lambda limits: limits.check_prompts(copies, chosen),
         )
         return FinishedGroups(
@@ -269,10 +341,20 @@ class GeneratorClient(Client):
         )
 
     async def start_generate(
-        self, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+        self,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        indices: list[int] | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Start a call of `generate` and return its number. indices: as in generate_each. Does not check its arguments."""
-        return await self._fleet.start_generate(prompts, params, indices)
+        await self._loaded(adapter)
+        return await self._fleet.start_generate(prompts, params, indices, adapter)
+
+    async def _loaded(self, adapter: str | None) -> None:
+        """Wait until the adapter is loaded. Raises the error of its load."""
+        if adapter is not None and (load := self._loads.get(adapter)) is not None:
+            await load
 
     async def finished_groups(self, call: int, at_least: int = 1) -> list[tuple[int, list[Completion]]]:
         return await self._fleet.finished_groups(call, at_least)
@@ -280,18 +362,24 @@ class GeneratorClient(Client):
     async def abort_generate(self, call: int) -> None:
         await self._fleet.abort_generate(call)
 
-    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Call[list[Tensor]]:
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None) -> Call[list[Tensor]]:
         """Log probability of every token after the first, at temperature 1: float32 [T - 1] for each sequence of T tokens.
 
-        A sequence has at most max_model_len tokens.
+        A sequence has at most max_model_len tokens. adapter: as in `generate`.
         """
         copies = _as_lists(sequences)
+        self._require_adapter(adapter)
         return self._call(
-            "compute_logprobs", self._compute_logprobs, copies, check=lambda limits: limits.check_sequences(copies)
+            "compute_logprobs",
+            self._compute_logprobs,
+            copies,
+            adapter,
+            check=lambda limits: limits.check_sequences(copies),
         )
 
-    async def _compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        return await self._fleet.compute_logprobs(sequences)
+    async def _compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
+        await self._loaded(adapter)
+        return await self._fleet.compute_logprobs(sequences, adapter)
 
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.

@@ -6,9 +6,11 @@ If the client spawned the actor, they come from the config. Otherwise they come 
 import pkgutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from rl_actors import adapters
 from rl_actors.config import GeneratorConfig, OptimizerConfig, TrainerConfig
 from rl_actors.losses import Loss
 from rl_actors.model_config import ModelConfig
@@ -86,6 +88,12 @@ class TrainerLimits:
 class GeneratorLimits:
     max_model_len: int  # largest number of tokens of a prompt and its completion together
     vocab_size: int
+    max_adapters: int  # number of adapters that the requests of one step may use
+    max_adapter_rank: int
+
+    def check_adapter(self, directory: Path) -> None:
+        """Raises ValueError for a directory whose adapter the generator would refuse."""
+        adapters.require_possible(directory, max_adapters=self.max_adapters, max_rank=self.max_adapter_rank)
 
     def check_prompts(self, prompts: Sequence[Sequence[int]], params: SamplingParams) -> None:
         """Raises ValueError or TypeError for prompts and parameters that the generator would refuse."""
@@ -99,11 +107,21 @@ class GeneratorLimits:
     @classmethod
     def of_config(cls, config: GeneratorConfig) -> "GeneratorLimits":
         model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
-        return cls(max_model_len=config.max_model_len, vocab_size=model.vocab_size)
+        return cls(
+            max_model_len=config.max_model_len,
+            vocab_size=model.vocab_size,
+            max_adapters=config.max_adapters,
+            max_adapter_rank=config.max_adapter_rank,
+        )
 
     @classmethod
     def of_info(cls, info: GeneratorInfo) -> "GeneratorLimits":
-        return cls(max_model_len=info.max_model_len, vocab_size=info.vocab_size)
+        return cls(
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            max_adapters=info.max_adapters,
+            max_adapter_rank=info.max_adapter_rank,
+        )
 
 
 def _optimizer_fields(config: OptimizerConfig) -> tuple[str, ...]:

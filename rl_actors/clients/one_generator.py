@@ -89,12 +89,14 @@ class OneGenerator(Client):
         """True if the process of the generator answers in time."""
         return await self._is_alive(timeout)
 
-    async def start_generate(self, prompts: list[list[int]], params: SamplingParams, indices: list[int]) -> int:
+    async def start_generate(
+        self, prompts: list[list[int]], params: SamplingParams, indices: list[int], adapter: str | None = None
+    ) -> int:
         """Start a generate call, and return its number.
 
-        indices: for each prompt the p from which its seeds are computed; see SamplingParams.
+        indices: for each prompt the p from which its seeds are computed; see SamplingParams. adapter: name of a loaded adapter.
         """
-        return await self._one("start_generate", prompts, params, indices, phase="generate")
+        return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
 
     async def finished_groups(self, call: int, at_least: int = 1) -> Groups:
         try:
@@ -107,8 +109,14 @@ class OneGenerator(Client):
         with contextlib.suppress(Exception):  # the generator may have ended
             await self._one("abort_generate", call)
 
-    async def compute_logprobs(self, sequences: list[list[int]]) -> list[Tensor]:
-        return await self._one("compute_logprobs", sequences)
+    async def compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> list[Tensor]:
+        return await self._one("compute_logprobs", sequences, adapter)
+
+    async def load_adapter(self, name: str, directory: str) -> None:
+        await self._one("load_adapter", name, directory)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._one("unload_adapter", name)
 
     async def pull(self, version: int, timeout: float, in_flight: bool = True) -> Transfer:
         self.last_pull = await self._one("pull_model_state_dict", version, timeout, in_flight)

@@ -155,7 +155,7 @@ class GeneratorMember:
     def __init__(self, client: GeneratorClient) -> None:
         self.client = client
         self._calls: dict[str, Callable[..., Awaitable[object]]] = {
-            "compute_logprobs": client.compute_logprobs,
+            "compute_logprobs": self._compute_logprobs,
             "pull_model_state_dict": self._pull,
             "sleep": client.sleep,
             "wake": client.wake,
@@ -174,14 +174,26 @@ class GeneratorMember:
         if endpoint == "abort_generate":
             await self._abort(client, *arguments)  # type: ignore[arg-type]
             return [None]
+        if endpoint in ("load_adapter", "unload_adapter"):
+            raise ValueError(
+                f"{endpoint} is only for the program that runs the service; an attached client has no adapters"
+            )
         if endpoint not in self._calls:
             raise ValueError(f"{self.client.name} has no call {endpoint!r}")
         return [await self._calls[endpoint](*arguments)]
 
+    async def _compute_logprobs(self, sequences: list[list[int]], adapter: str | None = None) -> object:
+        return await self.client.compute_logprobs(sequences, adapter=adapter)
+
     async def _start(
-        self, client: Attached, prompts: list[list[int]], params: SamplingParams, indices: list[int] | None = None
+        self,
+        client: Attached,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        indices: list[int] | None = None,
+        adapter: str | None = None,
     ) -> int:
-        number = await self.client.start_generate(prompts, params, indices)
+        number = await self.client.start_generate(prompts, params, indices, adapter)
         client.generations[number] = len(prompts)
         if client.has_left:
             await self._abort(client, number)

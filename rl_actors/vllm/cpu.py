@@ -24,6 +24,9 @@ BATCHED_TOKENS = 4096
 """Largest number of tokens in one step of vLLM, unless the config needs more. With larger steps, running requests would wait longer while
 a step reads prompts."""
 
+ADAPTERS = "rl_actors.vllm.cpu_adapters.GroupedAdapters"
+"""Class that applies adapters, in the place of vLLM's PunicaWrapperCPU."""
+
 HEAD_DIMS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of an attention head for which vLLM 0.32 has a kernel on a CPU."""
 
@@ -33,12 +36,12 @@ SPARSE_MODEL_TYPE = "qwen3_moe"
 
 def require_possible(config: GeneratorConfig) -> None:
     """Raises ValueError naming the value and the reason if vLLM 0.32 cannot run this config on a CPU."""
-    if config.lora.syncs_adapter and config.model.num_experts:
+    model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
+    if config.has_adapters and model.num_experts:
         raise ValueError(
-            f'model.num_experts={config.model.num_experts} with lora.sync="adapter" on a CPU: '
+            f"model.num_experts={model.num_experts} with {config.adapters_field()} on a CPU: "
             "vLLM then runs experts in a Triton kernel, which needs a GPU"
         )
-    model = ModelConfig.from_hf(config.hf_path) if config.hf_path else config.model
     if model.head_dim not in HEAD_DIMS:
         raise ValueError(
             f"model.head_dim={model.head_dim} on a CPU: vLLM's attention there supports only widths of {', '.join(map(str, HEAD_DIMS))}"
@@ -62,6 +65,13 @@ def options(config: GeneratorConfig) -> dict[str, object]:
         "max_num_batched_tokens": max(config.max_model_len, config.max_num_seqs, BATCHED_TOKENS),
         "enforce_eager": True,
     }
+
+
+def prepare_worker() -> None:
+    """Let vLLM's worker in this process apply adapters by cpu_adapters.py. Call it before the worker loads the model."""
+    from vllm.platforms import current_platform
+
+    type(current_platform).get_punica_wrapper = staticmethod(lambda: ADAPTERS)
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rl_actors.config import GeneratorConfig
 from rl_actors.transports.base import Source
 from rl_actors.types import DeviceMemory, Heartbeat, Transfer
 from rl_actors.vllm.core import EngineDiedError, core_of
-from rl_actors.vllm.pull import OneAdapter, SilentWorkerError, WholeWeights, opened
+from rl_actors.vllm.pull import OneAdapter, SilentWorkerError, WholeWeights, apply_to_prompts, opened
 from rl_actors.vllm.requests import NO_VERSION, EngineCall, Request
 from rl_actors.vllm.sleeping import asleep, fall_asleep, wake_up
 from rl_actors.vllm.start import start_vllm
@@ -22,6 +22,7 @@ from rl_actors.vllm.start import start_vllm
 if TYPE_CHECKING:
     from vllm import LLMEngine, RequestOutput
     from vllm import SamplingParams as VLLMParams
+    from vllm.lora.request import LoRARequest
 
 T = TypeVar("T")
 
@@ -66,6 +67,8 @@ class EngineThread:
         self.held: list[EngineCall[Any]] = []  # calls that start after the work in `waiting`
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_started = 0  # number of requests started; gives the next id
+        self.adapters: dict[str, LoRARequest] = {}  # the loaded adapters by name
+        self.num_loaded = 0  # number of adapters loaded so far; gives the next id
         self.is_idle = False  # True while the thread waits for a command and no request runs
         self.num_done = 0  # pieces of work that the thread has done
         self.death = ""  # why the engine has failed for good; empty if it has not
@@ -90,9 +93,13 @@ class EngineThread:
         prompts: Sequence[Sequence[int]],
         make_params: Callable[[int], list["VLLMParams"]],
         read: Callable[["RequestOutput"], T],
+        adapter: str | None = None,
     ) -> EngineCall[T]:
-        """Start all requests of a call, in the same step. The returned EngineCall gives their results, or the first error."""
-        call = EngineCall(prompts, make_params, read)
+        """Start all requests of a call, in the same step. The returned EngineCall gives their results, or the first error.
+
+        adapter: name of the loaded adapter with which they run. None: without one.
+        """
+        call = EngineCall(prompts, make_params, read, adapter)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
         return call
 
@@ -108,6 +115,47 @@ class EngineThread:
         """
         load = partial(self._load_or_end, source, version)
         return self.submit(load) if in_flight else self._submit_drained(load)
+
+    def load_adapter(self, name: str, directory: str) -> "Future[None]":
+        """Load an adapter from a directory of peft's format. Does nothing if it is loaded already.
+
+        The directory must stay until the adapter is unloaded: vLLM reads it again after it has dropped the adapter for others.
+        """
+        return self.submit(partial(self._load_adapter, name, directory))
+
+    def unload_adapter(self, name: str) -> "Future[None]":
+        """Forget an adapter. Does nothing if it is not loaded. Raises ValueError if requests use it."""
+        return self.submit(partial(self._unload_adapter, name))
+
+    def _load_adapter(self, name: str, directory: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        if name in self.adapters:
+            if self.adapters[name].lora_path != directory:
+                raise ValueError(f"adapter {name!r} is loaded already, from {self.adapters[name].lora_path}")
+            return
+        if self.asleep:
+            raise asleep("load_adapter")
+        # vLLM's cache of prefixes has the name in its keys, so a name must never come back with other values.
+        self.num_loaded += 1
+        request = LoRARequest(f"{name}#{self.num_loaded}", self.num_loaded, directory)
+        self.engine.add_lora(request)
+        self.adapters[name] = request
+
+    def _unload_adapter(self, name: str) -> None:
+        if name not in self.adapters:
+            return
+        calls = [request.call for request in self.requests.values()] + self.held
+        if count := sum(call.adapter == name for call in calls):
+            raise ValueError(f"adapter {name!r} cannot be unloaded: {count} requests use it")
+        self.engine.remove_lora(self.adapters.pop(name).lora_int_id)
+
+    def _adapter_of(self, call: EngineCall[T]) -> "LoRARequest | None":
+        if call.adapter is None:
+            return self.weights.request
+        if call.adapter not in self.adapters:
+            raise ValueError(f"adapter={call.adapter!r} is not loaded; {len(self.adapters)} adapters are")
+        return self.adapters[call.adapter]
 
     def sleep(self, level: int) -> "Future[DeviceMemory]":
         """Release the device's memory when the running requests have ended. Later calls are refused until `wake`. See sleeping.py."""
@@ -200,22 +248,23 @@ class EngineThread:
             call.fail(asleep("generate") if self.asleep else self._no_weights())
             return
         try:
+            adapter = self._adapter_of(call)
             params_of_prompts = [call.make_params(index) for index in range(len(call.prompts))]
             for index, params_of_prompt in enumerate(params_of_prompts):
                 for place, params in enumerate(params_of_prompt):
                     request = Request(call=call, prompt=index, place=place, num_of_prompt=len(params_of_prompt))
-                    self._add_request(params, request)
+                    self._add_request(params, request, adapter)
         except Exception as error:
             self._abort_call(call, self._named(error))
 
-    def _add_request(self, params: "VLLMParams", request: Request[T]) -> None:
+    def _add_request(self, params: "VLLMParams", request: Request[T], adapter: "LoRARequest | None") -> None:
         from vllm.inputs.engine import tokens_input
 
         request_id = str(self.num_started)
         self.num_started += 1
         # With the salt a request uses only cached keys and values that its own version of the weights has computed.
         prompt = tokens_input(list(request.call.prompts[request.prompt]), cache_salt=str(self.version))
-        self.engine.add_request(request_id, prompt, params, lora_request=self.weights.request)
+        self.engine.add_request(request_id, prompt, params, lora_request=adapter)
         self.requests[request_id] = request
 
     def _abort_call(self, call: EngineCall[T], error: BaseException) -> None:
@@ -229,6 +278,8 @@ class EngineThread:
             self.engine = start_vllm(self.config, self.core)
             self.core.watch(self.engine, self._on_death)
             self._set_version(NO_VERSION)
+            if self.config.has_adapters:
+                apply_to_prompts(self.engine)
             self.weights.begin(self.engine)
         except Exception as error:
             started.set_exception(self._named(error))

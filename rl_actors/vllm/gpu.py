@@ -21,10 +21,11 @@ BATCH_INVARIANT_CAPABILITY = (9, 0)
 
 def require_possible(config: GeneratorConfig) -> None:
     """Raises ValueError naming the value and the reason if vLLM 0.32 cannot run this config on this GPU."""
-    if config.lora.syncs_adapter and config.dtype == "float32":
+    if config.has_adapters and config.dtype == "float32":
+        other = 'lora.sync="merged"' if config.lora.syncs_adapter else "generator.max_adapters=0"
         raise ValueError(
-            'generator.dtype="float32" with lora.sync="adapter" on a GPU: vLLM\'s kernels for adapters do not support '
-            'float32; set generator.dtype="bfloat16" or lora.sync="merged"'
+            f'generator.dtype="float32" with {config.adapters_field()} on a GPU: vLLM\'s kernels for adapters do not support '
+            f'float32; set generator.dtype="bfloat16" or {other}'
         )
     if config.batch_invariant:
         capability = torch.cuda.get_device_capability()
@@ -56,6 +57,10 @@ def options(config: GeneratorConfig) -> dict[str, object]:
             cudagraph_capture_sizes=graph_sizes(config.max_num_seqs),
         )
     return chosen
+
+
+def prepare_worker() -> None:
+    """Does nothing: vLLM's own kernels apply adapters on a GPU."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -82,6 +82,11 @@ class OneAdapter:
         )
 
 
+def apply_to_prompts(engine: "LLMEngine") -> None:
+    """Let all workers apply adapters of the output projection to the logprobs of prompts, too. vLLM itself does so only for samples."""
+    engine.collective_rpc("apply_to_prompts")
+
+
 class SilentWorkerError(TimeoutError):
     """A worker did not answer in time. The engine is lost, because the late answer would be taken for the answer to the next call."""
 

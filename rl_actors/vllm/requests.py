@@ -33,9 +33,13 @@ class EngineCall(Generic[T]):
         prompts: Sequence[Sequence[int]],
         make_params: Callable[[int], list["VLLMParams"]],
         read: Callable[["RequestOutput"], T],
+        adapter: str | None = None,
     ) -> None:
-        """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result."""
-        self.prompts, self.make_params, self.read = prompts, make_params, read
+        """make_params: index of a prompt -> the parameters of its requests. read: turns vLLM's output of a request into its result.
+
+        adapter: name of the loaded adapter with which the requests run.
+        """
+        self.prompts, self.make_params, self.read, self.adapter = prompts, make_params, read, adapter
         self._results: dict[int, dict[int, T]] = {index: {} for index in range(len(prompts))}  # of unfinished prompts
         self._finished: list[tuple[int, list[T]]] = []  # finished prompts that nobody has taken
         self._failure: BaseException | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rl_actors import adapters
-from rl_actors.config import GeneratorConfig, LoRAConfig
+from rl_actors.config import GeneratorConfig
 from rl_actors.model_config import ModelConfig
 from rl_actors.processes import collector
 from rl_actors.vllm import cpu, gpu, sleeping
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 ENGINE_ENV = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
 BATCH_INVARIANT_ENV = {"VLLM_BATCH_INVARIANT": "1"}  # vLLM reads it when its modules are imported
+ADAPTERS_ON_HOST = 4
+"""Number of adapters in the host's memory for each one in the device's. vLLM reads others from their directories when a request needs them."""
 
 WORKER_EXTENSION = "rl_actors.vllm.weights.WeightsExtension"
 """Class whose methods vLLM adds to its workers. A pull calls them, so the bytes go straight into the process that computes."""
@@ -38,6 +40,9 @@ class Machine(Protocol):
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
         """vLLM's arguments for the machine. Also sets up the process."""
+
+    def prepare_worker(self) -> None:
+        """Prepare the process of a vLLM worker, before it loads the model."""
 
     def reloading(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Context manager for a reload of all weights."""
@@ -111,7 +116,10 @@ def model_directory(config: GeneratorConfig) -> Iterator[str]:
 def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str, Any]) -> dict[str, Any]:
     """options: vLLM's arguments for the machine and for the core."""
     if config.lora.syncs_adapter:
-        options |= adapter_options(config.lora)
+        options |= adapter_options(adapters.modules(config.lora), num_adapters=1, rank=config.lora.rank)
+    elif config.max_adapters:
+        served = adapters.served(ModelConfig.from_hf(directory))
+        options |= adapter_options(served, num_adapters=config.max_adapters, rank=config.max_adapter_rank)
     if config.max_model_len > ModelConfig.from_hf(directory).max_position_embeddings:
         # vLLM would refuse the extra token, because the model has no position for it. The model never needs this position, because the
         # last sampled token is not an input.
@@ -132,13 +140,14 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
     )
 
 
-def adapter_options(config: LoRAConfig) -> dict[str, object]:
-    """vLLM's arguments for one adapter, which has only the modules of the config."""
+def adapter_options(modules: list[str], *, num_adapters: int, rank: int) -> dict[str, object]:
+    """vLLM's arguments for adapters on these modules, of at most this rank. num_adapters: those of one step."""
     from vllm.config.lora import MaxLoRARanks
 
     return {
         "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= config.rank),
-        "lora_target_modules": adapters.modules(config),
+        "max_loras": num_adapters,
+        "max_cpu_loras": ADAPTERS_ON_HOST * num_adapters,
+        "max_lora_rank": min(limit for limit in get_args(MaxLoRARanks) if limit >= rank),
+        "lora_target_modules": modules,
     }

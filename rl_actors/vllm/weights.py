@@ -10,9 +10,9 @@ import logging
 import os
 import pickle
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -136,6 +136,16 @@ class WeightsExtension:
                 _end_reload(model, config)
                 raise
 
+    def apply_to_prompts(self) -> None:
+        """Let adapters of the output projection apply to the logits of prompts, too. vLLM has a mapping only for sampled positions."""
+        from vllm.lora.layers import LogitsProcessorWithLoRA
+
+        heads = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
+        if heads:
+            [head] = heads
+            runner = self.model_runner
+            runner._get_prompt_logprobs_dict = PromptLogprobs(head, runner._get_prompt_logprobs_dict)
+
     def load_adapter(self, adapter_id: int, rank: int, alpha: float, modules: list[str]) -> float:
         """Replace the adapter by the tensors of the open version. Returns the seconds that it took.
 
@@ -163,6 +173,33 @@ class WeightsExtension:
         manager.add_adapter(adapter)
         manager.activate_adapter(adapter_id)
         return time.perf_counter() - begin
+
+
+class PromptLogprobs:
+    """vLLM's computation of prompt logprobs, in which the rows of a prompt get the adapter of their own request."""
+
+    def __init__(self, head: Any, compute: Callable[[Tensor, dict[str, int]], Any]) -> None:
+        """head: the output projection with adapters."""
+        self.head, self.compute = head, compute
+        self.hidden_TD = torch.empty(0)
+
+    def __call__(self, hidden_TD: Tensor, num_scheduled_tokens: dict[str, int]) -> Any:
+        self.hidden_TD, self.punica = hidden_TD, self.head.punica_wrapper
+        self.head.punica_wrapper = self
+        try:
+            return self.compute(hidden_TD, num_scheduled_tokens)
+        finally:
+            self.head.punica_wrapper, self.hidden_TD = self.punica, torch.empty(0)
+
+    def add_lora_logits(self, logits_TV: Tensor, x_TD: Tensor, a_S1RD: Tensor, b_S1VR: Tensor, scale: float) -> Tensor:
+        """Add the adapter's part to the logits of one prompt. S places for adapters, R rank. x: rows of `hidden`, all of one request."""
+        row = (x_TD.storage_offset() - self.hidden_TD.storage_offset()) // self.hidden_TD.stride(0)
+        slot = int(self.punica.token_lora_indices[row])
+        if slot >= 0:
+            low_TR = x_TD.float() @ a_S1RD[slot, 0].float().T
+            width = b_S1VR.shape[2]
+            logits_TV[:, :width] += (scale * (low_TR @ b_S1VR[slot, 0].float().T)).to(logits_TV.dtype)
+        return logits_TV
 
 
 def pickled(error: Exception) -> bytes:
@@ -212,3 +249,7 @@ def quiet_about_layers_without_weights() -> Iterator[None]:
 
 def _is_of_a_layer_with_weights(record: logging.LogRecord) -> bool:
     return record.getMessage() not in NO_WEIGHTS_TO_LOAD
+
+
+# vLLM imports this module in every worker before the worker loads the model.
+this_machine().prepare_worker()
