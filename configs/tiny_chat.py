@@ -31,7 +31,11 @@ def tiny_chat() -> ServeConfig:
             logprob_chunk_tokens=1 << 12,
         ),
         generator=GeneratorConfig(
-            max_model_len=ROW_LENGTH, max_num_seqs=256, gpu_memory_utilization=0.3, enforce_eager=True
+            max_model_len=ROW_LENGTH,
+            max_num_seqs=256,
+            max_adapters=8,
+            gpu_memory_utilization=0.3,
+            enforce_eager=True,
         ),
     )
 

@@ -21,6 +21,7 @@ from rl_actors import (
     TopLogprobs,
     TrainerConfig,
     TrainerInfo,
+    adapters,
     metrics,
 )
 from rl_actors.clients.limits import TrainerLimits
@@ -345,6 +346,11 @@ class UnigramTrainer:
         Path(path).mkdir(parents=True)
         torch.save(self.numbers.detach(), Path(path) / "numbers.pt")
 
+    async def export_lora(self, path: str) -> None:
+        """Its adapters are the same numbers, in a directory that looks like one of peft's."""
+        await self.export_hf(path)
+        (Path(path) / adapters.CONFIG_FILE).write_text("{}")
+
 
 class UnigramGenerator:
     """A generator of the UnigramTrainer's model. A version is a directory of `folder`; one without numbers is the untrained model."""
@@ -354,6 +360,8 @@ class UnigramGenerator:
         self.numbers = torch.zeros(vocab_size)
         self.version = -1
         self.pulls: list[int] = []
+        self.adapters: dict[str, torch.Tensor] = {}  # the loaded ones: name -> numbers
+        self.loads: list[str] = []  # names of all that were loaded, in order
         self.calls: list[list[list[int]]] = []  # prompts of each call of generate_each
         self.gate = asyncio.Event()  # generate_each waits for it
         self.gate.set()
@@ -372,27 +380,37 @@ class UnigramGenerator:
         self.pulls.append(version)
         return version
 
+    async def load_adapter(self, name: str, directory: str) -> None:
+        self.adapters[name] = torch.load(Path(directory) / "numbers.pt")
+        self.loads.append(name)
+
+    async def unload_adapter(self, name: str) -> None:
+        del self.adapters[name]
+
+    def _logprobs(self, adapter: str | None) -> torch.Tensor:
+        return (self.numbers if adapter is None else self.adapters[adapter]).log_softmax(0)
+
     async def generate_each(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
     ) -> AsyncIterator[tuple[int, list[Completion]]]:
         self.calls.append([list(prompt) for prompt in prompts])
         await self.gate.wait()
+        logprobs = self._logprobs(adapter)
         for index, prompt in enumerate(prompts):
             draws = [random.Random(f"{params.seed}/{list(prompt)}/{each}") for each in range(params.n)]
-            prompt_top = self._top(len(prompt) - 1, params.prompt_top_logprobs)
-            yield index, [replace(self._completion(draw, params), prompt_top=prompt_top) for draw in draws]
+            prompt_top = self._top(logprobs, len(prompt) - 1, params.prompt_top_logprobs)
+            yield index, [replace(self._completion(logprobs, draw, params), prompt_top=prompt_top) for draw in draws]
 
-    def _top(self, num_positions: int, count: int) -> TopLogprobs | None:
+    def _top(self, logprobs: torch.Tensor, num_positions: int, count: int) -> TopLogprobs | None:
         if not count:
             return None
-        top = self.numbers.log_softmax(0).topk(count)
+        top = logprobs.topk(count)
         return TopLogprobs(
             token_ids=top.indices.expand(num_positions, count), logprobs=top.values.expand(num_positions, count)
         )
 
-    def _completion(self, draw: random.Random, params: SamplingParams) -> Completion:
+    def _completion(self, logprobs: torch.Tensor, draw: random.Random, params: SamplingParams) -> Completion:
         tokens: list[int] = []
-        logprobs = self.numbers.log_softmax(0)
         while len(tokens) < params.max_tokens and not (tokens and tokens[-1] in params.stop_token_ids):
             tokens += draw.choices(range(len(logprobs)), weights=logprobs.exp().tolist())
         stopped = tokens[-1] in params.stop_token_ids
@@ -401,9 +419,11 @@ class UnigramGenerator:
             logprobs=[float(logprobs[token]) for token in tokens],
             policy_versions=[self.version] * len(tokens),
             finish_reason="stop" if stopped else "length",
-            top=self._top(len(tokens), params.top_logprobs),
+            top=self._top(logprobs, len(tokens), params.top_logprobs),
         )
 
-    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        logprobs = self.numbers.log_softmax(0)
+    async def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> list[torch.Tensor]:
+        logprobs = self._logprobs(adapter)
         return [logprobs[torch.tensor(list(sequence[1:]))] for sequence in sequences]

@@ -62,6 +62,8 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         help="serve the model of a Hugging Face directory under the name NAME; a NAME without DIRECTORY renames the config's own model",
     )
     parser.add_argument("--max-trainers", type=int, help="largest number of training runs in memory")
+    parser.add_argument("--max-adapters", type=int, help="adapters that vLLM serves at once; 0: only whole weights")
+    parser.add_argument("--max-adapter-rank", type=int, help="largest rank of such an adapter")
     parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
     parser.add_argument("--rate", type=float, help="requests for work that one owner of keys may send in a second")
     arguments = parser.parse_args(argv)
@@ -71,6 +73,9 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         config.hf_path = directory or config.hf_path
     if arguments.max_trainers is not None:
         config.max_trainers = arguments.max_trainers
+    for name in ("max_adapters", "max_adapter_rank"):
+        if (value := getattr(arguments, name)) is not None:
+            setattr(config.generator, name, value)
     if arguments.rate is not None and not arguments.rate > 0:
         raise ValueError(f"--rate {arguments.rate}; it must be positive")
     folder = arguments.state or Path("runs") / f"serve-{arguments.config}"

@@ -11,7 +11,7 @@ import numpy as np
 
 from controllers.serve import messages
 from controllers.serve.codec import NO_LOGPROB, SampledSequence, TopK, write_sample
-from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.sampling import Weights
 from controllers.serve.targets import Targets
 from rl_actors import SamplingParams
 from rl_actors.types import Completion, TopLogprobs
@@ -66,30 +66,30 @@ class Wanted:
     targets: Targets | None  # further tokens whose logprobs are wanted
     topk_prompt: int  # number of likeliest tokens that are wanted at each position of the prompt
 
-    async def run(self, generator: VersionedGenerator) -> tuple[bytes, int]:
-        """(the answer as a SampleResponse, number of sampled tokens). Must run inside `generator.holding`."""
-        completions = await generator.sample(self.prompt, self.params)
-        scores = await self._scores(generator) if self.prompt_logprobs else None
+    async def run(self, weights: Weights) -> tuple[bytes, int]:
+        """(the answer as a SampleResponse, number of sampled tokens)."""
+        completions = await weights.sample(self.prompt, self.params)
+        scores = await self._scores(weights) if self.prompt_logprobs else None
         sequences = [self._sequence(completion) for completion in completions]
         num_tokens = sum(len(completion.tokens) for completion in completions)
-        cells = await self.targets.scores(generator, self.prompt) if self.targets is not None else None
-        topk = await self._topk_of_prompt(generator) if self.topk_prompt else None
+        cells = await self.targets.scores(weights, self.prompt) if self.targets is not None else None
+        topk = await self._topk_of_prompt(weights) if self.topk_prompt else None
         answer = write_sample(sequences, prompt_logprobs=scores, topk_prompt=topk, target_prompt=cells)
         return answer, num_tokens
 
-    async def _scores(self, generator: VersionedGenerator) -> np.ndarray:
+    async def _scores(self, weights: Weights) -> np.ndarray:
         """[N]: the logprob of each token of the prompt at temperature 1, NaN for the first and for those that are not wanted."""
         scores = np.full(len(self.prompt), np.nan, np.float32)
         if len(self.prompt) > 1:
-            scores[1:] = (await generator.score(self.prompt)).numpy()
+            scores[1:] = (await weights.score(self.prompt)).numpy()
         if self.last_n is not None:
             scores[: -self.last_n] = np.nan
         return scores
 
-    async def _topk_of_prompt(self, generator: VersionedGenerator) -> TopK:
+    async def _topk_of_prompt(self, weights: Weights) -> TopK:
         """The likeliest tokens at each of the N positions at temperature 1; none for the first and for those that are not wanted."""
         params = SamplingParams(max_tokens=1, ignore_stop=True, prompt_top_logprobs=self.topk_prompt)
-        [completion] = await generator.sample(self.prompt, params)
+        [completion] = await weights.sample(self.prompt, params)
         assert completion.prompt_top is not None
         found = _topk(completion.prompt_top)
         ids = np.zeros((len(self.prompt), self.topk_prompt), np.int32)

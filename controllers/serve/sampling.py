@@ -1,11 +1,13 @@
-"""Samples of many versions of the weights from one generator, which holds one version at a time.
+"""Samples of many versions of the weights from one generator. Knows no HTTP.
 
-Requests for the version that the generator holds run together. Requests for another version wait until those have ended. Then the
-generator pulls the other version. Knows no HTTP.
+A version is whole weights, or an adapter over the weights of the base model. The generator holds one version of whole weights at a time.
+Requests for the whole weights that it holds run together, and so do requests with adapters over them. Requests for other whole weights
+wait until those have ended. Then the generator pulls the other version.
 """
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections import OrderedDict
@@ -29,6 +31,8 @@ GATHER_SECONDS = 0.003
 """Requests are gathered into one call of the generator until none has come for so long."""
 LONGEST_GATHER_SECONDS = 0.06
 """Longest time for which requests are gathered into one call."""
+LOADED_ADAPTERS = 64
+"""Number of adapters that stay loaded after their last request. A generator that is started again loads all of them first."""
 
 
 class Generator(Protocol):
@@ -36,10 +40,14 @@ class Generator(Protocol):
 
     def ready(self) -> Awaitable[None]: ...
     def generate_each(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, adapter: str | None = None
     ) -> AsyncIterator[tuple[int, list[Completion]]]: ...
-    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> Awaitable[list[Tensor]]: ...
+    def compute_logprobs(
+        self, sequences: Sequence[Sequence[int]], *, adapter: str | None = None
+    ) -> Awaitable[list[Tensor]]: ...
     def pull_model_state_dict(self, version: int) -> Awaitable[int]: ...
+    def load_adapter(self, name: str, directory: str) -> Awaitable[None]: ...
+    def unload_adapter(self, name: str) -> Awaitable[None]: ...
     def close(self) -> Awaitable[None]: ...
 
 
@@ -49,27 +57,117 @@ class _Waiter:
     admitted: asyncio.Future[None]
 
 
+@dataclass(slots=True)
+class _Adapter:
+    """A version that is an adapter, and its requests."""
+
+    name: str  # in the generator
+    directory: str
+    num_users: int = 0
+    loading: asyncio.Future[None] | None = None  # None before the first request, and after a load that failed
+    unused: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 class VersionedGenerator:
-    """A generator and the version that it holds."""
+    """A generator, the version that it holds, and the adapters that it has loaded."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
         self.version: int | None = None  # None before the first pull, and after one that failed
+        # By version; the least recently used first.
+        self._adapters: OrderedDict[int, _Adapter] = OrderedDict()
+        self._names = itertools.count()
+        self._unloads: set[asyncio.Future[None]] = set()  # under way
         self.num_running = 0
         self.num_switches = 0
         # Version -> its requests. The versions are in the order in which they were asked for.
         self._waiting: OrderedDict[int, list[_Waiter]] = OrderedDict()
         self._switching: asyncio.Task[None] | None = None
-        self._completions: _Gatherer[SamplingParams, list[int], list[Completion]] = _Gatherer(self._generate)
-        self._logprobs: _Gatherer[None, list[int], Tensor] = _Gatherer(self._score)
+        # Calls of the generator are gathered by the name of their adapter.
+        self.completions: _Gatherer[tuple[str | None, SamplingParams], list[int], list[Completion]] = _Gatherer(
+            self._generate_batch
+        )
+        self.logprobs: _Gatherer[str | None, list[int], Tensor] = _Gatherer(self._score_batch)
 
     @property
     def num_waiting(self) -> int:
         return sum(len(waiters) for waiters in self._waiting.values())
 
+    @property
+    def num_adapters(self) -> int:
+        """Number of adapters that are loaded or being loaded."""
+        return sum(adapter.loading is not None for adapter in self._adapters.values())
+
     @contextlib.asynccontextmanager
-    async def holding(self, version: int) -> AsyncIterator[None]:
-        """The generator holds this version in the `with` block. Raises the error of the pull if it fails."""
+    async def using(self, version: int) -> "AsyncIterator[Weights]":
+        """Whole weights, which the generator holds in the `with` block. Raises RuntimeError if they cannot be pulled."""
+        async with self._holding(version):
+            yield Weights(self, None)
+
+    @contextlib.asynccontextmanager
+    async def using_adapter(self, version: int, directory: str, *, base: int) -> "AsyncIterator[Weights]":
+        """The weights of version `base` with the adapter in the directory, which is version `version`.
+
+        In the `with` block the generator holds them. Raises RuntimeError if they cannot be pulled or loaded.
+        """
+        if version not in self._adapters:
+            self._adapters[version] = _Adapter(f"version {version}, {next(self._names)}", directory)
+        adapter = self._adapters[version]
+        self._adapters.move_to_end(version)
+        adapter.num_users += 1
+        adapter.unused.clear()
+        try:
+            async with self._holding(base):
+                await self._load(version, adapter)
+                yield Weights(self, adapter.name)
+        finally:
+            adapter.num_users -= 1
+            if not adapter.num_users:
+                adapter.unused.set()
+            self._unload_oldest()
+
+    async def _load(self, version: int, adapter: _Adapter) -> None:
+        if adapter.loading is None:
+            adapter.loading = asyncio.ensure_future(self._load_now(version, adapter))
+        await asyncio.shield(adapter.loading)  # other requests wait for it, too
+
+    async def _load_now(self, version: int, adapter: _Adapter) -> None:
+        try:
+            await self.generator.load_adapter(adapter.name, adapter.directory)
+        except Exception as error:
+            adapter.loading = None
+            raise RuntimeError(f"the adapter of version {version} cannot be loaded: {error}") from error
+
+    async def unload(self, version: int) -> None:
+        """Unload the adapter of this version when its requests have ended. Does nothing for a version that is not loaded.
+
+        No request for the version may come later.
+        """
+        adapter = self._adapters.pop(version, None)
+        if adapter is not None:
+            await self._unload(adapter)
+
+    async def _unload(self, adapter: _Adapter) -> None:
+        while adapter.num_users:
+            await adapter.unused.wait()
+        if adapter.loading is None:
+            return
+        try:
+            await self.generator.unload_adapter(adapter.name)
+        except Exception:
+            logger.exception("%s was not unloaded", adapter.name)
+
+    def _unload_oldest(self) -> None:
+        """Keep at most LOADED_ADAPTERS loaded, beside those in use. A later request loads an adapter again, under another name."""
+        idle = [version for version, adapter in self._adapters.items() if not adapter.num_users]
+        for version in idle[: max(0, len(self._adapters) - LOADED_ADAPTERS)]:
+            unload = asyncio.ensure_future(self._unload(self._adapters.pop(version)))
+            self._unloads.add(unload)
+            unload.add_done_callback(self._unloads.discard)
+
+    @contextlib.asynccontextmanager
+    async def _holding(self, version: int) -> AsyncIterator[None]:
+        """The generator holds these whole weights in the `with` block. Raises the error of the pull if it fails."""
         if self._may_start(version):
             self.num_running += 1
         else:
@@ -118,26 +216,36 @@ class VersionedGenerator:
                 )
         self._switch_if_idle()
 
+    async def _generate_batch(
+        self, key: tuple[str | None, SamplingParams], prompts: list[list[int]]
+    ) -> AsyncIterator[tuple[int, list[Completion]]]:
+        adapter, params = key
+        async for pair in self.generator.generate_each(prompts, params, adapter=adapter):
+            yield pair
+
+    async def _score_batch(self, adapter: str | None, sequences: list[list[int]]) -> AsyncIterator[tuple[int, Tensor]]:
+        for pair in enumerate(await self.generator.compute_logprobs(sequences, adapter=adapter)):
+            yield pair
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The weights that a request uses. The generator holds them while the `with` block of `using` or `using_adapter` runs."""
+
+    versions: VersionedGenerator
+    adapter: str | None  # its name in the generator
+
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
-        """params.n completions of the prompt. Must be called inside `holding`. Calls with equal parameters and no seed share a call of the generator."""
+        """params.n completions of the prompt. Calls with the same weights, equal parameters and no seed share a call of the generator."""
         if params.seed is None:
-            return await self._completions.add(params, prompt)
-        async for _, completions in self._generate(params, [prompt]):
+            return await self.versions.completions.add((self.adapter, params), prompt)
+        async for _, completions in self.versions.generator.generate_each([prompt], params, adapter=self.adapter):
             return completions
         raise RuntimeError("the generator ended the call without completions")
 
     async def score(self, sequence: list[int]) -> Tensor:
-        """Log probability of every token after the first: [N - 1] for a sequence of N tokens. Must be called inside `holding`."""
-        return await self._logprobs.add(None, sequence)
-
-    def _generate(
-        self, params: SamplingParams, prompts: list[list[int]]
-    ) -> AsyncIterator[tuple[int, list[Completion]]]:
-        return self.generator.generate_each(prompts, params)
-
-    async def _score(self, _: None, sequences: list[list[int]]) -> AsyncIterator[tuple[int, Tensor]]:
-        for pair in enumerate(await self.generator.compute_logprobs(sequences)):
-            yield pair
+        """Log probability of every token after the first: [N - 1] for a sequence of N tokens."""
+        return await self.versions.logprobs.add(self.adapter, sequence)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,10 +23,10 @@ from controllers.serve.config import ServeConfig, tokenizer_id
 from controllers.serve.curves import RATE_SECONDS, Rates, RunCurves
 from controllers.serve.futures import Answer, Futures, Json, NotFoundError, Promise, UserError
 from controllers.serve.samples import read_batch, write_output
-from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.sampling import VersionedGenerator, Weights
 from controllers.serve.store import Checkpoint, Run, Sampler, Store, checkpoint_path
 from controllers.serve.trainers import Trainers
-from rl_actors import OptimParams
+from rl_actors import OptimParams, adapters
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Server:
         self.base_version = store.version_of_base(config.hf_path)
         self._link(self.base_version, Path(config.hf_path))
         self._repeating: list[asyncio.Task[None]] = []
+        self._removals: set[asyncio.Future[None]] = set()  # deletions of versions that are under way
         self.num_sampled_tokens = self.num_trained_positions = self.num_optim_steps = 0
         self.curves: dict[str, RunCurves] = {}  # by run
         self.rates = Rates()
@@ -71,6 +73,7 @@ class Server:
         for task in self._repeating:
             task.cancel()
         await self.futures.close()
+        await asyncio.gather(*self._removals)
         await self.trainers.close()
         await self.generator.generator.close()
         self.store.close()
@@ -342,10 +345,16 @@ class Server:
         )
 
     async def _export(self, run: Run, *, is_ephemeral: bool) -> int:
-        """Write the weights of a run as a new version for samplers, and return its number."""
+        """Write the weights of a run as a new version for samplers, and return its number.
+
+        A version is an adapter if the generator can apply it to the base model, and otherwise whole weights.
+        """
         version = self.store.add_version(run.id, is_ephemeral=is_ephemeral)
-        directory = self._directory(version)
-        await self.trainers.export(run.id, directory, self.config.generator.dtype)
+        directory, config = self._directory(version), self.config.generator
+        if config.max_adapters and 0 < run.lora["rank"] <= config.max_adapter_rank:
+            await self.trainers.export_adapter(run.id, directory)
+        else:
+            await self.trainers.export(run.id, directory, config.dtype)
         self.store.finish_version(version, str(directory))
         return version
 
@@ -366,7 +375,14 @@ class Server:
 
     def _drop_version(self, version: int) -> None:
         self.store.drop_version(version)
-        shutil.rmtree(self._directory(version), ignore_errors=True)
+        removal = asyncio.ensure_future(self._remove(version, self._directory(version)))
+        self._removals.add(removal)
+        removal.add_done_callback(self._removals.discard)
+
+    async def _remove(self, version: int, directory: Path) -> None:
+        """Delete the directory of a version. The generator may read that of an adapter until the adapter is unloaded."""
+        await self.generator.unload(version)
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
     def _put(
         self,
@@ -441,8 +457,9 @@ class Server:
     def _delete(self, checkpoint: Checkpoint) -> None:
         self.store.delete_checkpoint(checkpoint.path)
         if checkpoint.version is not None:
-            self.store.drop_version(checkpoint.version)
-        shutil.rmtree(checkpoint.directory, ignore_errors=True)
+            self._drop_version(checkpoint.version)
+        else:
+            shutil.rmtree(checkpoint.directory, ignore_errors=True)
 
     def publish(self, owner: str, run_id: str, segment: str, name: str, *, public: bool) -> None:
         self.store.update_checkpoint(self.own_checkpoint(owner, run_id, segment, name).path, public=public)
@@ -505,9 +522,8 @@ class Server:
         async def work() -> Answer:
             sampler = self.sampler(owner, sampler_id)
             wanted = self.sampling.read(body)
-            version = self._version_of(sampler)
-            async with self.generator.holding(version):
-                answer, num_tokens = await wanted.run(self.generator)
+            async with self._weights_of(sampler) as weights:
+                answer, num_tokens = await wanted.run(weights)
             self.num_sampled_tokens += num_tokens
             return Answer(proto=answer)
 
@@ -516,19 +532,22 @@ class Server:
             ("sample", sampler_id, seq_id), "sample", work, {"sample_sequence_ids": ids}, owner=owner
         )
 
-    def _version_of(self, sampler: Sampler) -> int:
-        """The version with which the sampler samples now. Raises UserError if its weights were dropped."""
+    def _weights_of(self, sampler: Sampler) -> AbstractAsyncContextManager[Weights]:
+        """Context manager for the weights with which the sampler samples now. Raises UserError if they were dropped."""
         version = sampler.version
         if sampler.kind == "inflight":
             run = self.store.run(sampler.run_id or "")
             assert run is not None and run.inflight_version is not None
             version = run.inflight_version
-        if self.store.directory_of(version) is None:
+        directory = self.store.directory_of(version)
+        if directory is None:
             raise UserError(
                 f"the weights of sampler {sampler.id} were dropped: they were deleted, or they have no name and "
                 f"{self.config.samplers_kept} newer ones of the run were saved (samplers_kept)"
             )
-        return version
+        if adapters.is_adapter(Path(directory)):
+            return self.generator.using_adapter(version, directory, base=self.base_version)
+        return self.generator.using(version)
 
 
 def is_abandoned(store: Store, run: Run) -> bool:

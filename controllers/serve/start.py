@@ -1,6 +1,7 @@
 """Start of a server: its folder, its base model, its actors."""
 
 import asyncio
+import logging
 from functools import partial
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from controllers.serve.trainers import Trainer, Trainers
 from controllers.serve.weights import HfDirectories
 from controllers.tokenizer import load_tokenizer
 from rl_actors import GeneratorClient, TrainerClient, TrainerConfig
+from rl_actors.vllm.start import this_machine
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_base(config: ServeConfig, folder: Path) -> None:
@@ -28,6 +32,12 @@ def prepare_base(config: ServeConfig, folder: Path) -> None:
         if not (directory / "config.json").is_file():
             config.write_base(directory)
     config.for_base(directory.absolute())
+    if config.generator.has_adapters:
+        try:
+            this_machine().require_possible(config.generator)
+        except ValueError as error:
+            logger.warning("vLLM cannot serve adapters here, so samplers get merged weights: %s", error)
+            config.generator.max_adapters = 0
     tokenizer_id(config.hf_path)
     config.validate()
 

@@ -21,6 +21,7 @@ def numbers(server: Server) -> dict[str, float]:
         "samples_waiting": server.generator.num_waiting,
         "generator_version": -1 if server.generator.version is None else server.generator.version,
         "generator_pulls_total": server.generator.num_switches,
+        "generator_adapters": server.generator.num_adapters,
         "sampled_tokens_total": server.num_sampled_tokens,
         "trained_positions_total": server.num_trained_positions,
         "optim_steps_total": server.num_optim_steps,

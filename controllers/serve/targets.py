@@ -11,7 +11,7 @@ import numpy as np
 
 from controllers.serve import messages
 from controllers.serve.codec import Cells, rows_of_csr, shaped
-from controllers.serve.sampling import VersionedGenerator
+from controllers.serve.sampling import Weights
 
 NOTHING = -1
 """Value of a cell that asks for no token."""
@@ -65,14 +65,14 @@ class Targets:
         wanted = (self.tokens != NOTHING) & (self.tokens != own)
         return sorted(set(zip(self.rows[wanted].tolist(), self.tokens[wanted].tolist(), strict=True)))
 
-    async def scores(self, generator: VersionedGenerator, prompt: list[int]) -> Cells:
-        """The logprobs at temperature 1, and 0 where no token is asked for. Must run inside `generator.holding`."""
+    async def scores(self, weights: Weights, prompt: list[int]) -> Cells:
+        """The logprobs at temperature 1, and 0 where no token is asked for."""
         values = np.zeros(len(self.tokens), np.float32)
         if not (self.tokens != NOTHING).any():
             return Cells(values=values, shape=self.shape, sparse=self.sparse)
         foreign = self.foreign(prompt)
         sequences = [prompt, *([*prompt[: row + 1], token] for row, token in foreign)]
-        own, *others = await asyncio.gather(*(generator.score(sequence) for sequence in sequences))
+        own, *others = await asyncio.gather(*(weights.score(sequence) for sequence in sequences))
         known = {pair: float(scores[-1]) for pair, scores in zip(foreign, others, strict=True)}
         for index, pair in enumerate(zip(self.rows.tolist(), self.tokens.tolist(), strict=True)):
             if pair[1] != NOTHING:

@@ -37,6 +37,7 @@ class Trainer(Protocol):
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Awaitable[SavedCheckpoint]: ...
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Awaitable[int]: ...
     def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Awaitable[None]: ...
+    def export_lora(self, path: str) -> Awaitable[None]: ...
     def close(self) -> Awaitable[None]: ...
 
 
@@ -225,6 +226,11 @@ class Trainers:
         """Write a Hugging Face directory of the weights, with adapters merged."""
         async with self.using(run_id) as resident:
             await resident.trainer.export_hf(str(directory), dtype)
+
+    async def export_adapter(self, run_id: str, directory: Path) -> None:
+        """Write the adapter of a run, without the weights under it."""
+        async with self.using(run_id) as resident:
+            await resident.trainer.export_lora(str(directory))
 
     async def close(self) -> None:
         """Write the state of all runs to disk and end their trainers. Gradients of open steps are dropped."""

@@ -44,7 +44,7 @@ class Api:
         fields = {"name": "letters", "hf_path": str(base), "hold_seconds": 0.05} | fields
         self.config = ServeConfig(
             trainer=TrainerConfig(model=model, max_sequence_length=LONGEST),
-            generator=GeneratorConfig(model=model, max_model_len=LONGEST),
+            generator=GeneratorConfig(model=model, max_model_len=LONGEST, max_adapters=2, max_adapter_rank=8),
             **fields,
         )
         self.trainers: list[UnigramTrainer] = []

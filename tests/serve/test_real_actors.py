@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 
 import numpy as np
 import pytest
@@ -360,6 +362,46 @@ def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
             assert sequence.topk_logprobs_np.logprobs[0] == pytest.approx(expected.topk(5).values.numpy(), abs=1e-4)
             (token,), (logprob,) = sequence.tokens, sequence.logprobs
             assert logprob == pytest.approx(expected[token].item(), abs=1e-4)
+
+
+def num_pulls(server) -> int:
+    """Number of times that the generator has changed to other whole weights."""
+    with urllib.request.urlopen(f"{server.url}/metrics") as answer:
+        found = re.search(r"^rl_actors_serve_generator_pulls_total (\d+)", answer.read().decode(), re.MULTILINE)
+    return int(found[1])
+
+
+@pytest.mark.parametrize("train_unembed", [True, False])
+def test_samplers_of_two_runs_of_their_versions_and_of_the_base_answer_together(server, service, train_unembed):
+    clients = [
+        service.create_lora_training_client("tiny_chat", rank=rank, seed=rank, train_unembed=train_unembed).result()
+        for rank in (RANK, 2 * RANK)
+    ]
+    tokens = list(b"the cat sat on the mat, and then the dog came along")
+    prompt, text = types.ModelInput.from_ints(PROMPT), types.ModelInput.from_ints(tokens)
+    base = service.create_sampling_client(base_model="tiny_chat").result()
+    samplers, expected = [base], [base.compute_logprobs(text).result()[1:]]
+    pulls = num_pulls(server)
+    for step in range(2):
+        for client in clients:
+            client.forward_backward(policy_data(step), "importance_sampling").result()
+            client.optim_step(types.AdamParams(learning_rate=0.02)).result()
+            samplers.append(client.save_weights_and_get_sampling_client().result())
+            output = client.forward([datum(tokens[:-1], tokens[1:])], "cross_entropy").result()
+            expected.append(output.loss_fn_outputs[0]["logprobs"].to_torch().tolist())
+    params = types.SamplingParams(max_tokens=32, stop=[])
+    asked = [(sampler.sample(prompt, 4, params), sampler.compute_logprobs(text)) for sampler in samplers for _ in "ab"]
+    answers = [(sampled.result(), scores.result()[1:]) for sampled, scores in asked]
+    for index, (sampled, scores) in enumerate(answers):
+        assert scores == pytest.approx(expected[index // 2], abs=1e-4)
+        sequence = sampled.sequences[0]
+        again = samplers[index // 2].compute_logprobs(types.ModelInput.from_ints([*PROMPT, *sequence.tokens])).result()
+        assert sequence.logprobs == pytest.approx(again[len(PROMPT) :], abs=1e-4)
+    firsts = [scores for _, scores in answers[::2]]
+    for place, one in enumerate(firsts):
+        for other in firsts[:place]:
+            assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 1e-2
+    assert num_pulls(server) == pulls
 
 
 def test_a_program_goes_on_from_its_last_saved_state_after_its_server_was_killed(tmp_path):

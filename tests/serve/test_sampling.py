@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from controllers.serve import codec
+from controllers.serve import codec, sampling
 
 TEXT = [([1], {"target_tokens": [3]})]
 
@@ -55,15 +55,10 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_moves_with_the_sav
         await train(api, model, 3)
         newer = await ephemeral(api, model, 5, "inflight")
 
-        async def seen(sampler: str, seq: int) -> float:
-            """The logprob of the trained token."""
-            response = await api.sample(sampler, seq, [1, 3], prompt_logprobs=True)
-            return float(np.frombuffer(response.prompt_logprobs, "<f4")[1])
-
-        trained = await seen(newer, 1)
-        assert trained > -1 and await seen(inflight, 1) == trained
-        assert await seen(snapshot, 1) == pytest.approx(-np.log(16))
-        assert await seen(newer, 2) == trained  # back again
+        trained = await seen(api, newer, 1)
+        assert trained > -1 and await seen(api, inflight, 1) == trained
+        assert await seen(api, snapshot, 1) == pytest.approx(-np.log(16))
+        assert await seen(api, newer, 2) == trained  # back again
 
     api(use)
 
@@ -86,6 +81,132 @@ def test_requests_of_two_versions_at_once_each_get_their_weights(api):
             found[sampler].add(float(np.frombuffer(response.prompt_logprobs, "<f4")[1]))
         assert [len(values) for values in found.values()] == [1, 1, 1]  # one set of weights each
         assert len(set.union(*found.values())) == 3
+
+    api(use)
+
+
+async def seen(api, sampler: str, seq: int) -> float:
+    """The logprob of the trained token."""
+    response = await api.sample(sampler, seq, [1, 3], prompt_logprobs=True)
+    return float(np.frombuffer(response.prompt_logprobs, "<f4")[1])
+
+
+def test_samplers_of_adapters_and_of_the_base_answer_together_without_a_switch(api):
+    async def use(api):
+        models = [await api.create_model(seq, rank=4) for seq in (0, 1)]
+        samplers = [await api.sampler(base_model="letters")]
+        for first, model in zip((1, 21), models, strict=True):
+            for seq in (first, first + 10):
+                await train(api, model, seq)
+                samplers.append(await ephemeral(api, model, seq + 2))
+        await api.sample(samplers[0], 1)
+        generator = api.server.generator
+        assert generator.num_switches == 1  # the pull of the base model
+        api.generator.gate.clear()
+        sent = [await api.send_sample(sampler, seq, params={"seed": 1}) for sampler in samplers for seq in (5, 6)]
+        while len(api.generator.calls) < 1 + len(sent):
+            await asyncio.sleep(0)
+        assert (generator.num_running, generator.num_waiting) == (10, 0)
+        api.generator.gate.set()
+        for promise in sent:
+            assert (await api.fetch(promise)).status_code == 200
+        found = [await seen(api, sampler, 3) for sampler in samplers]
+        assert found[0] == pytest.approx(-np.log(16)) and found[1] > found[0]
+        assert found[1:3] == found[3:5] and found[2] > found[1]  # the same steps in both runs
+        assert generator.num_switches == 1 and api.generator.pulls == [api.server.base_version]
+        assert len(api.generator.loads) == 4 == generator.num_adapters
+
+    api(use)
+
+
+def test_an_adapter_is_unloaded_and_deleted_after_its_last_request(api):
+    async def use(api):
+        model = await api.create_model(rank=4)
+        old = await ephemeral(api, model, 1)
+        await api.sample(old, 1)
+        [name] = api.generator.adapters
+        api.generator.gate.clear()
+        running = await api.send_sample(old, 2)
+        while len(api.generator.calls) < 2:
+            await asyncio.sleep(0)
+        for seq in (2, 3, 4):
+            last = await ephemeral(api, model, seq)
+        assert "samplers_kept" in await api.error(await api.send_sample(old, 3))
+        directory = api.server.folder / "samplers" / "2"
+        assert name in api.generator.adapters and directory.is_dir()
+        api.generator.gate.set()
+        assert (await api.fetch(running)).status_code == 200
+        while directory.exists():
+            await asyncio.sleep(0.001)
+        assert name not in api.generator.adapters
+        await api.sample(last, 1)
+
+    api(use, samplers_kept=2)
+
+
+def test_adapters_that_were_not_used_for_long_are_unloaded_and_load_again(api, monkeypatch):
+    monkeypatch.setattr(sampling, "LOADED_ADAPTERS", 2)
+
+    async def use(api):
+        model = await api.create_model(rank=4)
+        samplers = [await ephemeral(api, model, seq) for seq in (1, 2, 3)]
+        for seq, place in enumerate((0, 1, 0, 2, 1), 1):
+            await api.sample(samplers[place], seq)
+        while len(api.generator.adapters) > 2:
+            await asyncio.sleep(0)
+        loaded = [name.split(",")[0] for name in api.generator.loads]
+        assert loaded == ["version 2", "version 3", "version 4", "version 3"]
+        assert sorted(name.split(",")[0] for name in api.generator.adapters) == ["version 3", "version 4"]
+
+    api(use)
+
+
+def test_an_inflight_sampler_of_an_adapter_moves_and_a_running_request_keeps_its_weights(api):
+    async def use(api):
+        model = await api.create_model(rank=4)
+        inflight = await ephemeral(api, model, 1, "inflight")
+        await train(api, model, 2)
+        before = await seen(api, inflight, 1)
+        api.generator.gate.clear()
+        running = await api.send_sample(inflight, 2, params={"seed": 1})
+        while len(api.generator.calls) < 1:
+            await asyncio.sleep(0)
+        newer = await ephemeral(api, model, 4, "inflight")
+        api.generator.gate.set()
+        response = codec.CLASSES["SampleResponse"].FromString((await api.fetch(running)).content)
+        assert logprobs_of(response.sequences[0]) == pytest.approx(-np.log(16))
+        assert await seen(api, inflight, 3) == await seen(api, newer, 1) > before
+
+    api(use)
+
+
+def test_runs_whose_adapter_vllm_cannot_serve_have_whole_weights(api):
+    async def use(api):
+        wide = await api.create_model(0, rank=9)
+        whole = await api.create_model(1, rank=0)
+        for switches, model in enumerate((wide, whole), 1):
+            await train(api, model, 1)
+            assert await seen(api, await ephemeral(api, model, 10 + switches), 1) > -np.log(16)
+            assert api.server.generator.num_switches == switches and api.generator.loads == []
+
+    api(use)
+
+
+def test_an_adapter_that_cannot_be_loaded_is_an_error_and_loads_later(api):
+    async def use(api):
+        model = await api.create_model(rank=4)
+        sampler = await ephemeral(api, model, 1)
+        [directory] = [file.parent for file in api.server.folder.glob("samplers/*/numbers.pt")]
+        hidden = directory.with_name("hidden")
+        directory.rename(hidden)
+        directory.mkdir()
+        (directory / "adapter_config.json").write_text("{}")
+        answer = await api.answer(await api.send_sample(sampler, 1))
+        assert answer["category"] == "server" and "the adapter of version 2 cannot be loaded" in answer["error"]
+        (directory / "adapter_config.json").unlink()
+        directory.rmdir()
+        hidden.rename(directory)
+        await api.sample(sampler, 2)
 
     api(use)
 
