@@ -19,7 +19,8 @@ import torch
 from controllers import checksums
 
 if TYPE_CHECKING:
-    from rl_actors.clients.trainer import SavedCheckpoint, TrainerClient
+    from rl_actors.clients.model_calls import SavedCheckpoint
+    from rl_actors.clients.trainer import TrainerClient
 
 STATE = "state.json"
 

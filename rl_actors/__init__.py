@@ -42,6 +42,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from rl_actors.clients.generator import GeneratorClient
     from rl_actors.clients.reference import ReferenceClient
+    from rl_actors.clients.tenant import TenantClient
     from rl_actors.clients.trainer import TrainerClient
     from rl_actors.clients.value_trainer import ValueTrainerClient
     from rl_actors.generator import Generator
@@ -59,6 +60,7 @@ _LAZY = {
     "MemoryTransport": "rl_actors.transports.memory",
     "PolicyTrainer": "rl_actors.policy_trainer",
     "ReferenceClient": "rl_actors.clients.reference",
+    "TenantClient": "rl_actors.clients.tenant",
     "TorchStoreTransport": "rl_actors.transports.torchstore",
     "TrainerClient": "rl_actors.clients.trainer",
     "ValueTrainerClient": "rl_actors.clients.value_trainer",
@@ -94,6 +96,7 @@ __all__ = [
     "Reinforce",
     "Sample",
     "SamplingParams",
+    "TenantClient",
     "TopLogprobs",
     "TorchStoreTransport",
     "TrainerClient",

@@ -25,7 +25,16 @@ from rl_actors.processes.output import route_library_logs
 from rl_actors.processes.spawn import Probe, probe_here
 from rl_actors.transports.base import Manifest, Transport, find
 from rl_actors.transports.publisher import Publisher
-from rl_actors.types import CollectiveTimeoutError, OptimParams, OptimResult, RankOutput, Sample, TrainerInfo, Transfer
+from rl_actors.types import (
+    FIRST_TENANT,
+    CollectiveTimeoutError,
+    OptimParams,
+    OptimResult,
+    RankOutput,
+    Sample,
+    TrainerInfo,
+    Transfer,
+)
 
 if TYPE_CHECKING:
     from rl_actors.engine.train_engine import TrainEngine
@@ -37,13 +46,15 @@ PULL_TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """The number of a call in the session of a client.
+    """The number of a call in the session of a client, and the tenant whose call it is.
 
-    A call that repeats the last number gets the last answer again. Any other number that is not the next is an error.
+    A call that repeats the last number gets the last answer again. Any other number that is not the next is an error. All tenants share
+    the numbers, because every rank runs one call at a time.
     """
 
     session: str
     number: int
+    tenant: str = FIRST_TENANT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +73,7 @@ class Reply(Generic[T]):
 class PolicyTrainer(Actor):
     """One rank of a trainer. Its calls are endpoints that take an Order.
 
-    A call without an Order runs as soon as it arrives, so its caller must be the only one.
+    A call without an Order runs as soon as it arrives, for the first tenant, so its caller must be the only one.
     """
 
     # The next three attributes exist after setup.
@@ -90,7 +101,7 @@ class PolicyTrainer(Actor):
         if not hasattr(self, "engine"):
             self.build()
         self.session, self.last_number, self.last_reply = session, 0, None
-        return self.engine.info()
+        return self.engine.info(FIRST_TENANT)
 
     def build(self) -> None:
         route_library_logs("trainer")
@@ -112,8 +123,8 @@ class PolicyTrainer(Actor):
 
     @endpoint
     @sends_errors
-    async def info(self) -> TrainerInfo:
-        return replace(self.engine.info(), last_push=self.last_push)
+    async def info(self, tenant: str = FIRST_TENANT) -> TrainerInfo:
+        return replace(self.engine.info(tenant), last_push=self.last_push)
 
     @endpoint
     async def probe(self) -> Probe:
@@ -189,6 +200,16 @@ class PolicyTrainer(Actor):
         return await self.in_order(order, lambda: self.engine.export_lora(path))
 
     @endpoint
+    async def new_tenant(self, name: str, seed: int = 0, order: Order | None = None) -> None:
+        """Add a tenant with the adapters of this seed. The tenant of an Order names it in its calls."""
+        return await self.in_order(order, lambda: self.engine.new_tenant(name, seed))
+
+    @endpoint
+    async def drop_tenant(self, name: str, order: Order | None = None) -> None:
+        """Forget a tenant."""
+        return await self.in_order(order, lambda: self.engine.drop_tenant(name))
+
+    @endpoint
     async def profile(self, directory: str, steps: int, order: Order | None = None) -> None:
         """Trace the next `steps` optimizer steps."""
         return await self.in_order(order, lambda: self.engine.profile(directory, steps))
@@ -205,7 +226,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def push_model_state_dict(self, order: Order | None = None) -> int:
-        """Publish the weights under policy_version. Each rank publishes its own shards.
+        """Publish the weights of the first tenant under policy_version. Each rank publishes its own shards.
 
         The published tensors have the widest dtype that a generator has announced to the transport, or float32 if none has announced one.
         Does nothing if this version is published already in that dtype.
@@ -215,6 +236,12 @@ class PolicyTrainer(Actor):
     async def publish_weights(self) -> int:
         self.engine.step.require("push_model_state_dict")
         self.config.require_hf("push_model_state_dict")
+        tenant = self.engine.tenants.name_in_use
+        if tenant != FIRST_TENANT:
+            raise ValueError(
+                f"push_model_state_dict is not possible for tenant {tenant!r}: a trainer publishes only the versions of its first "
+                "tenant; call export_lora or export_hf"
+            )
         if self.publisher is None:
             raise RuntimeError("push_model_state_dict: this trainer was made without a transport")
         pushed = await self.publisher.publish(self.engine.policy_version, self.engine.hf_state_dict)
@@ -259,7 +286,7 @@ class PolicyTrainer(Actor):
         Raises RuntimeError if the session of the order was replaced, or if the number of the order does not follow the last one.
         """
         if order is None:
-            return await self.run(call)
+            return await self.run(FIRST_TENANT, call)
         if order.session != self.session:
             raise RuntimeError(
                 f"session {order.session} was replaced by {self.session}: two clients drive this trainer"
@@ -270,17 +297,21 @@ class PolicyTrainer(Actor):
             raise RuntimeError(f"call number {order.number} does not follow {self.last_number}; it was not run")
         self.last_number = order.number
         try:
-            self.last_reply = Reply(value=await self.run(call))
+            self.last_reply = Reply(value=await self.run(order.tenant, call))
         except Exception as error:
             self.last_reply = Reply(error=error)
         return cast(T, self.last_reply.give())
 
-    async def run(self, call: Callable[[], T | Awaitable[T]]) -> T:
-        """The result of `call`. Raises CollectiveTimeoutError if this rank has waited too long for another one."""
+    async def run(self, tenant: str, call: Callable[[], T | Awaitable[T]]) -> T:
+        """The result of `call` for a tenant. Raises CollectiveTimeoutError if this rank has waited too long for another one."""
         from rl_actors.engine import deadlines
 
+        def call_of_tenant() -> T | Awaitable[T]:
+            self.engine.use(tenant)
+            return call()
+
         try:
-            return await _settle(self.compiler_context.run(call))
+            return await _settle(self.compiler_context.run(call_of_tenant))
         except Exception as error:
             if not deadlines.late(error):
                 raise

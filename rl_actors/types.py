@@ -26,6 +26,9 @@ TOP_K_COLUMNS = {"target_ids": torch.int64, "target_weights": torch.float32}
 MAX_NAMES_REPORTED = 10
 """Largest number of parameter names that an error message or a result lists."""
 
+FIRST_TENANT = ""
+"""Name of the tenant that a trainer has from the start."""
+
 
 def column_dtype(name: str) -> torch.dtype:
     """The dtype of a column of this name."""
@@ -292,7 +295,7 @@ class TrainerInfo:
     """State and limits of a trainer. Ranks differ only in `rank`, `pid`, `device`, `logs` and the values of memory, moves, pushes and times."""
 
     policy_version: int
-    steps_skipped: int  # number of optim_steps since the trainer was built whose gradient was not finite
+    steps_skipped: int  # number of the tenant's optim_steps whose gradient was not finite
     state: str  # "idle", "open", "broken" or "inconsistent" (some weights may have changed); see engine/call_order.py
     num_parameters: int
     vocab_size: int
@@ -319,6 +322,8 @@ class TrainerInfo:
     # Mean seconds that a measured module of this rank, such as a block, computed for one token, without waits for other ranks. They were
     # measured in the forward passes that led to the last optim_step. None: nothing was measured; see engine/own_time.py.
     own_seconds_per_token: float | None = None
+    lora_rank: int = 0  # 0: there are no adapters
+    tenants: tuple[str, ...] = ()  # names of the tenants that new_tenant has added; see TrainerClient.new_tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -200,6 +200,20 @@ def require_optimizer(call: str, optimizer: object | None) -> None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 
 
+def require_tenant(name: str, seed: int, lora_rank: int) -> None:
+    """Raises ValueError or TypeError if a trainer with adapters of this rank cannot have a new tenant of this name and seed."""
+    if not isinstance(name, str) or not _is_integer(seed):
+        raise TypeError(f"new_tenant({name!r}, seed={seed!r}); name must be a str, seed an integer")
+    if not name:
+        raise ValueError(
+            "new_tenant('') is not possible: the tenant that every trainer has from the start has this name"
+        )
+    if not lora_rank:
+        raise ValueError(
+            f"new_tenant({name!r}) is not possible with lora.rank=0: tenants share the frozen weights under their adapters"
+        )
+
+
 def validate_optimizer_arguments(config: "OptimizerConfig") -> None:
     """Build the optimizer of a 2 x 2 parameter. Raises ValueError with the constructor's message if it refuses the arguments."""
     if config.name in ("AdamW", "Adam") and not config.arguments:

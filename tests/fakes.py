@@ -25,7 +25,7 @@ from rl_actors import (
     metrics,
 )
 from rl_actors.clients.limits import TrainerLimits
-from rl_actors.clients.trainer import SavedCheckpoint
+from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.metrics import to_numbers
 
 

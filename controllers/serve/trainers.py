@@ -18,7 +18,7 @@ from controllers.serve.futures import UserError
 from controllers.serve.samples import Batch
 from controllers.serve.store import Run, Store
 from rl_actors import OptimParams, TrainerConfig
-from rl_actors.clients.trainer import SavedCheckpoint
+from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.config import LoRAConfig
 from rl_actors.losses import Loss
 from rl_actors.types import ForwardBackwardOutput, OptimResult, Sample

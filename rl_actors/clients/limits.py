@@ -17,6 +17,7 @@ from rl_actors.model_config import ModelConfig
 from rl_actors.types import GeneratorInfo, OptimParams, Sample, SamplingParams, TrainerInfo
 from rl_actors.validation import (
     require_optimizer,
+    require_tenant,
     supported_hyperparameters,
     validate_optim_params,
     validate_prompts,
@@ -34,6 +35,7 @@ class TrainerLimits:
     head: str  # "logprobs", or "values" for a value model
     optimizer: str | None  # name of the optimizer; None: the trainer only infers
     optimizer_fields: tuple[str, ...]  # the names among beta1, beta2, eps and weight_decay that the optimizer has
+    lora_rank: int  # 0: the trainer has no adapters
 
     def check_samples(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises ValueError or TypeError for samples that the ranks would refuse."""
@@ -61,6 +63,10 @@ class TrainerLimits:
         require_optimizer("optim_step", self.optimizer)
         validate_optim_params(params, self.optimizer, self.optimizer_fields)
 
+    def check_tenant(self, name: str, seed: int) -> None:
+        """Raises ValueError or TypeError if the trainer cannot have a new tenant of this name and seed."""
+        require_tenant(name, seed, self.lora_rank)
+
     @classmethod
     def of_config(cls, config: TrainerConfig) -> "TrainerLimits":
         return cls(
@@ -70,6 +76,7 @@ class TrainerLimits:
             head=config.head,
             optimizer=None if config.optimizer is None else config.optimizer.name,
             optimizer_fields=() if config.optimizer is None else _optimizer_fields(config.optimizer),
+            lora_rank=config.lora.rank,
         )
 
     @classmethod
@@ -81,6 +88,7 @@ class TrainerLimits:
             head=info.head,
             optimizer=info.optimizer,
             optimizer_fields=info.optimizer_fields,
+            lora_rank=info.lora_rank,
         )
 
 

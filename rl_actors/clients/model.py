@@ -1,26 +1,22 @@
 """`ModelClient`, the base class of the clients of a model. It sends calls to all ranks, one at a time and in order.
 
-trainer.py adds the calls that only a trainer has.
-
-A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
-that the caller may change. Only the sending is queued.
+model_calls.py has the calls. trainer.py adds those that only a trainer has.
 """
 
 import asyncio
 import os
 import uuid
 import weakref
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection
 from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import cloudpickle
 
-from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT, Client
+from rl_actors.clients.base import ATTACH_TIMEOUT, STEP_WAIT, ActorSilentError, Client
 from rl_actors.clients.call import Call, in_background
-from rl_actors.clients.conversion import as_tensors, merge_outputs
 from rl_actors.clients.limits import TrainerLimits
+from rl_actors.clients.model_calls import Check, ModelCalls
 from rl_actors.config import TrainerConfig
-from rl_actors.losses import Loss, resolve
 from rl_actors.parts import PARTS, HostMove, Part, of_all_ranks, require_parts
 from rl_actors.policy_trainer import Order, PolicyTrainer
 from rl_actors.processes import gpus
@@ -28,7 +24,7 @@ from rl_actors.processes.output import LogRoute
 from rl_actors.processes.spawn import ProcessMesh
 from rl_actors.transports.base import Transport
 from rl_actors.transports.default import default_transport
-from rl_actors.types import ForwardBackwardOutput, Sample, SampleList, TrainerInfo
+from rl_actors.types import FIRST_TENANT, TrainerInfo
 from rl_actors.validation import require_config, require_gpus
 
 if TYPE_CHECKING:
@@ -37,15 +33,13 @@ if TYPE_CHECKING:
     from rl_actors.processes.hosts import Hosts
 
 T = TypeVar("T")
-Check = Callable[[TrainerLimits], None]
-"""A function that raises ValueError or TypeError for a call that the trainer would refuse."""
 
 _turns: "weakref.WeakKeyDictionary[ProcMesh, asyncio.Lock]" = weakref.WeakKeyDictionary()
 """One lock for each ProcMesh. Clients of the same processes take turns, because otherwise two ranks could start their collectives in
 different orders and wait for ever."""
 
 
-class ModelClient(Client):
+class ModelClient(ModelCalls, Client):
     """The client of a model's ranks, which nobody else may call. Calls run one at a time on all ranks, in the order in which they came.
 
     Bad input is refused by the method, in the caller's thread. Some checks need the limits of the model. A client of a mesh that the caller
@@ -90,6 +84,8 @@ class ModelClient(Client):
         self._owns_transport = False
         self._session = uuid.uuid4().hex[:12]
         self._number = 0  # number of the last request that was sent
+        # Tenant -> why its last call has no answer. Its gradients are unknown, so its calls are refused until its discard_gradients.
+        self._unanswered: dict[str, str] = {}
         self._proc_mesh: ProcMesh | None = None  # the processes; None for a mesh of actors that the caller spawned
         self._turn: asyncio.Lock  # held by the call whose turn it is; made on the background loop
         self._opened: Call[Transport | None] = in_background(
@@ -263,46 +259,10 @@ class ModelClient(Client):
         """The TrainerInfo of every rank, in the order of the ranks."""
         return self._in_turn("info", self._infos)
 
-    async def _infos(self) -> list[TrainerInfo]:
+    async def _infos(self, *tenant: str) -> list[TrainerInfo]:
         assert self._mesh is not None
-        infos: list[TrainerInfo] = await self._ask(self._mesh.info, "info", self.call_timeout)
+        infos: list[TrainerInfo] = await self._ask(self._mesh.info, "info", self.call_timeout, *tenant)
         return sorted(infos, key=lambda info: info.rank)
-
-    def forward(
-        self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
-    ) -> Call[ForwardBackwardOutput]:
-        """Logprobs of the targets, or values of a value model, without gradients. Nothing changes.
-
-        With a loss, the output also has the metrics that forward_backward would report. With entropy=True it also has the entropy of the
-        whole distribution at each position.
-        """
-        resolved = None if loss is None else resolve(loss)
-        copies = as_tensors(samples)
-        return self._in_turn(
-            "forward",
-            self._run,
-            "forward",
-            copies,
-            as_sent(loss, resolved),
-            entropy,
-            check=lambda limits: limits.check_samples(copies, resolved),
-        )
-
-    async def _run(
-        self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool
-    ) -> ForwardBackwardOutput:
-        outputs = await self._ordered(endpoint, SampleList(samples), loss, entropy)
-        return merge_outputs(len(samples), outputs)
-
-    def _load_checkpoint(self, path: str, *, optimizer: bool) -> Call[int]:
-        return self._in_turn(
-            "load_checkpoint",
-            self._first,
-            "load_checkpoint",
-            os.path.abspath(path),
-            optimizer,
-            check=lambda limits: limits.check_state("load_checkpoint", optimizer),
-        )
 
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
@@ -330,8 +290,15 @@ class ModelClient(Client):
     async def _relay(self, endpoint: str, *arguments: object) -> list[Any]:
         answers = await self._ordered(endpoint, *arguments)
         if endpoint == "discard_gradients":
-            self._broken = None
+            self._mend()
         return answers
+
+    def _mend(self) -> None:
+        self._mend_tenant(FIRST_TENANT)
+
+    def _mend_tenant(self, tenant: str) -> None:
+        self._broken = None
+        self._unanswered.pop(tenant, None)
 
     def _in_turn(
         self,
@@ -340,21 +307,20 @@ class ModelClient(Client):
         *arguments: object,
         check: Check | None = None,
         mends: bool = False,
+        tenant: str = FIRST_TENANT,
     ) -> Call[T]:
-        """Check the call now, and send it when all earlier calls have been answered.
-
-        mends: True for a call that repairs a broken client, and is sent even if the client is broken.
-        """
+        """See ModelCalls. tenant: whose call it is."""
         self._require_open(what)
         self._show_start()
         if check is not None and self._limits is not None:
             check(self._limits)
             check = None
-        return in_background(self._wait_and_send(what, send, arguments, check, mends), f"{self.name}: {what}")
+        name = self.name if tenant == FIRST_TENANT else f"{self.name}, tenant {tenant}"
+        return in_background(self._wait_and_send(tenant, send, arguments, check, mends), f"{name}: {what}")
 
     async def _wait_and_send(
         self,
-        what: str,
+        tenant: str,
         send: Callable[..., Awaitable[T]],
         arguments: tuple[object, ...],
         check: Check | None,
@@ -362,35 +328,32 @@ class ModelClient(Client):
     ) -> T:
         await self._started
         async with self._turn:  # first come, first served
-            if self._broken and not mends:
-                raise RuntimeError(f"{self.name} is broken: {self._broken}; call discard_gradients, or spawn it again")
+            broken = self._broken or self._unanswered.get(tenant)
+            if broken and not mends:
+                raise RuntimeError(f"{self.name} is broken: {broken}; call discard_gradients, or spawn it again")
             if check is not None:
                 assert self._limits is not None
                 check(self._limits)
             return await send(*arguments)
 
-    async def _first(self, endpoint: str, *args: object) -> Any:
-        """The answer of rank 0."""
-        return (await self._ordered(endpoint, *args))[0]
-
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
+        answers = await self._send(FIRST_TENANT, endpoint, *args)
+        self._remember_version(answers[0])
+        return answers
+
+    async def _send(self, tenant: str, endpoint: str, *args: object) -> list[Any]:
         """The answers of all ranks to the next request of this client's session."""
         # Check that the arguments can be sent before a number is used. The ranks would refuse every number after one that never arrives.
         for arg in args:
             if callable(arg):
                 cloudpickle.dumps(arg)
         self._number += 1
-        order = Order(session=self._session, number=self._number)
-        answers: list[Any] = await self._ask(
-            getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order
-        )
-        self._remember_version(answers[0])
-        return answers
-
-    def _remember_version(self, answer: object) -> None:
-        version = getattr(answer, "policy_version", None)
-        if version is not None:
-            self._version = version
+        order = Order(session=self._session, number=self._number, tenant=tenant)
+        try:
+            return await self._ask(getattr(self._mesh, endpoint), endpoint, self.call_timeout, *args, order=order)
+        except ActorSilentError:
+            self._unanswered[tenant] = str(self._broken)
+            raise
 
 
 def require_evenly(config: TrainerConfig, hosts: "Hosts | None") -> None:
@@ -399,11 +362,6 @@ def require_evenly(config: TrainerConfig, hosts: "Hosts | None") -> None:
         require_gpus(config)
     elif config.num_processes() % len(hosts):
         raise ValueError(f"{config.num_processes()} ranks cannot be spread evenly over {len(hosts)} hosts")
-
-
-def as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
-    """The loss in the form in which it is sent. A name is sent as a name, and the ranks look it up or import it."""
-    return given if isinstance(given, str) else resolved
 
 
 def _require_processes(processes: "ProcMesh | ModelClient", needed: int) -> None:

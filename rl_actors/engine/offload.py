@@ -44,7 +44,7 @@ class Offload:
         this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
         wanted = [part for part in PARTS if part in parts and part not in self.away]
         if "weights" in wanted:
-            self._drop_gathered_weights()
+            self.drop_gathered_weights()
         for part in wanted:
             storages = _distinct(self._tensors(part), self.built.device)
             if storages:
@@ -103,7 +103,7 @@ class Offload:
                 for state in optimizer.state.values():
                     yield from (value for value in state.values() if isinstance(value, Tensor))
 
-    def _drop_gathered_weights(self) -> None:
+    def drop_gathered_weights(self) -> None:
         """Free the weights that FSDP keeps gathered for the next call. The modules' parameters are then the shards."""
         for module in self.built.model.modules():
             if isinstance(module, FSDPModule):

@@ -29,13 +29,14 @@ from rl_actors.engine.packing import plan
 from rl_actors.engine.pipeline import PipelineRunner
 from rl_actors.engine.profiling import StepProfiler
 from rl_actors.engine.single_runner import SingleRunner
+from rl_actors.engine.tenants import Tenants
 from rl_actors.losses import Loss, resolve
 from rl_actors.metrics import merge
 from rl_actors.parts import PARTS, HostMove, Part, require_parts
 from rl_actors.processes.output import LOG_VARIABLE
 from rl_actors.transports.base import OpenVersion
-from rl_actors.types import OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
-from rl_actors.validation import require_optimizer, validate_optim_params, validate_samples
+from rl_actors.types import FIRST_TENANT, OptimParams, OptimResult, RankOutput, Sample, TrainerInfo
+from rl_actors.validation import require_optimizer, require_tenant, validate_optim_params, validate_samples
 
 
 class TrainEngine:
@@ -54,13 +55,11 @@ class TrainEngine:
         self.head = self._make_head()
         runner_class: type[PipelineRunner | SingleRunner] = PipelineRunner if self.built.stages else SingleRunner
         self.runner = runner_class(self.built, self.head, config)
-        self.step = StepState()
+        self.tenants = Tenants(self.built, self.memory)
         self.checkpoint_writer = checkpoint.CheckpointWriter()
         self.profiler = StepProfiler(torch.distributed.get_rank())
         self.own_time = OwnTime(local_modules(self.built.model, config), this_machine())
         self.own_seconds_per_token: float | None = None
-        self.policy_version = 0
-        self.steps_skipped = 0
         self.parameters_by_layout = by_layout(named_parameters(self.built.model))
         pipeline_mesh = self.built.parallel_dims.get_optional_mesh("pp")
         self.pipeline_group = pipeline_mesh.get_group() if pipeline_mesh is not None else None
@@ -72,6 +71,38 @@ class TrainEngine:
         if config.hf_path:
             hf.load(self.built, config.hf_path)
         deadlines.set_together(self.built.parallel_dims, config.collective_timeout)
+
+    @property
+    def step(self) -> StepState:
+        return self.tenants.in_use.step
+
+    @property
+    def policy_version(self) -> int:
+        return self.tenants.in_use.policy_version
+
+    def use(self, tenant: str) -> None:
+        """Make later calls those of this tenant. A trainer has one from the start, whose name is empty.
+
+        Raises ValueError for an unknown name.
+        """
+        self.tenants.use(tenant)
+
+    def new_tenant(self, name: str, seed: int = 0) -> None:
+        """Add a tenant and use it: adapters of this seed over the same base, without gradients and optimizer state, at version 0.
+
+        Everything that a later call changes is the tenant's own. Raises ValueError if the trainer has no adapters or the name is taken.
+        """
+        require_tenant(name, seed, self.config.lora.rank)
+        if self.config.model.num_experts and self.config.load_balance_coeff:
+            raise ValueError(
+                f"new_tenant is not possible with load_balance_coeff={self.config.load_balance_coeff}: every step changes the expert "
+                "bias, which belongs to the base"
+            )
+        self.tenants.add(name, seed)
+
+    def drop_tenant(self, name: str) -> None:
+        """Forget a tenant, in any state of its step. Raises ValueError for an unknown name and for the first tenant."""
+        self.tenants.drop(name)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
         """Raises the same ValueError on every rank, before any rank works on the samples."""
@@ -148,9 +179,9 @@ class TrainEngine:
             with self._broken_on_failure(weights=True):
                 hyperparameters.set(params)
                 self.built.optimizers.step()
-            self.policy_version += 1
+            self.tenants.in_use.policy_version += 1
         else:
-            self.steps_skipped += 1
+            self.tenants.in_use.steps_skipped += 1
         self.own_seconds_per_token = self.own_time.take()
         self._clear()
         self.step.close()
@@ -200,7 +231,7 @@ class TrainEngine:
         self.memory.onload()
         checkpoint.require_checkpoint(self.built, path, optimizer=optimizer)
         with self._broken_on_failure(weights=True):
-            self.policy_version = checkpoint.load(self.built, path, optimizer=optimizer)
+            self.tenants.in_use.policy_version = checkpoint.load(self.built, path, optimizer=optimizer)
         self.step.close()
         return self.policy_version
 
@@ -220,7 +251,7 @@ class TrainEngine:
         hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
         with self._broken_on_failure(weights=True):
             hf.load_whole(self.built, version.tensors())
-        self.policy_version = number
+        self.tenants.in_use.policy_version = number
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -284,12 +315,16 @@ class TrainEngine:
         self.step.require("onload")
         return self.memory.onload(parts)
 
-    def info(self) -> TrainerInfo:
+    def info(self, tenant: str | None = None) -> TrainerInfo:
+        """tenant: whose version and state the answer has; None: that of the tenant in use."""
         config = self.config
+        asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(
-            policy_version=self.policy_version,
-            steps_skipped=self.steps_skipped,
-            state=self.step.state,
+            policy_version=asked.policy_version,
+            steps_skipped=asked.steps_skipped,
+            state=asked.step.state,
+            tenants=tuple(name for name in self.tenants.by_name if name != FIRST_TENANT),
+            lora_rank=config.lora.rank,
             num_parameters=self.built.num_parameters,
             vocab_size=config.model.vocab_size,
             max_sequence_length=config.max_sequence_length,

@@ -1,0 +1,283 @@
+"""The calls of a model and of a trainer, for all that has them: the client of a model, and each tenant of a trainer.
+
+A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
+that the caller may change. Only the sending is queued. A subclass sends.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, TypeVar
+
+from rl_actors import metrics
+from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.conversion import as_tensors, merge_outputs
+from rl_actors.clients.limits import TrainerLimits
+from rl_actors.losses import LogprobGradient, Loss, resolve
+from rl_actors.losses.custom import CustomLoss, ValueGradient, output_gradients
+from rl_actors.types import ForwardBackwardOutput, OptimParams, OptimResult, Sample, SampleList
+
+T = TypeVar("T")
+Check = Callable[[TrainerLimits], None]
+"""A function that raises ValueError or TypeError for a call that the trainer would refuse."""
+
+
+def as_sent(given: str | Loss | None, resolved: Loss | None) -> str | Loss | None:
+    """The loss in the form in which it is sent. A name is sent as a name, and the ranks look it up or import it."""
+    return given if isinstance(given, str) else resolved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint whose state is copied. The ranks may still be writing it."""
+
+    path: str
+    policy_version: int
+    wait: Callable[[], Call[None]] = field(repr=False)
+    """Returns a call that is done when the directory is complete on disk. The call raises RuntimeError with path and rank if a rank could
+    not write."""
+
+
+class ModelCalls:
+    """The calls of a model that does not train."""
+
+    name: str  # of the client
+    _limits: TrainerLimits | None
+    _version: int | None  # the last policy_version that the ranks reported
+
+    def _in_turn(
+        self,
+        what: str,
+        send: Callable[..., Awaitable[T]],
+        *arguments: object,
+        check: Check | None = None,
+        mends: bool = False,
+    ) -> Call[T]:
+        """Check the call now, and send it when all earlier calls have been answered.
+
+        mends: True for a call that repairs a broken client, and is sent even if the client is broken.
+        """
+        raise NotImplementedError
+
+    def _mend(self) -> None:
+        """Note that the ranks answer again, and that this tenant has no gradients."""
+        raise NotImplementedError
+
+    async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
+        """The answers of all ranks to the next request of the client's session."""
+        raise NotImplementedError
+
+    def forward(
+        self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
+    ) -> Call[ForwardBackwardOutput]:
+        """Logprobs of the targets, or values of a value model, without gradients. Nothing changes.
+
+        With a loss, the output also has the metrics that forward_backward would report. With entropy=True it also has the entropy of the
+        whole distribution at each position.
+        """
+        resolved = None if loss is None else resolve(loss)
+        copies = as_tensors(samples)
+        return self._in_turn(
+            "forward",
+            self._run,
+            "forward",
+            copies,
+            as_sent(loss, resolved),
+            entropy,
+            check=lambda limits: limits.check_samples(copies, resolved),
+        )
+
+    async def _run(
+        self, endpoint: str, samples: Sequence[Sample], loss: str | Loss | None, entropy: bool
+    ) -> ForwardBackwardOutput:
+        outputs = await self._ordered(endpoint, SampleList(samples), loss, entropy)
+        return merge_outputs(len(samples), outputs)
+
+    def _load_checkpoint(self, path: str, *, optimizer: bool) -> Call[int]:
+        return self._in_turn(
+            "load_checkpoint",
+            self._first,
+            "load_checkpoint",
+            os.path.abspath(path),
+            optimizer,
+            check=lambda limits: limits.check_state("load_checkpoint", optimizer),
+        )
+
+    async def _first(self, endpoint: str, *args: object) -> Any:
+        """The answer of rank 0."""
+        return (await self._ordered(endpoint, *args))[0]
+
+    def _remember_version(self, answer: object) -> None:
+        version = getattr(answer, "policy_version", None)
+        if version is not None:
+            self._version = version
+
+
+class TrainingCalls(ModelCalls):
+    """The calls of a trainer that train, save and export."""
+
+    _writing: Call[None] | None  # of the trainer's last save_checkpoint, for any tenant
+    # The writing of this tenant's last save_checkpoint, until `wait` of its SavedCheckpoint is called. If the writing fails before that,
+    # the next optim_step or save_checkpoint raises the error.
+    _unwaited: Call[None] | None = None
+    # The calls that added gradients since the last optim_step or discard_gradients.
+    _gradient_calls: Sequence[Call[ForwardBackwardOutput]] = ()
+
+    async def _write(self, path: str) -> None:
+        """Wait until the newest checkpoint is on disk."""
+        raise NotImplementedError
+
+    def forward_backward(
+        self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False
+    ) -> Call[ForwardBackwardOutput]:
+        """Add the gradient of the summed loss. Gradients accumulate over any number of calls, until optim_step or discard_gradients.
+
+        loss: a name, an instance such as PPO(), or the "module:name" of your own loss, which client and ranks import.
+        """
+        resolved = resolve(loss)
+        copies = as_tensors(samples)
+        return self._with_gradients(
+            "forward_backward",
+            self._run,
+            "forward_backward",
+            copies,
+            as_sent(loss, resolved),
+            entropy,
+            check=lambda limits: limits.check_training("forward_backward", copies, resolved),
+        )
+
+    def forward_backward_custom(self, samples: Sequence[Sample], loss: CustomLoss) -> Call[ForwardBackwardOutput]:
+        """Add the gradient of a loss that this process computes from the logprobs. It costs one more forward pass.
+
+        loss(samples, logprobs) -> (scalar, metrics). logprobs has one differentiable Tensor [T] for each sample; for a value model these
+        are values. Samples may have any columns, because columns are not sent. The output has the metrics of the loss, and loss:sum.
+
+        >>> trainer.forward_backward_custom(samples, lambda samples, logprobs: (-torch.cat(logprobs).sum(), {}))  # doctest: +SKIP
+        """
+        if not callable(loss):
+            raise TypeError(f"loss is {loss!r}; it must be a function of (samples, logprobs)")
+        given = list(samples) if isinstance(samples, Sequence) else samples
+        copies = as_tensors(samples)
+        return self._with_gradients(
+            "forward_backward_custom",
+            self._run_custom,
+            given,
+            copies,
+            loss,
+            check=lambda limits: limits.check_training("forward_backward_custom", copies, None),
+        )
+
+    def _with_gradients(
+        self, what: str, send: Callable[..., Awaitable[ForwardBackwardOutput]], *arguments: object, check: Check
+    ) -> Call[ForwardBackwardOutput]:
+        """`_in_turn` for a call that adds gradients. If it fails and nobody asks for its answer, the next optim_step raises its error."""
+        call = self._in_turn(what, send, *arguments, check=check)
+        unasked = [earlier for earlier in self._gradient_calls if earlier.may_fail_unasked()]
+        self._gradient_calls = [*unasked, call]
+        return call
+
+    async def _run_custom(self, given: list[Sample], copies: list[Sample], loss: CustomLoss) -> ForwardBackwardOutput:
+        bare = [replace(sample, columns={}) for sample in copies]
+        known = await self._run("forward", bare, None, False)
+        outputs = known.logprobs if known.values is None else known.values
+        carrier = LogprobGradient() if known.values is None else ValueGradient()
+        # The loss runs in another thread, because a user's function may take long and other clients share the loop.
+        gradients, partials = await asyncio.to_thread(output_gradients, loss, given, outputs)
+        carriers = []
+        for sample, gradient in zip(bare, gradients, strict=True):
+            carriers.append(replace(sample, columns={carrier.column: gradient}))
+        assert self._limits is not None
+        self._limits.check_samples(carriers, carrier)
+        output = await self._run("forward_backward", carriers, carrier, False)
+        return replace(output, metrics=metrics.finish(partials), partials=partials)
+
+    def optim_step(self, params: OptimParams) -> Call[OptimResult]:
+        """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
+
+        Raises the error of a forward_backward or save_checkpoint that failed and whose answer nobody asked for. The optimizer then does
+        not step.
+        """
+        call = self._in_turn(
+            "optim_step",
+            self._optim_step,
+            params,
+            self._gradient_calls,
+            check=lambda limits: limits.check_optim_params(params),
+        )
+        self._gradient_calls = ()
+        return call
+
+    async def _optim_step(
+        self, params: OptimParams, gradient_calls: Sequence[Call[ForwardBackwardOutput]]
+    ) -> OptimResult:
+        for call in gradient_calls:
+            failure = await call.unasked_failure()
+            if failure is not None:
+                failure.add_note(
+                    f"{call!r}: nobody asked for its answer, so optim_step raises its error and has not stepped"
+                )
+                raise failure
+        self._raise_failed_save()
+        return await self._first("optim_step", params)
+
+    def discard_gradients(self) -> Call[None]:
+        """Drop the accumulated gradients. If a timeout broke the client, this call repairs it as soon as the ranks answer again."""
+        call = self._in_turn("discard_gradients", self._discard_gradients, mends=True)
+        self._gradient_calls = ()
+        return call
+
+    async def _discard_gradients(self) -> None:
+        await self._first("discard_gradients")
+        self._mend()
+
+    def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
+        """Copy weights, optimizer state and policy_version, and write them. The directory appears only when the checkpoint is complete.
+
+        The answer comes when the state is copied. The call that `.wait()` of the answer returns is done when the directory is complete on
+        disk. If the writing fails and nobody waits for it, the next optim_step or save_checkpoint raises the error and does nothing else.
+        """
+        return self._in_turn(
+            "save_checkpoint",
+            self._save_checkpoint,
+            os.path.abspath(path),
+            optimizer,
+            check=lambda limits: limits.check_state("save_checkpoint", optimizer),
+        )
+
+    async def _save_checkpoint(self, path: str, optimizer: bool) -> SavedCheckpoint:
+        # The ranks' wait_for_checkpoint waits for the newest checkpoint, so only one is written at a time.
+        if self._writing is not None:
+            with contextlib.suppress(Exception):
+                await self._writing
+        self._raise_failed_save()
+        version = await self._first("save_checkpoint", path, optimizer)
+        writing = in_background(self._write(path), f"{self.name}: writing {path}")
+        self._writing = self._unwaited = writing
+        return SavedCheckpoint(path=path, policy_version=version, wait=lambda: self._wait_for(writing))
+
+    def _wait_for(self, writing: Call[None]) -> Call[None]:
+        if self._unwaited is writing:
+            self._unwaited = None
+        return writing
+
+    def _raise_failed_save(self) -> None:
+        if self._unwaited is not None and self._unwaited.done():
+            ended, self._unwaited = self._unwaited, None
+            ended.result()
+
+    def load_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[int]:
+        """Read a directory that save_checkpoint wrote under any layout, and return its policy_version.
+
+        optimizer=False: load only the weights, and reset the optimizer to the state that it has in a new trainer.
+        """
+        return self._load_checkpoint(path, optimizer=optimizer)
+
+    def export_hf(self, path: str, dtype: Literal["float32", "bfloat16"] = "float32") -> Call[None]:
+        """Write a new directory that transformers and vLLM load: config.json, safetensors, and the trainer's tokenizer if it has one."""
+        return self._in_turn("export_hf", self._first, "export_hf", os.path.abspath(path), dtype)
+
+    def export_lora(self, path: str) -> Call[None]:
+        """Write the adapters to a new directory. peft and vLLM load them for the model in hf_path."""
+        return self._in_turn("export_lora", self._first, "export_lora", os.path.abspath(path))

@@ -1,0 +1,98 @@
+"""The client of one tenant of a trainer. It sends nothing itself: the trainer's client sends the calls of all tenants, in one order."""
+
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rl_actors.clients.call import Call, in_background
+from rl_actors.clients.limits import TrainerLimits
+from rl_actors.clients.model_calls import Check, TrainingCalls
+from rl_actors.types import TrainerInfo
+
+if TYPE_CHECKING:
+    from rl_actors.clients.trainer import TrainerClient
+
+T = TypeVar("T")
+
+
+class TenantClient(TrainingCalls):
+    """One tenant of a trainer: adapters, gradients, optimizer, order of calls and version of its own, over the trainer's base.
+
+    >>> one, other = trainer.new_tenant("one", seed=1), trainer.new_tenant("other", seed=2)   # doctest: +SKIP
+    >>> one.forward_backward(samples, loss="cross_entropy")                                   # doctest: +SKIP
+    >>> other.forward_backward(samples, loss="cross_entropy")                                 # doctest: +SKIP
+    >>> one.optim_step(OptimParams(learning_rate=1e-3)).result()                              # doctest: +SKIP
+
+    Only the trainer's own client pushes weights and moves memory.
+    """
+
+    _version: int | None = None
+
+    def __init__(self, trainer: "TrainerClient", tenant: str, made: Call[None]) -> None:
+        """made: the call that adds the tenant. TrainerClient.new_tenant makes this object."""
+        self.trainer, self.tenant = trainer, tenant
+        self.name = f"{trainer.name}, tenant {tenant}"
+        self._made = made
+        self._dropped: Call[None] | None = None
+
+    def __repr__(self) -> str:
+        version = "" if self._version is None else f", policy_version {self._version}"
+        return f"<TenantClient {self.name}: {'closed' if self._dropped is not None else 'open'}{version}>"
+
+    @property
+    def policy_version(self) -> int | None:
+        """The last policy_version that the trainer reported for this tenant. None before its first answer."""
+        return self._version
+
+    def ready(self) -> Call[None]:
+        """A call that is done when the trainer has the tenant. Raises the error if it could not be added."""
+        return self._made
+
+    def info(self) -> Call[list[TrainerInfo]]:
+        """The TrainerInfo of every rank, with state, version and skipped steps of this tenant."""
+        return self._in_turn("info", self.trainer._infos, self.tenant)
+
+    def close(self) -> Call[None]:
+        """Make the trainer forget the tenant, with its gradients and its optimizer state. A second call does nothing."""
+        if self._dropped is None:
+            closed = self.trainer.is_closed
+            self._dropped = in_background(_nothing(), self.name) if closed else self.trainer.drop_tenant(self.tenant)
+        return self._dropped
+
+    def _in_turn(
+        self,
+        what: str,
+        send: Callable[..., Awaitable[T]],
+        *arguments: object,
+        check: Check | None = None,
+        mends: bool = False,
+    ) -> Call[T]:
+        if self._dropped is not None:
+            raise RuntimeError(f"{self.name}: {what} is not possible after close")
+        return self.trainer._in_turn(what, send, *arguments, check=check, mends=mends, tenant=self.tenant)
+
+    async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
+        answers = await self.trainer._send(self.tenant, endpoint, *args)
+        self._remember_version(answers[0])
+        return answers
+
+    def _mend(self) -> None:
+        self.trainer._mend_tenant(self.tenant)
+
+    async def _write(self, path: str) -> None:
+        await self.trainer._write(path)
+
+    @property
+    def _limits(self) -> TrainerLimits | None:  # type: ignore[override]
+        return self.trainer._limits
+
+    @property
+    def _writing(self) -> Call[None] | None:  # type: ignore[override]
+        return self.trainer._writing
+
+    @_writing.setter
+    def _writing(self, writing: Call[None] | None) -> None:
+        self.trainer._writing = writing
+
+
+async def _nothing() -> None:
+    """Does nothing: the tenant has ended with its trainer."""

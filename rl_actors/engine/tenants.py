@@ -1,0 +1,127 @@
+"""Several runs over one base, which take turns in one model. Each tenant has its own adapters, gradients, optimizer state, call order and
+version.
+
+Everything here is local to a rank and works on its own shards, so no layout needs anything else. A switch copies weights in place, because
+FSDP keeps views of them. Gradients and optimizer state only change their owner.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rl_actors.engine import lora
+from rl_actors.engine.build import BuiltModel
+from rl_actors.engine.call_order import StepState
+from rl_actors.engine.gradients import local
+from rl_actors.engine.machine import this_machine
+from rl_actors.engine.offload import Offload
+from rl_actors.types import FIRST_TENANT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stash:
+    """Tensors and optimizer settings of a tenant that is not in use, in the order of Tenants.trained and of the optimizers."""
+
+    weights: list[Tensor]  # this rank's shards
+    gradients: list[Tensor | None]
+    states: list[dict[nn.Parameter, Any]]  # of each torch optimizer: its `state`
+    groups: list[list[dict[str, Any]]]  # of each torch optimizer: the settings of its parameter groups
+
+
+@dataclass(slots=True, kw_only=True)
+class Tenant:
+    """One run over the base."""
+
+    step: StepState = field(default_factory=StepState)
+    policy_version: int = 0
+    steps_skipped: int = 0
+    stash: Stash | None = None  # None while the tenant is in use: model and optimizer have its tensors
+
+
+class Tenants:
+    """The tenants of a trainer. One is in use. The first one, FIRST_TENANT, is always there."""
+
+    def __init__(self, built: BuiltModel, memory: Offload) -> None:
+        self.built, self.memory = built, memory
+        self.trained = [parameter for parameter in built.model.parameters() if parameter.requires_grad]
+        self.name_in_use, self.in_use = FIRST_TENANT, Tenant()
+        self.by_name = {FIRST_TENANT: self.in_use}
+        self._new_groups = self._group_settings()
+
+    def find(self, name: str) -> Tenant:
+        """Raises ValueError for an unknown name."""
+        if name not in self.by_name:
+            raise ValueError(f"there is no tenant {name!r}; this trainer has {sorted(self.by_name)}")
+        return self.by_name[name]
+
+    def use(self, name: str) -> None:
+        """Put the tensors of a tenant into model and optimizer. Does nothing if they are there. Raises ValueError for an unknown name."""
+        tenant = self.find(name)
+        if tenant is self.in_use:
+            return
+        self._put_aside()
+        stash, tenant.stash = tenant.stash, None
+        assert stash is not None
+        self.name_in_use, self.in_use = name, tenant
+        with torch.no_grad():
+            for parameter, weight, gradient in zip(self.trained, stash.weights, stash.gradients, strict=True):
+                local(parameter).copy_(weight)
+                parameter.grad = gradient
+        for optimizer, state, groups in zip(self._optimizers, stash.states, stash.groups, strict=True):
+            optimizer.state.update(state)
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a tenant with the adapters of this seed, and use it. Raises ValueError for a name that is taken."""
+        if name in self.by_name:
+            raise ValueError(f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)}")
+        self._put_aside()
+        self.name_in_use, self.in_use = name, Tenant()
+        self.by_name[name] = self.in_use
+        for optimizer, groups in zip(self._optimizers, self._new_groups, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        lora.initialise(self.built.model, seed)
+
+    def drop(self, name: str) -> None:
+        """Forget a tenant, in any state of its step. Raises ValueError for an unknown name and for the first tenant."""
+        tenant = self.find(name)
+        if name == FIRST_TENANT:
+            raise ValueError("the first tenant of a trainer cannot be dropped; it ends with the trainer")
+        if tenant is self.in_use:
+            self.use(FIRST_TENANT)
+        del self.by_name[name]
+
+    @property
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        return list(self.built.optimizers.optimizers)
+
+    def _put_aside(self) -> None:
+        """Take gradients and optimizer state of the tenant in use out of the model, and copy its weights."""
+        self.memory.onload()
+        this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
+        self.memory.drop_gathered_weights()
+        weights = [local(parameter.detach()).clone() for parameter in self.trained]
+        self.in_use.stash = Stash(
+            weights=weights,
+            gradients=[parameter.grad for parameter in self.trained],
+            states=[dict(optimizer.state) for optimizer in self._optimizers],
+            groups=self._group_settings(),
+        )
+        for parameter in self.trained:
+            parameter.grad = None
+        for optimizer in self._optimizers:
+            optimizer.state.clear()
+
+    def _group_settings(self) -> list[list[dict[str, Any]]]:
+        """The settings of the parameter groups of each optimizer, without the parameters."""
+        found = []
+        for optimizer in self._optimizers:
+            settings = [dict(group) for group in optimizer.param_groups]
+            for group in settings:
+                del group["params"]
+            found.append(settings)
+        return found
