@@ -24,6 +24,7 @@ from rl_actors import (
     adapters,
     metrics,
 )
+from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.limits import TrainerLimits
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.metrics import to_numbers
@@ -250,22 +251,47 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
 
 
 class UnigramTrainer:
-    """A trainer of a model that has one number for each token and reads no text: logprobs are log_softmax(numbers). Its gradients are real."""
+    """A trainer of a model that has one number for each token and reads no text: logprobs are log_softmax(numbers). Its gradients are real.
 
-    def __init__(self, config: TrainerConfig) -> None:
-        self.config = config
+    A tenant is another object of this class, which notes its calls in those of its trainer.
+    """
+
+    def __init__(self, config: TrainerConfig, *, trainer: "UnigramTrainer | None" = None, name: str = "") -> None:
+        """trainer, name: of a tenant."""
+        self.config, self.name = config, name
         self.numbers = torch.zeros(config.model.vocab_size, requires_grad=True)
         self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
+        self.trainer = trainer or self
+        self.tenants: dict[str, UnigramTrainer] = {}
+        self.seeds: dict[str, int] = {}  # of the tenants, also of those that are gone
         self.calls: list[str] = []
         self.version = 0
-        self.is_closed = False
+        self.is_closed = self.is_dead = False
         self.gate = asyncio.Event()  # forward_backward waits for it
         self.gate.set()
+        if trainer is not None:
+            self.calls, self.gate = trainer.calls, trainer.gate
 
     async def ready(self) -> None: ...
 
     async def close(self) -> None:
+        if self.name:
+            self._begin("close")
+            del self.trainer.tenants[self.name]
         self.is_closed = True
+
+    def new_tenant(self, name: str, *, seed: int = 0) -> "UnigramTrainer":
+        self._begin("new_tenant")
+        assert name not in self.tenants
+        self.tenants[name] = UnigramTrainer(self.config, trainer=self, name=name)
+        self.seeds[name] = seed
+        return self.tenants[name]
+
+    def _begin(self, call: str) -> None:
+        """Note a call. Raises ActorDiedError if the trainer is dead."""
+        if self.trainer.is_dead:
+            raise ActorDiedError("trainer: the process of rank 0 ended", "trainer")
+        self.calls.append(f"{self.name} {call}".strip())
 
     def _run(self, samples: Sequence[Sample], loss) -> tuple[torch.Tensor, ForwardBackwardOutput]:
         TrainerLimits.of_config(self.config).check_samples(samples, loss)  # as a TrainerClient does
@@ -292,18 +318,18 @@ class UnigramTrainer:
         return total, output
 
     async def forward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
-        self.calls.append("forward")
+        self._begin("forward")
         return self._run(samples, loss)[1]
 
     async def forward_backward(self, samples: Sequence[Sample], loss) -> ForwardBackwardOutput:
         await self.gate.wait()
-        self.calls.append("forward_backward")
+        self._begin("forward_backward")
         total, output = self._run(samples, loss)
         total.backward()
         return output
 
     async def optim_step(self, params: OptimParams) -> OptimResult:
-        self.calls.append("optim_step")
+        self._begin("optim_step")
         if self.numbers.grad is None:
             raise ValueError("optim_step: no gradients are accumulated")
         [group] = self.optimizer.param_groups
@@ -321,10 +347,11 @@ class UnigramTrainer:
         return OptimResult(policy_version=self.version, grad_norm=norm)
 
     async def discard_gradients(self) -> None:
-        self.calls.append("discard_gradients")
+        self._begin("discard_gradients")
         self.numbers.grad = None
 
     async def save_checkpoint(self, path: str, *, optimizer: bool = True) -> SavedCheckpoint:
+        self._begin("save_checkpoint")
         if self.numbers.grad is not None:
             raise RuntimeError("save_checkpoint is not possible in an open step")
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -333,6 +360,7 @@ class UnigramTrainer:
         return SavedCheckpoint(path=path, policy_version=self.version, wait=self.ready)
 
     async def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
+        self._begin("load_checkpoint")
         state = torch.load(Path(path) / "state.pt")
         with torch.no_grad():
             self.numbers.copy_(state["numbers"])

@@ -61,7 +61,8 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         default="",
         help="serve the model of a Hugging Face directory under the name NAME; a NAME without DIRECTORY renames the config's own model",
     )
-    parser.add_argument("--max-trainers", type=int, help="largest number of training runs in memory")
+    parser.add_argument("--max-trainers", type=int, help="largest number of trainers in memory")
+    parser.add_argument("--max-tenants", type=int, help="largest number of runs with adapters in one trainer")
     parser.add_argument("--max-adapters", type=int, help="adapters that vLLM serves at once; 0: only whole weights")
     parser.add_argument("--max-adapter-rank", type=int, help="largest rank of such an adapter")
     parser.add_argument("--keys", type=Path, help="file with a name and the SHA-256 of a key in each line")
@@ -73,6 +74,8 @@ def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:
         config.hf_path = directory or config.hf_path
     if arguments.max_trainers is not None:
         config.max_trainers = arguments.max_trainers
+    if arguments.max_tenants is not None:
+        config.max_tenants = arguments.max_tenants
     for name in ("max_adapters", "max_adapter_rank"):
         if (value := getattr(arguments, name)) is not None:
             setattr(config.generator, name, value)

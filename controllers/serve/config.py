@@ -10,7 +10,7 @@ from rl_actors.model_config import ModelConfig
 
 @dataclass(kw_only=True)
 class ServeConfig:
-    """A server of one base model. Every training run has a trainer of its own, and all samplers share one generator."""
+    """A server of one base model. Runs with adapters of one shape share a trainer, and all samplers share one generator."""
 
     name: str
     """Name of the base model for clients."""
@@ -25,7 +25,9 @@ class ServeConfig:
     lora_alpha: float = 32.0
     """Scale of the adapters of every run. The protocol has no field for it."""
     max_trainers: int = 2
-    """Largest number of training runs in memory at the same time. The others wait on disk until they are used again."""
+    """Largest number of trainers in memory at the same time. Runs that have no place in them wait on disk until they are used again."""
+    max_tenants: int = 16
+    """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8
     """Number of unnamed samplers of a run whose weights are kept. The weights of its older unnamed samplers are deleted."""
     hold_seconds: float = 30.0
@@ -50,7 +52,15 @@ class ServeConfig:
             raise ValueError(
                 f"name={self.name!r}; it must not be empty, and must not have ':', at which the SDK cuts a name"
             )
-        for name in ("max_trainers", "samplers_kept", "hold_seconds", "max_body_bytes", "max_samples", "max_waiting"):
+        for name in (
+            "max_trainers",
+            "max_tenants",
+            "samplers_kept",
+            "hold_seconds",
+            "max_body_bytes",
+            "max_samples",
+            "max_waiting",
+        ):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name}={getattr(self, name)}; it must be positive")
         if self.hold_seconds > 40:

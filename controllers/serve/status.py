@@ -16,7 +16,8 @@ def numbers(server: Server) -> dict[str, float]:
     return {
         "requests_waiting": server.futures.num_waiting,
         "promises": len(server.futures.promises),
-        "trainers": len(server.trainers.residents),
+        "trainers": len(server.trainers.homes),
+        "runs_in_memory": len(server.trainers.residents),
         "samples_running": server.generator.num_running,
         "samples_waiting": server.generator.num_waiting,
         "generator_version": -1 if server.generator.version is None else server.generator.version,

@@ -1,6 +1,7 @@
-"""The trainers of training runs. Every run has one of its own. At most max_trainers are in memory, and the others wait on disk.
+"""The trainers of training runs. Runs with adapters of one shape are tenants of one trainer; a run of rank 0 has a trainer of its own.
 
-A run's requests are done one after the other, in the order of their arrival.
+At most max_trainers are in memory, with at most max_tenants runs each. The other runs wait on disk. The requests of a run are done one
+after the other, in the order of their arrival. Those of the tenants of a trainer take turns.
 """
 
 import asyncio
@@ -18,6 +19,7 @@ from controllers.serve.futures import UserError
 from controllers.serve.samples import Batch
 from controllers.serve.store import Run, Store
 from rl_actors import OptimParams, TrainerConfig
+from rl_actors.clients.base import ActorDiedError
 from rl_actors.clients.model_calls import SavedCheckpoint
 from rl_actors.config import LoRAConfig
 from rl_actors.losses import Loss
@@ -26,8 +28,12 @@ from rl_actors.types import ForwardBackwardOutput, OptimResult, Sample
 logger = logging.getLogger(__name__)
 
 
-class Trainer(Protocol):
-    """The calls of TrainerClient that a server makes. tests/fakes.py has one without a model."""
+Shape = tuple[tuple[str, int | bool], ...]
+"""Rank and layers of adapters: the pairs of a run's `lora`, without the seed."""
+
+
+class Calls(Protocol):
+    """The calls that a server makes for a run: those of TenantClient."""
 
     def ready(self) -> Awaitable[None]: ...
     def forward(self, samples: Sequence[Sample], loss: Loss) -> Awaitable[ForwardBackwardOutput]: ...
@@ -41,14 +47,39 @@ class Trainer(Protocol):
     def close(self) -> Awaitable[None]: ...
 
 
-@dataclass(slots=True, kw_only=True)
+class Trainer(Calls, Protocol):
+    """The calls of TrainerClient that a server makes. tests/fakes.py has one without a model."""
+
+    def new_tenant(self, name: str, *, seed: int = 0) -> Calls: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Home:
+    """A trainer in memory, and its runs."""
+
+    trainer: Trainer
+    shape: Shape | None  # of the adapters of its runs; None: a run of rank 0, which trains all weights
+    runs: "dict[str, Resident]" = field(default_factory=dict)
+
+    def calls_of(self, run: Run) -> Calls:
+        """The calls of a new run. Raises ValueError if the trainer cannot have it."""
+        return self.trainer if self.shape is None else self.trainer.new_tenant(run.id, seed=run.lora["seed"])
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class Resident:
-    """A run whose trainer is in memory."""
+    """A run that has a place in a trainer in memory."""
 
     run: Run
-    trainer: Trainer
+    home: Home
+    calls: Calls | None = None  # None while the run is being started
     used: float = field(default_factory=time.monotonic)
     has_gradients: bool = False  # accumulated by forward_backward, and not used by optim_step yet
+
+    @property
+    def trainer(self) -> Calls:
+        assert self.calls is not None
+        return self.calls
 
 
 class Trainers:
@@ -67,9 +98,9 @@ class Trainers:
         self.config, self.store, self.folder = config, store, folder
         self._spawn, self._is_abandoned = spawn, is_abandoned
         self.residents: dict[str, Resident] = {}
-        self.num_starting = 0
+        self.homes: list[Home] = []
         self._turns: dict[str, asyncio.Lock] = {}
-        self._making_room = asyncio.Lock()
+        self._placing = asyncio.Lock()
 
     def _turn(self, run_id: str) -> asyncio.Lock:
         return self._turns.setdefault(run_id, asyncio.Lock())
@@ -89,14 +120,27 @@ class Trainers:
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
             self.store.update_run(run_id, last_request=time.time())
-            yield resident
+            async with self._noticing_death(resident):
+                yield resident
+
+    @contextlib.asynccontextmanager
+    async def _noticing_death(self, resident: Resident) -> AsyncIterator[None]:
+        """Raises RuntimeError naming the last saved state of the run if the body finds that the trainer has died."""
+        try:
+            yield
+        except ActorDiedError as error:
+            await self._lose(resident.home)
+            raise RuntimeError(self._ended(resident.run.id, error)) from error
+
+    def _ended(self, run_id: str, error: Exception) -> str:
+        return f"the trainer of {run_id} has ended: {error}; {self._last_saved(run_id)}"
 
     async def _revive(self, run_id: str) -> Resident:
         run = self.store.run(run_id)
         if run is None:
             raise UserError(f"there is no training run {run_id}")
         if run.parked is None:
-            raise UserError(f"the trainer of {run_id} ended with the server that ran it; {self._last_saved(run_id)}")
+            raise UserError(f"the trainer of {run_id} has ended; {self._last_saved(run_id)}")
         resident = await self._start(run, run.parked, optimizer=True)
         self.store.update_run(run_id, parked=None)
         await asyncio.to_thread(shutil.rmtree, run.parked, ignore_errors=True)
@@ -109,67 +153,126 @@ class Trainers:
         return f"its last saved state is {saved[0].path}, from which create_training_client_from_state_with_optimizer continues"
 
     async def _start(self, run: Run, checkpoint: str | None, *, optimizer: bool) -> Resident:
-        await self._make_room()
+        resident = await self._place(run)
         try:
-            trainer = self._spawn(self._config_of(run))
-            try:
-                await trainer.ready()
+            async with self._noticing_death(resident):
+                await resident.home.trainer.ready()
+                resident.calls = resident.home.calls_of(run)
+                await resident.calls.ready()
                 if checkpoint is not None:
-                    await trainer.load_checkpoint(checkpoint, optimizer=optimizer)
-            except BaseException:
-                await trainer.close()
-                raise
-            resident = self.residents[run.id] = Resident(run=run, trainer=trainer)
-            return resident
-        finally:
-            self.num_starting -= 1
+                    await resident.calls.load_checkpoint(checkpoint, optimizer=optimizer)
+        except BaseException:
+            await self._remove(resident)
+            raise
+        return resident
 
-    def _config_of(self, run: Run) -> TrainerConfig:
-        lora = dict(run.lora)
-        rank = lora.pop("rank")
-        adapters = LoRAConfig(rank=rank, alpha=self.config.lora_alpha, **lora) if rank else LoRAConfig()
+    async def _place(self, run: Run) -> Resident:
+        """A place for a run in a trainer. If there is none, runs that were used least recently go to disk. The run's turn is the caller's."""
+        shape = _shape_of(run)
+        async with self._placing:
+            home = next((each for each in self.homes if shape is not None and each.shape == shape), None)
+            if home is None:
+                await self._make_room()
+                home = Home(trainer=self._spawn(self._config_of(shape)), shape=shape)
+                self.homes.append(home)
+            resident = self.residents[run.id] = home.runs[run.id] = Resident(run=run, home=home)
+            try:
+                while len(home.runs) > self.config.max_tenants:
+                    await self._park(self._least_needed(home))
+            except BaseException:
+                await self._remove(resident)
+                raise
+            return resident
+
+    def _config_of(self, shape: Shape | None) -> TrainerConfig:
+        adapters = LoRAConfig() if shape is None else LoRAConfig(alpha=self.config.lora_alpha, **dict(shape))  # type: ignore[arg-type]
         return replace(self.config.trainer, lora=adapters)
 
     async def _make_room(self) -> None:
-        """Reserve the place of one trainer. If no place is free, the least recently used run goes to disk."""
-        async with self._making_room:
-            while len(self.residents) + self.num_starting >= self.config.max_trainers:
-                await self._park(self._least_needed())
-            self.num_starting += 1
+        """Write the runs of trainers to disk, and end the trainers, until another one may be started."""
+        while len(self.homes) >= self.config.max_trainers:
+            for resident in list(self._least_needed_home().runs.values()):
+                await self._park(resident)
 
-    def _least_needed(self) -> Resident:
-        """The least recently used run that may go to disk. Raises UserError if every run is at work or has gradients that a step will use."""
-        idle = []
-        for resident in self.residents.values():
-            is_free = not resident.has_gradients or self._is_abandoned(resident.run)
-            if is_free and not self._turn(resident.run.id).locked():
-                idle.append(resident)
+    def _least_needed_home(self) -> Home:
+        """The least recently used trainer all of whose runs may go to disk. Raises UserError if there is none."""
+        idle = [home for home in self.homes if all(self._may_go(resident) for resident in home.runs.values())]
         if not idle:
             raise UserError(
-                f"max_trainers={self.config.max_trainers}: every training run in memory is at work or has gradients for a "
+                f"max_trainers={self.config.max_trainers}: every trainer in memory has a run that is at work or has gradients for a "
                 "step; try again later, or start the server with a larger --max-trainers"
+            )
+        return min(idle, key=_last_use)
+
+    def _least_needed(self, home: Home) -> Resident:
+        """The least recently used run of a trainer that may go to disk. Raises UserError if there is none."""
+        idle = [resident for resident in home.runs.values() if self._may_go(resident)]
+        if not idle:
+            raise UserError(
+                f"max_tenants={self.config.max_tenants}: every run with such adapters is at work or has gradients for a step; try again "
+                "later, or start the server with a larger --max-tenants"
             )
         return min(idle, key=lambda resident: resident.used)
 
-    async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
-        """Write the state of a run to disk and end its trainer. Its next request starts one again.
+    def _may_go(self, resident: Resident) -> bool:
+        """False for a run that is at work or has gradients that a step will use."""
+        is_free = not resident.has_gradients or self._is_abandoned(resident.run)
+        return is_free and not self._turn(resident.run.id).locked()
 
-        must_end=False: a run with gradients that no optim_step has used stays in memory, unless its client is gone.
+    async def _remove(self, resident: Resident) -> None:
+        """Take a run out of its trainer, and end a trainer that has no other run."""
+        home, run_id = resident.home, resident.run.id
+        if home.runs.pop(run_id, None) is None:
+            return  # the trainer has died
+        self.residents.pop(run_id, None)
+        if not home.runs:
+            self.homes.remove(home)
+            await home.trainer.close()
+        elif resident.calls is not None:
+            await resident.calls.close()
+
+    async def _lose(self, home: Home) -> None:
+        """Forget a trainer that has died, and all its runs."""
+        if home not in self.homes:
+            return
+        self.homes.remove(home)
+        for run_id in home.runs:
+            self.residents.pop(run_id, None)
+        home.runs.clear()
+        with contextlib.suppress(Exception):
+            await home.trainer.close()
+
+    async def _park(self, resident: Resident, *, must_end: bool = False) -> None:
+        """Write the state of a run to disk and take it out of its trainer. Its next request brings it back.
+
+        must_end=False: a run with gradients that no optim_step has used stays in memory, unless its client is gone. The runs of a trainer
+        that has died are lost.
         """
         run = resident.run
         async with self._turn(run.id):
+            if self.residents.get(run.id) is not resident:
+                return  # its trainer died before this call got its turn
             if resident.has_gradients and not (must_end or self._is_abandoned(run)):
                 return  # a request came before this call got its turn
-            if resident.has_gradients:
-                await resident.trainer.discard_gradients()
-                resident.has_gradients = False
-            directory = self.folder / run.id.replace(":", "_")
-            saved = await resident.trainer.save_checkpoint(str(directory), optimizer=True)
-            await saved.wait()
+            try:
+                directory = await self._write(resident)
+            except ActorDiedError as error:
+                logger.exception("%s", self._ended(run.id, error))
+                await self._lose(resident.home)
+                return
             self.store.update_run(run.id, parked=str(directory))
-            del self.residents[run.id]
-            await resident.trainer.close()
+            await self._remove(resident)
             logger.info("%s waits on disk", run.id)
+
+    async def _write(self, resident: Resident) -> Path:
+        """Write the state of a run, without the gradients of an open step, to the folder for runs that wait."""
+        if resident.has_gradients:
+            await resident.trainer.discard_gradients()
+            resident.has_gradients = False
+        directory = self.folder / resident.run.id.replace(":", "_")
+        saved = await resident.trainer.save_checkpoint(str(directory), optimizer=True)
+        await saved.wait()
+        return directory
 
     async def forward(self, run_id: str, batch: Batch) -> ForwardBackwardOutput:
         async with self.using(run_id) as resident:
@@ -191,16 +294,16 @@ class Trainers:
                 raise RuntimeError(f"{error}; the gradients since the last optim_step are dropped") from error
 
     async def _mend(self, resident: Resident, error: Exception) -> None:
-        """Make a run usable after a call that failed. Raises RuntimeError and closes the trainer if the trainer fails again."""
+        """Make a run usable after a call that failed. Raises RuntimeError and gives the run up if that fails, too."""
         try:
             await resident.trainer.discard_gradients()
             resident.has_gradients = False
         except Exception:
-            run_id = resident.run.id
-            self.residents.pop(run_id, None)
-            with contextlib.suppress(Exception):
-                await resident.trainer.close()
-            raise RuntimeError(f"the trainer of {run_id} has ended: {error}; {self._last_saved(run_id)}") from error
+            try:
+                await self._remove(resident)
+            except Exception:  # the trainer does not even forget the run, so its other runs are lost, too
+                await self._lose(resident.home)
+            raise RuntimeError(self._ended(resident.run.id, error)) from error
 
     async def optim_step(self, run_id: str, params: OptimParams) -> OptimResult:
         async with self.using(run_id) as resident:
@@ -239,8 +342,19 @@ class Trainers:
                 await self._park(resident, must_end=True)
             except Exception:
                 logger.exception("%s was not written; its last saved state is still there", resident.run.id)
-                self.residents.pop(resident.run.id, None)
-                await resident.trainer.close()
+        for home in list(self.homes):
+            await self._lose(home)
+
+
+def _shape_of(run: Run) -> Shape | None:
+    """None for a run of rank 0."""
+    return (
+        tuple(sorted((name, value) for name, value in run.lora.items() if name != "seed")) if run.lora["rank"] else None
+    )
+
+
+def _last_use(home: Home) -> float:
+    return max(resident.used for resident in home.runs.values())
 
 
 def require_no_gradients(resident: Resident) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).parents[2]
 START_SECONDS = 900
 
@@ -50,6 +52,15 @@ class Process:
         finally:
             too_late.cancel()
         raise RuntimeError(f"the server did not start: {self.log.read_text()[-4000:]}")
+
+    def trainers(self) -> list[int]:
+        """Process ids of the ranks of the trainers."""
+        found = []
+        for process in psutil.Process(self.process.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if process.environ().get("RL_ACTORS_PROCESS", "").startswith("trainer"):
+                    found.append(process.pid)
+        return found
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)

@@ -37,6 +37,7 @@ class Api:
     """A server over fakes, and calls to it in the form of the SDK."""
 
     def __init__(self, folder: Path, **fields: object) -> None:
+        self.folder = folder
         base = folder / "base"
         base.mkdir(exist_ok=True)
         (base / "config.json").write_text(json.dumps({}))

@@ -214,11 +214,50 @@ def test_a_state_with_optimizer_continues_bit_for_bit(service):
     for seed in range(3):
         assert steps(client, [seed]) == steps(other, [seed])
     path = client.save_state("middle").result().path
-    again = service.create_training_client_from_state_with_optimizer(
-        path
-    ).result()  # makes room by writing a run to disk
+    again = service.create_training_client_from_state_with_optimizer(path).result()
     expected = steps(client, [3, 4])
     assert steps(again, [3, 4]) == expected == steps(other, [3, 4])
+
+
+def queue_run(client, seed: int, adam) -> list:
+    """Send the calls of three steps without waiting."""
+    futures = []
+    for number in range(3):
+        futures.append(client.forward_backward(policy_data(10 * seed + number), "importance_sampling"))
+        futures.append(client.forward_backward(policy_data(10 * seed + number + 5), "ppo"))
+        futures.append(client.optim_step(adam))
+    return futures
+
+
+def results_of(client, futures: list) -> list:
+    """The losses, the gradient norms, and the logprobs at the end."""
+    answers = [future.result().metrics for future in futures]
+    losses = [metrics.get("loss:sum", metrics.get("unclipped_grad_l2:mean")) for metrics in answers]
+    return [*losses, logprobs_of(client)]
+
+
+def test_tenants_whose_calls_interleave_share_one_trainer_and_equal_each_alone(server, service, tmp_path):
+    params = [
+        types.AdamParams(learning_rate=1e-3),
+        types.AdamParams(learning_rate=5e-3, beta1=0.5, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.3),
+    ]
+    num_trainers = len(server.trainers())
+
+    def create(service, seed: int):
+        return service.create_lora_training_client("tiny_chat", rank=6, seed=seed, train_unembed=False).result()
+
+    clients = [create(service, seed) for seed in (1, 2)]
+    sent = [queue_run(client, seed, adam) for seed, (client, adam) in enumerate(zip(clients, params, strict=True), 1)]
+    together = [results_of(client, futures) for client, futures in zip(clients, sent, strict=True)]
+    assert len(server.trainers()) == num_trainers + 1
+    alone = Process(tmp_path / "alone", "--max-tenants", "1")
+    try:
+        for seed, adam in enumerate(params, 1):
+            client = create(service_of(alone.url), seed)
+            assert results_of(client, queue_run(client, seed, adam)) == together[seed - 1]
+        assert len(alone.trainers()) == 1
+    finally:
+        assert alone.end() == 0
 
 
 STEPS_OF_A_PROGRAM = """

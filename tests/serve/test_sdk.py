@@ -145,7 +145,8 @@ def test_a_custom_loss_equals_the_built_in_one(service, background):
 
 def test_states_and_samplers_by_name(service, background):
     client = service.create_lora_training_client("letters", rank=4, seed=9, train_unembed=False).result()
-    assert background.api.trainers[0].config.lora.seed == 9
+    [trainer] = background.api.trainers
+    assert list(trainer.seeds.values()) == [9] and not trainer.config.lora.train_unembed
     client.forward_backward([datum()], "cross_entropy").result()
     client.optim_step(ADAM).result()
     path = client.save_state("a").result().path
@@ -154,7 +155,8 @@ def test_states_and_samplers_by_name(service, background):
     for each in (client, again):
         each.forward_backward([datum()], "cross_entropy").result()
         each.optim_step(ADAM).result()
-    one, other = background.api.trainers
+    assert background.api.trainers == [trainer]
+    one, other = trainer.tenants.values()
     assert one.numbers.detach().equal(other.numbers.detach())
 
     weights = client.save_weights_for_sampler("w").result().path
