@@ -92,7 +92,8 @@ def test_forty_pairs_of_calls_that_nobody_awaits(service, background):
     futures = []
     for _ in range(40):
         futures += [client.forward_backward([datum()], "cross_entropy"), client.optim_step(ADAM)]
-    losses = [future.result().metrics["loss:sum"] for future in futures[::2]]
+    answers = [future.result() for future in futures]
+    losses = [answer.metrics["loss:sum"] for answer in answers[::2]]
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
     assert background.api.trainers[0].calls == 40 * ["forward_backward", "optim_step"]
 
