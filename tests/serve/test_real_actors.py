@@ -413,8 +413,8 @@ def num_pulls(server) -> int:
 @pytest.mark.parametrize("train_unembed", [True, False])
 def test_samplers_of_two_runs_of_their_versions_and_of_the_base_answer_together(server, service, train_unembed):
     clients = [
-        service.create_lora_training_client("tiny_chat", rank=rank, seed=rank, train_unembed=train_unembed).result()
-        for rank in (RANK, 2 * RANK)
+        service.create_lora_training_client("tiny_chat", rank=RANK, seed=seed, train_unembed=train_unembed).result()
+        for seed in (1, 2)
     ]
     tokens = list(b"the cat sat on the mat, and then the dog came along")
     prompt, text = types.ModelInput.from_ints(PROMPT), types.ModelInput.from_ints(tokens)
