@@ -1,8 +1,8 @@
-"""`Transport`, which brings weights from a trainer's ranks to generators, and the versions that it publishes and finds.
+"""`Transport`, which brings weights from a trainer's ranks to generators, and functions that publish and find versions in a transport.
 
 A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards. When all ranks have done so,
-rank 0 writes the manifest, the list of the version's tensors. A generator reads only tensors that a manifest lists, so it never reads half a
-push. A subclass of Transport decides where manifests and tensors are.
+rank 0 writes the manifest, the list of the version's tensors. A generator reads only tensors that a manifest lists, so it never reads a
+version of which some ranks have not put their shards. A subclass of Transport decides where manifests and tensors are.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 INDEX_TIMEOUT = 60.0
-"""Seconds in which the store of the manifests must answer."""
+"""Seconds in which the store that holds the manifests must answer."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 """The dtypes in which generators may compute, widest first."""
 LOAD_TIMEOUT = 600.0
@@ -82,9 +82,9 @@ class OpenVersion(ABC):
     """
 
     path: str
-    """Path by which the bytes come."""
+    """The way by which the bytes come to this process, such as "shared_memory" or "tcp"."""
     reason: str
-    """Why this path was taken."""
+    """Why this path was chosen."""
 
     @property
     @abstractmethod
@@ -107,7 +107,7 @@ class OpenVersion(ABC):
 
 
 class Source(ABC):
-    """The place of one version. It is picklable, and is opened in the process that reads the tensors."""
+    """The place of one version's tensors. A Source is picklable: it is sent to the process that reads the tensors, and opened there."""
 
     timeout: float
     """Seconds that each of two phases may take: the opening of the version, and then its loading."""
@@ -153,7 +153,7 @@ class Transport(ABC):
     training_bytes = 0
     """Bytes of a rank's GPU that training takes at its peak, as the trainer estimates them. Slots may take the rest."""
     kind: str = "other"
-    """Name of the place where the tensors of a version are, for the metrics of a push."""
+    """Name of the place in which the tensors of a version are. The metrics of a push report this name."""
 
     async def open(self) -> None:  # noqa: B027  (a transport may need none)
         """Start the processes or create the directories of the transport. Call it once, in the process that made the transport."""
@@ -162,9 +162,9 @@ class Transport(ABC):
         """Stop the processes and remove the directories of `open`."""
 
     async def death(self, silent_after: float) -> str:
-        """Wait until a process that `open` has started has ended or has not answered for silent_after seconds. Returns a text that names it.
+        """Wait until a process that `open` started ends, or does not answer for silent_after seconds. Returns a text that names the process.
 
-        Waits for ever if `open` has started no process.
+        If `open` started no process, this waits for ever.
         """
         return await asyncio.get_running_loop().create_future()
 
@@ -231,10 +231,11 @@ async def publish(
     gather: Gather,
     dtype: torch.dtype | None = None,
 ) -> Manifest:
-    """Publish a version, together with the other ranks, all of which must call this function. Returns the version's manifest.
+    """Publish a version. All ranks must call this function together. Returns the version's manifest.
 
     dtype: dtype of the floating-point tensors in this version. None: each tensor keeps its own.
-    Raises the error of this rank, or RuntimeError naming the other ranks that failed and their errors. Nobody can then read the version.
+    If this rank fails, raises its error. If only other ranks fail, raises RuntimeError naming these ranks and their errors. If a rank could
+    not put its tensors, no manifest is written, so nobody can read the version.
     """
     key = f"{stream}/{version}"
     shapes = {name: (tuple(tensor.shape), published_dtype(tensor, dtype)) for name, tensor in tensors.items()}
@@ -244,7 +245,7 @@ async def publish(
         await transport.discard_tensors(key, rank)
         raise
     everywhere: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for of_rank in gather(shapes):  # in a pipeline each stage has other tensors
+    for of_rank in gather(shapes):  # each stage of a pipeline has its own tensors
         everywhere |= of_rank
     addresses = tuple(part for part in parts if part is not None)
     manifest = Manifest(stream=stream, version=version, tensors=everywhere, parts=addresses)
@@ -253,12 +254,12 @@ async def publish(
 
 
 def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """dtype in which a tensor is published: `dtype`, or its own if none is given or if it holds no floating-point numbers."""
+    """The dtype in which a tensor is published: `dtype`, or the tensor's own if `dtype` is None or the tensor is not of floating point."""
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 
 async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
-    """Rank 0 makes the version readable."""
+    """Make the version readable. Only rank 0 does something here."""
     if rank == 0:
         what = f"push of version {manifest.version}: commit by rank 0"
         await within(INDEX_TIMEOUT, transport.put_object(f"{manifest.key}/manifest", manifest), what)
@@ -266,17 +267,17 @@ async def _commit(transport: Transport, manifest: Manifest, rank: int) -> None:
 
 
 async def within(timeout: float, work: Awaitable[Value], what: str) -> Value:
-    """Await the work. Raises TimeoutError naming `what` if it takes longer."""
+    """Await the work. Raises TimeoutError naming `what` if the work takes longer than `timeout` seconds."""
     try:
         return await asyncio.wait_for(_awaited(work), timeout)
     except TimeoutError as error:
-        if str(error):  # a TimeoutError of the work itself
+        if str(error):  # the work itself raised this TimeoutError
             raise
         raise TimeoutError(f"{what} was not done within {timeout:g} s") from None
 
 
 async def _awaited(work: Awaitable[Value]) -> Value:
-    """The result of an awaitable, as a coroutine, which wait_for needs for Monarch's futures."""
+    """Wrap an awaitable, such as a future of Monarch, in a coroutine, for asyncio.wait_for."""
     return await work
 
 
@@ -333,7 +334,8 @@ def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tupl
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put shards together. shards: offset in the whole tensor -> shard. Replicas of a shard have the same offset, so only one is there.
+    """Put the shards of a tensor together. shards: offset in the whole tensor -> shard. Of several replicas it has only one, because all
+    replicas of a shard have the same offset.
 
     Raises RuntimeError if the shards do not cover the tensor.
     """

@@ -1,17 +1,22 @@
-"""A communicator of a trainer's rank and one reader: NCCL connects two GPUs, and gloo anything else.
+"""A communicator between one rank of a trainer and one reader: NCCL if both use GPUs, otherwise gloo.
 
-point_to_point.py sends slots through it.
+A reader is a process that loads the trainer's weights, for example a worker of vLLM. A slot is the memory in which a rank keeps its part of
+one version of the weights (slots.py). point_to_point.py sends slots to readers through communicators.
 
-A communicator is a process group of torch with a store of its own. It has two members and does not belong to torch's default group. So if
-one member ends, only this pair breaks. Its calls run on a thread of its own, because NCCL may wait without a limit. The caller waits for
-that thread until the deadline, or until the other process has closed the control connection. Then it aborts the communicator.
+A communicator is a torch process group of these two processes. It has a store of its own and does not belong to torch's default group. So
+if one of the two processes ends, only this process group breaks.
 
-Bytes come in pieces of PIECE_BYTES. Before each piece the reader says that it is ready. So a GPU does not begin to send to a reader that has
-died. At most WINDOW pieces are on their way. NCCL needs them in a GPU's memory, so bytes in the host's memory go through WINDOW buffers on
-the GPU.
+All calls of a communicator run on one thread, which runs nothing else, because a call of NCCL may wait for ever. `Pair.run` hands a call to
+this thread and waits for the result. `run` raises an error if the deadline passes, or if the other process closes the control connection,
+over which the reader asks for slots. The caller of `run` then calls `Pair.end`, which aborts the communicator.
 
-A push waits for all work of its GPU, also for a piece that NCCL is sending. So a reader that hangs in the middle of a piece can delay a push
-until the deadline. NCCL has not run yet; tests/gpu/test_weights.py tests it.
+A slot is sent in pieces of PIECE_BYTES. The reader sends READY over the control connection when it is ready for a piece, and the rank sends
+the piece only then. So a GPU does not begin to send to a reader that has died. At most WINDOW pieces are on their way at the same time.
+NCCL sends and receives only in the memory of a GPU. So if the bytes are in the host's memory, they go through WINDOW buffers on the GPU.
+
+When a rank writes its next version into a slot, it waits for all work of its GPU, also for a piece that NCCL is sending. So a reader that
+hangs in the middle of a piece can delay this write until the deadline. No GPU has run the code for NCCL yet. tests/gpu/test_weights.py
+tests it.
 """
 
 import contextlib
@@ -38,9 +43,9 @@ from rl_actors.transports.control import left
 PIECE_BYTES = 64 << 20
 WINDOW = 2
 TRAINER, READER = 0, 1
-"""The members of a communicator."""
+"""The ranks of the two processes in the communicator's process group."""
 READY = b"\4"
-"""The byte that the reader sends before each piece, when it is ready for the piece."""
+"""The byte that the reader sends when it is ready for the next piece."""
 PORT = struct.Struct("<H")
 WATCH_SECONDS = 0.1
 """Pause between two looks at the control connection while a call runs."""
@@ -53,7 +58,7 @@ Value = TypeVar("Value")
 
 
 class Work(Protocol):
-    """An operation of a process group that has begun."""
+    """A send or a receive that has begun."""
 
     def wait(self, timeout: timedelta) -> object: ...
 
@@ -67,7 +72,7 @@ class Group(Protocol):
 
 
 class Pieces(Protocol):
-    """Brings pieces to the memory from which a backend sends, and from the memory into which a backend receives."""
+    """Copies pieces into memory from which a backend can send, and out of memory into which a backend has received."""
 
     def active(self) -> AbstractContextManager[object]:
         """The context in which pieces are sent and received."""
@@ -79,10 +84,10 @@ class Pieces(Protocol):
         """Memory into which the backend can receive the piece."""
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Begin to copy `came`, the memory that `incoming` gave, to `piece`. `finish` waits for the end of the copy."""
+        """Begin to copy a received piece to its place, `piece`. `came`: the memory that `incoming` returned for it."""
 
     def finish(self) -> None:
-        """Wait for the end of all copies that `arrived` has begun."""
+        """Wait until all copies that `arrived` has begun are done."""
 
 
 class HostPieces:
@@ -98,16 +103,16 @@ class HostPieces:
         return piece
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
-        """Nothing is left to do."""
+        """Does nothing, because gloo has received into the piece's own place."""
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing, because `arrived` begins no copy."""
 
 
 class GPUPieces:
     """Pieces for NCCL, which reads and writes the memory of a GPU.
 
-    The copies run on a CUDA stream of their own, so that they do not wait for the training.
+    The copies run on a CUDA stream that the training does not use, so that they do not wait for the training.
     """
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
@@ -121,7 +126,8 @@ class GPUPieces:
         return piece if piece.is_cuda else self.incoming(piece, number).copy_(piece, non_blocking=True)
 
     def incoming(self, piece: Tensor, number: int) -> Tensor:
-        # The buffer is free: its former piece has been sent, or the copy out of it comes before its next use in the stream.
+        # The buffer may be overwritten. A sender waits until the buffer's former piece has been sent. In a reader, the stream runs the copy
+        # out of the buffer before the next receive.
         return self.buffers[number % WINDOW][: len(piece)]
 
     def arrived(self, came: Tensor, piece: Tensor) -> None:
@@ -132,11 +138,11 @@ class GPUPieces:
 
 
 def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
-    """A process group of gloo. host: an address of this process at which the other member can reach it."""
+    """A process group of gloo. host: an address at which the other process can reach this one."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
-    # torch would look up the address of the host's name, and another host may not reach that address.
+    # By default torch uses the address to which this host's name leads. Another host may not reach that address.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     return ProcessGroupGloo(store, member, 2, options)
@@ -148,8 +154,9 @@ def _nccl(store: object, member: int, host: str, timeout: timedelta) -> Group:
 
     options = ProcessGroupNCCL.Options()
     options.config.blocking = 0  # so that another thread can abort a call that waits
-    # With this variable `Work.wait` waits for the GPU until its timeout, and the group has no watchdog thread. A watchdog would end the
-    # trainer's process when a reader has died. torch reads the variable when it makes a group, so the trainer's own groups keep theirs.
+    # torch reads this variable when it makes a group. If it is 1, `Work.wait` waits for the GPU until the timeout, and the group has no
+    # watchdog thread. A watchdog would end the trainer's process when a reader has died. The other groups of the trainer keep their
+    # watchdogs, because the variable is restored when this group has been made.
     before = os.environ.get(BLOCKING_WAIT)
     os.environ[BLOCKING_WAIT] = "1"
     try:
@@ -164,12 +171,12 @@ GROUPS: dict[str, Callable[[object, int, str, timedelta], Group]] = {"gloo": _gl
 
 
 class Pair:
-    """A control connection with its communicator. It brings one version after the other until something fails."""
+    """A control connection and the communicator of its two processes. A pair brings one version after another until a call fails."""
 
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device
     ) -> None:
-        """device: where this member's weights are. Raises ValueError if the backend is nccl and the device is no GPU."""
+        """device: the device of this process's weights. Raises ValueError if the backend is nccl and the device is not a GPU."""
         if backend == "nccl" and device.type != "cuda":
             raise ValueError(f"NCCL connects GPUs, but the weights are on {device}")
         self.connection, self.member, self.make, self.piece_bytes = connection, member, GROUPS[backend], piece_bytes
@@ -182,7 +189,7 @@ class Pair:
         """Make the trainer's end of the communicator: serve a store, tell the reader the store's port, and wait for the reader."""
         from torch.distributed import TCPStore
 
-        host = self.connection.getsockname()[0]  # by which the reader has reached this process
+        host = self.connection.getsockname()[0]  # the address at which the reader has reached this process
         listener = socket.create_server((host, 0))
         port, timeout = listener.getsockname()[1], timedelta(seconds=left(deadline))
         store = TCPStore(
@@ -201,7 +208,7 @@ class Pair:
         self.group = self.make(store, self.member, self.connection.getsockname()[0], timeout)
 
     def send(self, data: Tensor, deadline: float) -> None:
-        """Send the bytes of a slot."""
+        """Send the bytes of a slot, each piece when the reader is ready for it."""
         assert self.group is not None
         under_way: deque[Work] = deque()
         with self.pieces.active():
@@ -214,7 +221,7 @@ class Pair:
                 _wait(work, deadline)
 
     def receive(self, into: Tensor, deadline: float) -> None:
-        """Receive the bytes of a slot."""
+        """Receive the bytes of a slot into a tensor of the same size."""
         assert self.group is not None
         under_way: deque[tuple[Work, Tensor, Tensor]] = deque()
         with self.pieces.active():
@@ -236,10 +243,10 @@ class Pair:
         self.pieces.arrived(coming, piece)
 
     def run(self, deadline: float, call: Callable[..., Value], *arguments: object) -> Value:
-        """The result of call(*arguments, deadline), which runs on the thread of the communicator.
+        """Run call(*arguments, deadline) on the communicator's thread, and return its result.
 
         Raises TimeoutError after the deadline, and ConnectionError if the call fails or the other process closes the control connection.
-        The pair must then be ended.
+        After such an error the caller must call `end`.
         """
         done: futures.Future[Value] = futures.Future()
 
@@ -260,14 +267,15 @@ class Pair:
             return done.result()
         except TimeoutError:
             raise
-        except (RuntimeError, OSError) as error:  # of torch, or of the control connection
-            left(deadline)
-            # If the other process has ended, the call may fail before this loop notices the end. The call's error would not name the cause.
+        except (RuntimeError, OSError) as error:  # from torch, or from the control connection
+            left(deadline)  # raises TimeoutError if the deadline has passed
+            # If the other process has ended, the call may fail before the loop above notices it. The call's own error would not name this
+            # cause.
             reason = CLOSED if is_closed(self.connection) else str(error)
             raise ConnectionError(reason) from error
 
     def end(self) -> None:
-        """Close the connection, and abort the communicator. The abort ends a call that is still waiting."""
+        """Close the connection and abort the communicator. If a call still waits on the communicator's thread, the abort ends the call."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
@@ -290,7 +298,7 @@ def _wait(work: Work, deadline: float) -> None:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """True if one of the two sides has closed the connection, even if some of its bytes have not been read yet."""
+    """True if this process or the other one has closed the connection, even if this process has not read all received bytes yet."""
     if connection.fileno() < 0:
         return True
     poll = select.poll()

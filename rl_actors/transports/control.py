@@ -1,7 +1,7 @@
-"""The conversation of a reader with the server of a trainer's rank: a signed request, and the answer. Moves no weights.
+"""The conversation of a reader with the server of a trainer's rank: a signed request, and the answer. This module moves no weights.
 
-The server sends random bytes. The reader signs them, together with its request, with the secret of the transport. This proves that it may
-read. Nothing is encrypted, so the network must be private.
+The server sends random bytes. The reader signs these bytes, together with its request, with the secret of the transport. The signature
+proves that the reader may read. Nothing is encrypted, so the network must be private.
 """
 
 import contextlib
@@ -23,9 +23,10 @@ MAX_REQUEST_BYTES = 4096
 SERVED, GONE = b"\0", b"\1"
 """The first byte of an answer. SERVED: the layout of the slot and its bytes follow. GONE: the text of the error follows."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
-"""When all bytes have arrived, the reader sends RECEIPT. The server waits for it with the slot locked, and answers ACCEPTED. Without this
-answer the reader drops the bytes. They may be wrong: sendfile returns before all bytes have arrived, so when the server has stopped waiting
-and has released the lock, a push may rewrite the slot while its bytes are still being sent."""
+"""When all bytes have arrived, the reader sends RECEIPT. The server keeps the slot locked until it has the RECEIPT, and then answers
+ACCEPTED. If the reader does not get this answer, it drops the bytes, because they may be wrong: the server may have stopped waiting and
+released the lock, and a push may then rewrite the slot while its bytes are still being sent. (sendfile returns before all bytes have
+arrived.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +38,8 @@ class Request:
     start: int = 0
     num_bytes: int
     path: str  # by which the bytes come: "tcp" or "point_to_point"
-    # Only for point_to_point: the communicator's backend, "nccl" or "gloo", and the bytes of a piece. The reader chooses both for the two
-    # sides, because gloo ends the process if the sides have pieces of different sizes.
+    # Only for point_to_point: the communicator's backend, "nccl" or "gloo", and the number of bytes of a piece. The reader chooses both for
+    # itself and for the trainer's rank, because gloo ends the process if the two processes use pieces of different sizes.
     backend: str = ""
     piece_bytes: int = 0
 
@@ -60,7 +61,7 @@ def answered(connection: socket.socket) -> Layout:
 
 
 def send_receipt(connection: socket.socket) -> None:
-    """Tell the server that all bytes are here. Raises ConnectionError if they came too late; they must then not be used."""
+    """Tell the server that all bytes have arrived. Raises ConnectionError if they came too late. The caller must then not use them."""
     connection.sendall(RECEIPT)
     if receive(connection, 1) != ACCEPTED:
         raise ConnectionError("the trainer's process did not accept the receipt")
@@ -69,7 +70,7 @@ def send_receipt(connection: socket.socket) -> None:
 def await_receipt(connection: socket.socket) -> None:
     """Wait for the reader's receipt, and accept it."""
     if receive(connection, 1) != RECEIPT:
-        raise ConnectionError("the reader sent something else than a receipt")
+        raise ConnectionError("the reader did not send a receipt")
     connection.sendall(ACCEPTED)
 
 
@@ -81,19 +82,19 @@ def send_nonce(connection: socket.socket) -> bytes:
 
 
 def receive_request(connection: socket.socket, secret: bytes, nonce: bytes) -> Request:
-    """Wait for a request. Raises ValueError if its sender has another secret, or if it cannot be read."""
+    """Wait for a request. Raises ValueError if the sender has another secret, or if the request cannot be read."""
     text = receive_block(connection, MAX_REQUEST_BYTES)
     if not hmac.compare_digest(receive(connection, SIGNATURE_BYTES), _signature(secret, nonce, text)):
-        raise ValueError("a request with another secret")
+        raise ValueError("the request is signed with another secret")
     try:
         return Request(**json.loads(text))
     except TypeError as error:
-        raise ValueError(f"a request of another kind: {error}") from None
+        raise ValueError(f"the request cannot be read: {error}") from None
 
 
 @contextlib.contextmanager
 def failures(address: SlotAddress, key: str, path: str) -> Iterator[None]:
-    """Give errors of a reader's connection a text that names the version, the two processes, the path and the address."""
+    """Raise the body's errors again, with a text that names the version, the two processes, the path and the address."""
     what = f"pull of {key}: {actor_name()}: read of {address} over {path} from {address.address}"
     try:
         yield
@@ -121,19 +122,19 @@ def send_block(connection: socket.socket, block: bytes) -> None:
 
 
 def receive_block(connection: socket.socket, limit: int | None) -> bytes:
-    """A block that the other side sent with `send_block`. Raises ValueError if it has more bytes than the limit."""
+    """A block that the other process sent with `send_block`. Raises ValueError if the block has more bytes than the limit."""
     (length,) = LENGTH.unpack(receive(connection, LENGTH.size))
     if limit is not None and length > limit:
-        raise ValueError(f"a request of {length} bytes; at most {limit} are read")
+        raise ValueError(f"the request has {length} bytes; the limit is {limit}")
     return receive(connection, length)
 
 
 def receive(connection: socket.socket, num_bytes: int) -> bytes:
-    """Exactly num_bytes bytes. Raises ConnectionError if the other side closes before they have come."""
+    """Receive exactly num_bytes bytes. Raises ConnectionError if the other process closes the connection before they have arrived."""
     block = bytearray()
     while len(block) < num_bytes:
         part = connection.recv(num_bytes - len(block))
         if not part:
-            raise ConnectionError("the other side closed the connection; it may have another secret")
+            raise ConnectionError("the other process closed the connection; it may have another secret")
         block += part
     return bytes(block)

@@ -1,10 +1,10 @@
-"""Memory of a GPU that other processes of the host open: the slots of a trainer's rank on its GPU, and pinned memory for slots on the host.
+"""Memory of a GPU that other processes of the host can open, for slots on a GPU. The module also pins host memory, for slots on the host.
 
 torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay behind when a process is killed. So this module calls
-CUDA itself. It calls cudaMalloc once per slot and puts a handle of 64 bytes into the slot's address. A reader calls cudaIpcOpenMemHandle
-once.
+CUDA itself. It calls cudaMalloc once per slot, and the slot's address holds CUDA's handle of this memory, 64 bytes. A reader opens the
+handle once per slot, by cudaIpcOpenMemHandle.
 
-This module has not run on a GPU yet. tests/gpu/test_weights.py tests it there.
+No GPU has run this module yet. tests/gpu/test_weights.py tests it.
 """
 
 import contextlib
@@ -18,9 +18,9 @@ from torch import Tensor
 
 HANDLE_BYTES = 64
 BLOCK = 2 << 20
-"""The size of an allocation is a multiple of this number of bytes. CUDA would put smaller allocations into one block, and a handle opens a
-whole block."""
-LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: the reader may compute on another GPU than the memory's
+"""The size of an allocation is a multiple of this number of bytes. CUDA would put several smaller allocations into one block, and a handle
+opens its whole block."""
+LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess: allows a reader that computes on another GPU
 READ_ONLY = 8  # cudaHostRegisterReadOnly
 
 
@@ -76,13 +76,15 @@ class DeviceMemory:
 
 
 class OpenedMemory:
-    """GPU memory of another process. It is opened with this object, and closed when the object is garbage-collected."""
+    """GPU memory of another process. The constructor opens the memory. It is closed when this object is garbage-collected."""
 
     def __init__(self, handle: bytes, num_bytes: int, gpu: str) -> None:
         """Raises PermissionError if this process does not see the GPU, or may not open its memory."""
         device = device_of(gpu)
         if device is None:
-            raise PermissionError(f"it does not see the GPU {gpu}: CUDA_VISIBLE_DEVICES must name it, too")
+            raise PermissionError(
+                f"this process does not see the GPU {gpu}: CUDA_VISIBLE_DEVICES must name this GPU, too"
+            )
         address = ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()
@@ -98,7 +100,7 @@ class OpenedMemory:
 
 
 def gpu_id(device: torch.device) -> str:
-    """An id of a GPU that all processes of the host share."""
+    """An id of a GPU, which is the same in all processes of the host."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -1,4 +1,4 @@
-"""The transport of a trainer whose caller names none."""
+"""The transport that a trainer uses if its caller names none."""
 
 import logging
 from importlib.util import find_spec

@@ -1,4 +1,7 @@
-"""Weights in safetensors files, in a directory that all processes see. For debugging, and for hosts that share only a disk."""
+"""A transport that writes weights to safetensors files, in a directory that all processes see.
+
+It is for debugging, and for hosts that share nothing but a disk.
+"""
 
 import asyncio
 import json
@@ -119,6 +122,6 @@ class FilesOfVersion(VersionInDirectory):
             for name, (shape, dtype) in self.manifest.tensors.items():
                 shards: dict[tuple[int, ...], Tensor] = {}
                 for file, offset in files[name]:
-                    if offset not in shards:  # another replica may have the same offset
+                    if offset not in shards:  # skip further replicas of a shard, which have the same offset
                         shards[offset] = file.get_tensor(name)
                 yield name, assemble(name, shape, dtype, shards)

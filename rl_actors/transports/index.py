@@ -1,4 +1,4 @@
-"""The index of versions in a small actor, for programs without torchstore. No tensor passes through it."""
+"""A transport that keeps its index of versions in a small actor, for programs without torchstore. No tensor passes through the actor."""
 
 import uuid
 
@@ -10,7 +10,7 @@ from rl_actors.transports.indexed import IndexedTransport
 
 
 class Index(Actor):
-    """Objects by key."""
+    """An actor that stores objects by key."""
 
     def __init__(self) -> None:
         self.objects: dict[str, object] = {}
@@ -29,9 +29,9 @@ class Index(Actor):
 
 
 class IndexTransport(IndexedTransport):
-    """Versions in an Index, which `open` starts in this process."""
+    """A transport whose index is an Index actor. `open` starts the actor in this process."""
 
-    index: Index  # from `open` on: a mesh of one actor; Monarch gives a mesh the type of its actor
+    index: Index  # set by `open`; it is a mesh of one actor, to which Monarch gives the type of the actor
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)

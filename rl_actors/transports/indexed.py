@@ -1,5 +1,6 @@
-"""Base class of the transports that keep only an index of versions in one place. The index holds the manifests. The bytes go from the slots
-of the trainer's ranks straight to the readers.
+"""Base class of the transports that keep only an index of versions in one place. The index holds the manifests, and no tensors.
+
+Readers get the tensors straight from the slots of the trainer's ranks (slots.py).
 """
 
 import logging
@@ -24,14 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class IndexedTransport(Transport):
-    """A transport whose index a subclass keeps. The tensors of a version are in slots of the processes that put them."""
+    """A transport whose index is kept by a subclass. The tensors of a version are in slots of the processes that put the tensors."""
 
     kind = "slots"
 
     def __init__(self, weights: WeightsConfig | None = None) -> None:
         self.weights = WeightsConfig() if weights is None else weights
-        self.secret = secrets.token_bytes(32)  # proves to the ranks' servers that a reader has this transport
-        # Rank -> its snapshot and its server, for the ranks that run in this process.
+        # A reader signs its requests with the secret. This proves to a rank's server that the reader has this transport.
+        self.secret = secrets.token_bytes(32)
+        # Rank -> the snapshot of the rank, and rank -> the server of the rank, for the ranks that run in this process.
         self._snapshots: dict[int, Snapshot] = {}
         self._servers: dict[int, SlotServer] = {}
 
@@ -64,7 +66,7 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if the config asks for a server, if a reader may be on another host, or if a reader may fail to open memory of the GPU."""
+        """True if a reader may need a server: the config asks for one, a reader may be on another host, or may fail to open GPU memory."""
         return (
             self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)
@@ -87,7 +89,7 @@ class IndexedTransport(Transport):
         return SlotSource(manifest=manifest, path=weights.path, timeout=weights.timeout, secret=self.secret)
 
     async def delete(self, manifest: Manifest) -> None:
-        """Remove the manifest. The slot stays, and a later version is written into it."""
+        """Remove the manifest. The slots of the version stay, and later versions are written into them."""
         await self.delete_object(f"{manifest.key}/manifest")
 
     @abstractmethod

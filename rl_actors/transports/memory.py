@@ -1,4 +1,7 @@
-"""The simplest transport: dictionaries in one actor. For tests, and as an example. It is slow: every byte goes in a Monarch message."""
+"""The simplest transport: dictionaries in one actor. It is for tests, and an example of a transport.
+
+It is slow, because every byte goes in a Monarch message.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -13,7 +16,7 @@ from rl_actors.transports.base import LoadedTensors, Manifest, Source, Transport
 
 
 class MemoryStore(Actor):
-    """Objects by key, and shards by key and offset."""
+    """An actor that stores objects by key, and shards by key and offset."""
 
     def __init__(self) -> None:
         self.objects: dict[str, object] = {}
@@ -44,9 +47,9 @@ class MemoryStore(Actor):
 
 
 class MemoryTransport(Transport):
-    """Weights in a MemoryStore, which `open` starts in a process of its own."""
+    """A transport that keeps weights in a MemoryStore. `open` starts the MemoryStore in a process of its own."""
 
-    store: MemoryStore  # from `open` on: a mesh of one actor; Monarch gives a mesh the type of its actor
+    store: MemoryStore  # set by `open`; it is a mesh of one actor, to which Monarch gives the type of the actor
 
     kind = "memory"
 
@@ -77,7 +80,7 @@ class MemoryTransport(Transport):
             if end.done():
                 return f"store: the process of {end.result()} ended"
             for process in silence.result():
-                process.kill()  # otherwise `close` would wait for an answer of this process
+                process.kill()  # otherwise `close` would wait for an answer from this process
             return f"store: {', '.join(map(str, silence.result()))} did not answer for {silent_after:g} s"
         finally:
             end.cancel()

@@ -1,4 +1,4 @@
-"""Chooses the place of a rank's slots: the rank's GPU, or the host's memory. It needs only numbers, so it runs without a GPU."""
+"""Choose the place of a rank's slots: the rank's GPU, or the host's memory. This module needs only numbers, so it runs without a GPU."""
 
 from dataclasses import dataclass
 
@@ -10,23 +10,25 @@ MARGIN = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A place for slots. If it has only one slot, a push overwrites the former version. The push then waits for the readers of that version,
-    and if the push fails, that version is lost.
+    """A place for slots.
+
+    If num_slots is 1, a push overwrites the former version. The push then waits until nobody reads that version, and if the push fails,
+    that version is lost.
     """
 
     on_gpu: bool = False
     num_slots: int = 2
-    pinned: bool = False  # True: host memory that a GPU copies at full speed
+    pinned: bool = False  # True: the host memory is pinned, so that a GPU copies it at full speed
     reason: str = "the weights are on a CPU"
 
 
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
     """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
 
-    The paths shared_memory and tcp always take slots on the host. A slot on the GPU also serves readers on other hosts: NCCL sends its bytes
-    from the GPU, and TCP sends them in parts through the host's memory.
+    If the path is shared_memory or tcp, the slots are always on the host. Readers on other hosts can also be served from a slot on the GPU:
+    NCCL sends the bytes from the GPU, and TCP sends them in parts through the host's memory.
     room: bytes of the GPU that training leaves free.
-    With the path cuda_ipc, raises ValueError if the weights are on a CPU or if no slot fits on the GPU.
+    If the path is cuda_ipc, raises ValueError if the weights are on a CPU or no slot fits on the GPU.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":

@@ -1,11 +1,11 @@
-"""Slots from point to point: every pair of a trainer's rank and a reader has its own communicator, which brings one version after another.
+"""Slots over NCCL or gloo. Every rank of a trainer has one communicator with every reader, and uses it for one version after another.
 
-The first request of a reader makes the communicator. If a call fails, hangs or loses the other process, both sides give the communicator
-up, and the next pull makes another one. The bytes arrive in the reader's host memory. A piece is a range of the slot's bytes, so a tensor
-may be larger than a piece.
+The first request of a reader makes the communicator. If a call fails or hangs, or if one of the two processes ends, the rank and the reader
+give the communicator up, and the next pull makes a new one. The bytes arrive in the reader's host memory. They are sent in pieces. A piece
+is a range of the slot's bytes, so a tensor may be larger than a piece.
 
-The secret guards only the control connection. torch's rendezvous, NCCL and gloo open ports that ask for no secret, and nothing is
-encrypted. So the network must be private.
+The secret of the transport guards only the control connection, over which a reader asks for slots. torch's rendezvous, NCCL and gloo open
+ports that ask for no secret, and nothing is encrypted. So the network must be private.
 """
 
 import atexit
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sender:
-    """Sends slots through the communicator of a connection, which the first request makes."""
+    """Sends slots to the reader at the other end of a connection. The first request makes the communicator."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection, self.timeout = connection, timeout
@@ -42,7 +42,7 @@ class Sender:
         try:
             if request.num_bytes != len(slot.data) or request.piece_bytes <= 0:
                 raise ValueError(
-                    f"a request of {request.num_bytes} bytes in pieces of {request.piece_bytes}; the slot has {len(slot.data)}"
+                    f"the request is for {request.num_bytes} bytes in pieces of {request.piece_bytes}, but the slot has {len(slot.data)}"
                 )
             if self.pair is None:
                 self.pair = Pair(
@@ -56,7 +56,7 @@ class Sender:
             self.pair.run(deadline, self.pair.send, slot.data)
         except Exception as error:
             logger.warning("pull of %s: gave up the communicator with %s: %r", request.key, self.reader, error)
-            self.end()  # now, while the slot is locked; otherwise NCCL could still read a slot that has been freed
+            self.end()  # here the slot is still locked; after the unlocking it may be freed while NCCL still reads it
             raise
 
     def end(self) -> None:
@@ -66,7 +66,7 @@ class Sender:
 
 
 class Pairs:
-    """The pairs of this process that no pull uses at the moment, at most one for each rank of a trainer. The next pull takes them."""
+    """The pairs of this process that no pull is using, at most one for each rank of a trainer. A pull takes pairs and gives them back."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
@@ -74,7 +74,7 @@ class Pairs:
         atexit.register(self.end)
 
     def take(self, address: SlotAddress, request: Request) -> Pair | None:
-        """The pair of a rank. None if there is none for this address, backend and size of a piece, or if the rank has closed it."""
+        """Take the pair of a rank. Returns None if no pair has this address, backend and size of a piece, or if the rank has closed it."""
         with self.guard:
             if address.rank not in self.free:
                 return None
@@ -115,7 +115,7 @@ def backend_for(addresses: tuple[SlotAddress, ...]) -> str:
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
 ) -> Iterator[list[ReceivedSlot]]:
-    """Receive the slots of all ranks at the same time, and keep their memory for as long as the context lasts.
+    """Receive the slots of all ranks at the same time. The received bytes stay valid for as long as the context lasts.
 
     Raises VersionGoneError if a slot holds another version, and ConnectionError or TimeoutError naming the rank and its address.
     """
@@ -136,7 +136,7 @@ def received(
                 piece_bytes=communicator.PIECE_BYTES,
             )
             jobs.append(pool.submit(_fetch, address, request, buffer, secret, deadline, device))
-    # After an error the buffers are not used again, because an aborted call may still write to them.
+    # If a job raises an error here, the buffers are not given back, because an aborted call may still write to them.
     layouts = [job.result() for job in jobs]
     try:
         yield [ReceivedSlot(layout, buffer) for layout, buffer in zip(layouts, buffers, strict=True)]

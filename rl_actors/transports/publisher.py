@@ -1,6 +1,6 @@
-"""`Publisher`, which chooses the dtype and the stream of a trainer's versions and deletes old ones.
+"""`Publisher`, which chooses the dtype and the stream of a trainer's versions and deletes old versions.
 
-It moves no bytes. base.py puts a version into a transport.
+This module moves no bytes itself. It calls `publish` of base.py, which puts a version into a transport.
 """
 
 import time
@@ -29,7 +29,7 @@ class Publisher:
         self.start_stream()
 
     def start_stream(self) -> None:
-        """Begin a new stream, which has the same name on all ranks. Version numbers of the former stream can then be published again."""
+        """Begin a new stream, with the same name on all ranks. Versions with the numbers of the former stream can then be published again."""
         self.stream = self.gather(uuid.uuid4().hex[:12])[0]
 
     async def publish(

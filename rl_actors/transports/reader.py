@@ -1,4 +1,7 @@
-"""Reads a version from the slots of all ranks of a trainer, over a path that reader and trainer share."""
+"""Read a version from the slots of all ranks of a trainer.
+
+Of the paths in WeightsConfig.path, this module takes one that is possible between the reader and the trainer.
+"""
 
 import time
 from collections import defaultdict
@@ -58,15 +61,16 @@ class SlotSource(Source):
                 receive = RECEIVED[path]
                 reading = receive(self.manifest.parts, self.manifest.key, secret=self.secret, timeout=self.timeout)
                 slots = stack.enter_context(reading)
-            # When the reader has its last tensor, a GPU may still copy out of the slots. They stay locked until these copies have ended.
+            # When the reader has got the last tensor, a GPU may still copy out of the slots. So the slots stay locked until these copies have
+            # ended.
             stack.enter_context(cuda_ipc.copies_end())
             yield OpenSlots(self, slots, path, reason)
 
     def _map(self) -> tuple[list[MappedSlot], str]:
         """(the slots, mapped into this process; the reason for the path).
 
-        There are no slots if they cannot be mapped, or if the config asks for a path over a network. Raises ValueError if the config asks for
-        a path that is not possible.
+        The list of slots is empty if they cannot be mapped, or if the config asks for a path over a network. Raises ValueError if the config
+        asks for shared_memory or cuda_ipc and the slots cannot be mapped.
         """
         if self.path in RECEIVED:
             return [], CONFIG
@@ -87,7 +91,7 @@ class SlotSource(Source):
         return [], reason
 
     def _served_path(self, reason: str) -> tuple[str, str]:
-        """(the path from the ranks' servers, the reason)."""
+        """(the path by which the ranks' servers send the slots, the reason for this path)."""
         backend = point_to_point.backend_for(self.manifest.parts)
         if self.path == "point_to_point":
             return self.path, f"{reason}, by {backend}"
@@ -111,7 +115,7 @@ class OpenSlots(OpenVersion):
     def __init__(self, source: SlotSource, slots: Sequence[ReadableSlot], path: str, reason: str) -> None:
         self.manifest, self.timeout = source.manifest, source.timeout
         self.path, self.reason = path, reason
-        # If several replicas hold a part, one of them is enough.
+        # If several ranks hold the same part of a tensor, one of these replicas is enough.
         self._pieces: Mapping[str, dict[tuple[int, ...], Piece]] = defaultdict(dict)
         for slot in slots:
             for name, shard in slot.layout.shards.items():
@@ -126,7 +130,10 @@ class OpenSlots(OpenVersion):
         return self.manifest.num_bytes
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """A tensor that one rank holds whole is a view of the slot. A tensor that is sharded over ranks is put together when its turn comes."""
+        """(name, tensor) one at a time.
+
+        If one rank holds the whole tensor, it is a view of the rank's slot. Otherwise it is put together when the iterator reaches it.
+        """
         for name, pieces in self.pieces():
             shape, dtype = self.manifest.tensors[name]
             yield name, whole(name, shape, dtype, pieces)
@@ -136,13 +143,13 @@ class OpenSlots(OpenVersion):
         for name in self.manifest.tensors:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"pull of {self.manifest.key}: {actor_name()}: read of {name} came after {self.timeout:g} s"
+                    f"pull of {self.manifest.key}: {actor_name()}: {name} was not read within {self.timeout:g} s"
                 )
             yield name, list(self._pieces[name].values())
 
 
 def whole(name: str, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[Piece]) -> Tensor:
-    """The tensor of these pieces. Raises RuntimeError if they do not cover it."""
+    """The tensor that consists of these pieces. Raises RuntimeError if the pieces do not cover the tensor."""
     if len(pieces) == 1 and pieces[0].values.shape == shape:
         return pieces[0].values
     tensor = torch.empty(shape, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The memory of a reader into which slots come over a network. It is made once and used again."""
+"""Memory into which a reader receives slots over a network. The memory is allocated once and used for all versions."""
 
 import threading
 
@@ -16,7 +16,10 @@ class ReceivedSlot:
 
 
 class Buffers:
-    """Memory for received slots, by rank and size. It is made for the first version and kept for the next. With a GPU it is pinned."""
+    """Memory for received slots, by rank and size. It is allocated for the first version and used again for later versions.
+
+    If this process uses a GPU, the memory is pinned.
+    """
 
     def __init__(self) -> None:
         self.guard = threading.Lock()

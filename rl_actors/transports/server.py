@@ -1,4 +1,7 @@
-"""The server of one rank of a trainer. It sends slots to readers that cannot open their memory but know the secret."""
+"""The server of one rank of a trainer. It sends the rank's slots to readers that cannot open the memory of the slots.
+
+A reader must know the secret of the transport.
+"""
 
 import contextlib
 import socket
@@ -14,17 +17,17 @@ from rl_actors.transports.control import Request
 from rl_actors.transports.slots import Slot, VersionGoneError, actor_name, shared_lock
 
 KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
-"""A reader's host counts as dead after a minute without an answer. Its connection then ends, with everything that belongs to it."""
+"""If a reader's host does not answer for a minute, it counts as dead. The server then ends the connection and the connection's Sender."""
 
 
 class Sender(Protocol):
     """Protocol of tcp.Sender and point_to_point.Sender, which send bytes to the reader of one connection."""
 
     def send(self, slot: Slot, request: Request) -> None:
-        """Send the bytes of a request. The slot is locked, and its layout was sent."""
+        """Send the bytes that a request asks for. The caller has locked the slot, and has sent its layout."""
 
     def end(self) -> None:
-        """Give up what belongs to the connection."""
+        """Free what this sender has made for its connection."""
 
 
 SENDERS: dict[str, Callable[[socket.socket, float], Sender]] = {
@@ -38,12 +41,12 @@ class Connections:
     """The open connections of a server. Any thread may open and close them."""
 
     def __init__(self) -> None:
-        # Reentrant, because a garbage collection in a thread that holds it may end the server.
+        # The lock is reentrant. A garbage collection may run in a thread that holds the lock, and end the server, which takes the lock again.
         self.guard = threading.RLock()
         self.open: set[socket.socket] | None = set()  # None: the server has ended
 
     def add(self, connection: socket.socket) -> bool:
-        """False if the server has ended."""
+        """Keep a new connection. Returns False if the server has ended; the caller must then close the connection."""
         with self.guard:
             if self.open is None:
                 return False
@@ -56,7 +59,7 @@ class Connections:
                 self.open.remove(connection)
 
     def end(self) -> None:
-        """End the threads that wait for requests."""
+        """Shut all connections down. This ends the threads that wait for requests."""
         with self.guard:
             for connection in self.open or ():
                 with contextlib.suppress(OSError):
@@ -66,7 +69,7 @@ class Connections:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """State that the threads of a server share. They have no reference to the server itself, so it ends when nobody else has one."""
+    """State that the threads of a server share. The threads do not refer to the server itself, so it ends when nobody else refers to it."""
 
     find: Callable[[bytes], Slot | None]
     secret: bytes
@@ -110,8 +113,9 @@ def _accept(server: socket.socket, served: Served) -> None:
 
 
 def _serve(connection: socket.socket, served: Served) -> None:
-    """Answer the requests of one reader until it ends the connection. An error of the reader, such as a wrong secret, ends only its own
-    connection.
+    """Answer the requests of one reader until the reader ends the connection.
+
+    An error of the reader, such as a wrong secret, ends only this connection.
     """
     with connection, contextlib.suppress(OSError, ValueError), ExitStack() as stack:
         stack.callback(served.connections.remove, connection)
@@ -128,7 +132,7 @@ def _serve(connection: socket.socket, served: Served) -> None:
 
 
 def _answer(connection: socket.socket, served: Served, sender: Sender, request: Request) -> None:
-    """Send what a request asks for, or why that is not possible."""
+    """Send the bytes that a request asks for, or the reason why the slot cannot be read."""
     with ExitStack() as stack:
         try:
             slot = served.find(bytes.fromhex(request.token))

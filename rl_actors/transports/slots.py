@@ -1,11 +1,12 @@
-"""Slots: anonymous shared memory in which one rank keeps its part of one version, and the locks on it.
+"""Slots and the locks on them. A slot is anonymous shared memory in which one rank keeps its part of one version of the weights.
 
-A slot is a memfd, a file in memory without a name. So the kernel frees it with the last process that has it open, even after kill -9, and
-the size of /dev/shm does not limit it. A reader opens it as /proc/<pid>/fd/<number>. The writer takes an exclusive flock and readers take a
-shared one, so a slot is never rewritten while it is read. The kernel releases the lock of a process that dies.
+A slot is a memfd, a file in memory without a name. So the kernel frees the slot when the last process that has it open ends, even after
+kill -9, and the size of /dev/shm does not limit it. A reader is a process that loads the weights. It opens the slot as
+/proc/<pid>/fd/<number>. The writer holds an exclusive flock on the slot while it writes, and readers hold a shared one while they read. So
+a slot is never rewritten while somebody reads it. When a process dies, the kernel releases its locks.
 
-The first page of a slot names the version that the slot holds. Then follow the layout of the slot as JSON, and the tensors. If the tensors
-are on a GPU, they are in memory of their own, and the memfd ends with the layout.
+The first page of a slot has the key of the version that the slot holds. After it come the layout of the slot as JSON, and the tensors. If
+the tensors are on a GPU, they are not in the memfd, which then ends with the layout.
 """
 
 import contextlib
@@ -40,7 +41,8 @@ MAGIC = b"rlweight"
 KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follows
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
-"""A reader unmaps a slot that none of its last KEPT_MAPPINGS versions used. A trainer has two slots, which its versions use in turn."""
+"""A reader unmaps a slot if none of the last KEPT_MAPPINGS versions that it has read used the slot. The value is larger than two, because
+each rank has two slots, which its versions use in turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class Shard:
     start: tuple[int, ...]  # of the part in the whole tensor
     size: tuple[int, ...]  # shape of the part
     dtype: torch.dtype
-    offset: int  # bytes from the first tensor of the slot
+    offset: int  # number of bytes from the start of the slot's tensors to this part
 
     @property
     def num_bytes(self) -> int:
@@ -91,14 +93,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotAddress:
-    """The place of a slot. It travels in the manifest of the version that the slot holds."""
+    """The place of a slot. The manifest of a version has the addresses of the slots that hold the version."""
 
     rank: int  # of the trainer
     slot: int
     machine: str  # machine() of the rank
     pid: int
     fd: int
-    token: bytes = b""  # drawn at random for the slot, because a later process may have the same pid and fd
+    token: bytes = b""  # random bytes that identify the slot, because a later process may have the same pid and fd
     num_bytes: int  # of the tensors
     address: tuple[str, int] | None = None  # host and port of the rank's server; None: it has none
     weights_on_gpu: bool = False  # True if the rank trains on a GPU; the slot may be in the host's memory all the same
@@ -111,11 +113,14 @@ class SlotAddress:
 
 
 class VersionGoneError(RuntimeError):
-    """The slot of a version holds another version by now, or its trainer has ended."""
+    """A version can no longer be read: its slot holds another version, or the trainer has dropped the slot or has ended."""
 
 
 def machine() -> str:
-    """An id that processes share if they see each other in /proc: the id of the machine's boot, and the container's namespace of pids."""
+    """An id that two processes have in common if they see each other in /proc.
+
+    The id consists of the id of the machine's boot and of the id of the process's pid namespace.
+    """
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -126,7 +131,7 @@ def actor_name() -> str:
 
 
 class Slot:
-    """A slot in the process that writes it. All its memory is allocated when the slot is made."""
+    """A slot in the process that writes it. The constructor allocates all memory of the slot."""
 
     def __init__(self, layout: Layout, *, rank: int, number: int, place: Place, device: torch.device) -> None:
         """device: the device of the weights. The tensors of the slot are on it if place.on_gpu is True."""
@@ -153,7 +158,7 @@ class Slot:
 
     @property
     def key(self) -> str:
-        """Key of the version that the slot holds. Empty: it holds no complete version."""
+        """Key of the version that the slot holds, or "" if the slot holds no complete version."""
         return _key_in(self.memory)
 
     @key.setter
@@ -181,14 +186,16 @@ class Slot:
 
     @contextlib.contextmanager
     def _locked(self, key: str, timeout: float) -> Iterator[None]:
-        """Hold the exclusive lock. The slot holds no version from then on."""
+        """Hold the exclusive lock. As soon as the lock is held, the slot holds no version any more."""
         what = f"push of {key}: {actor_name()}, rank {self.rank}: lock of slot {self.number}"
         with flock(self.fd, fcntl.LOCK_EX, timeout, what):
             self.key = ""
             yield
 
     def end(self, key: str, timeout: float) -> None:
-        """Wait until no reader uses the slot, and let no other begin. Call it before the slot is dropped, because its GPU memory is then freed.
+        """Wait until no reader uses the slot, and let no other reader begin.
+
+        Call this before the slot is dropped, because GPU memory of the slot is freed when the slot is dropped.
 
         key: key of the push, for error texts.
         """
@@ -212,7 +219,7 @@ class Slot:
 
 
 class MappedSlot:
-    """A slot in a process that reads it. The memory stays readable when the writer has died."""
+    """A slot in a process that reads it. The memory stays readable even after the writer has died."""
 
     def __init__(self, address: SlotAddress) -> None:
         """Raises VersionGoneError if the writer has ended, and PermissionError if this process may not open its memory."""
@@ -227,7 +234,7 @@ class MappedSlot:
         magic, token, layout_bytes, data_offset, num_bytes = fields
         if magic != MAGIC or token != address.token:
             raise VersionGoneError(f"{address} is gone: another file has its place")
-        # Mapped only for reading: a wrong write ends this process, and does not change what other readers see.
+        # The memory is mapped only for reading. So a write by mistake ends this process, and does not change what other readers see.
         self.memory = _map(self.fd, mmap.PROT_READ)
         self.layout = Layout.from_json(self.memory[PAGE : PAGE + layout_bytes])
         self.on_gpu: cuda_ipc.OpenedMemory | None = None
@@ -242,7 +249,7 @@ class MappedSlot:
         """The bytes of the tensors, pinned if this process uses a GPU."""
         data = _bytes_of(self.memory, offset, num_bytes)
         if torch.cuda.is_initialized() and not pin_for(self, data, read_only=True):
-            # Not every driver pins memory that is mapped only for reading.
+            # Not every driver pins memory that is mapped only for reading, so map the memory for reading and writing.
             fd = os.open(f"/proc/self/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 self.memory = _map(fd, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -250,7 +257,10 @@ class MappedSlot:
                 os.close(fd)
             data = _bytes_of(self.memory, offset, num_bytes)
             if not pin_for(self, data, read_only=False):
-                logger.info("CUDA pins no memory of %s: copies from there take about four times as long", self.address)
+                logger.info(
+                    "CUDA does not pin the memory of %s, so copies out of it take about four times as long",
+                    self.address,
+                )
         return data
 
     @contextlib.contextmanager
@@ -280,12 +290,12 @@ def pin_for(owner: object, data: Tensor, *, read_only: bool) -> bool:
 
 
 class Mappings:
-    """The mapped slots of this process. A slot is mapped at the first version that is read from it, and kept for the next ones."""
+    """The slots that this process has mapped. A slot is mapped for the first version that is read from it, and kept for later versions."""
 
     def __init__(self) -> None:
         self.guard = threading.Lock()
         self.num_versions = 0
-        # By token: the slot, and the number of the last version that used it.
+        # Token of a slot -> (the slot, the number of the last version that used the slot).
         self.slots: dict[bytes, tuple[MappedSlot, int]] = {}
 
     def of(self, addresses: tuple[SlotAddress, ...]) -> list[MappedSlot]:
@@ -308,8 +318,8 @@ MAPPINGS = Mappings()
 @contextlib.contextmanager
 def shared_lock(fd: int, timeout: float, what: str) -> Iterator[None]:
     """Hold a shared lock on an open file."""
-    # A flock belongs to one opening of a file. If two readers in this process shared one, the first to end would release the lock for both.
-    # So each opens the file again.
+    # A flock belongs to one opening of a file. If two readers in this process shared one opening, the reader that ends first would release
+    # the lock for both. So each reader opens the file again.
     own = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     try:
         with flock(own, fcntl.LOCK_SH, timeout, what):

@@ -1,4 +1,4 @@
-"""The versions that one rank of a trainer holds for its readers: a layout that is made once, and two slots that are written in turn."""
+"""The versions that one rank of a trainer holds for its readers, in two slots that are written in turn. Their layout is computed once."""
 
 import itertools
 import time
@@ -19,9 +19,9 @@ from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_nam
 class Snapshot:
     """One rank's part of the newest two versions.
 
-    A write goes into the slot of the older version. So with two slots a push that fails loses only the older version. Both slots have the
-    same layout. If the tensors of a write need another layout, the write drops the slot of the older version and makes a slot of the new
-    layout. The next write drops the other slot of the former layout.
+    A write goes into the slot of the older version. So if there are two slots, a push that fails loses only the older version. Both slots
+    have the same layout. If the tensors of a write need another layout, the write drops the slot of the older version and makes a slot of
+    the new layout. The write after that drops the other slot of the former layout.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Snapshot:
         return slot
 
     def forget(self, key: str) -> None:
-        """Drop a write whose version was not published, because another rank failed. The version before is then the newest again."""
+        """Undo a write whose version was not published because another rank failed. The version before it is then the newest again."""
         if self.newest is not None and self.newest.key == key:
             self.newest = self.before
 
     def find(self, token: bytes) -> Slot | None:
-        """The slot with this token, if it is still here."""
+        """The slot with this token. None if the slot has been dropped."""
         return next((slot for slot in self.slots if slot.token == token), None)
 
     def _slot_for(self, layout: Layout, device: torch.device, key: str) -> Slot:
-        """The slot for the next write. Of two slots it is the one that does not hold the newest version. The first writes make the slots."""
+        """The slot for the next write. If there are two slots, it is the one without the newest version. The first writes make the slots."""
         alike = [slot for slot in self.slots if slot.layout is layout or slot.layout == layout]
         for slot in [*self.slots]:
             if slot not in alike and slot is not self.newest:
@@ -118,7 +118,7 @@ def make_layout(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Lay
                 continue
             size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         shard = Shard(tuple(tensor.shape), tuple(start), tuple(size), published_dtype(tensor, dtype), offset)
-        if shard.num_bytes == 0:  # an uneven division leaves nothing to the last ranks
+        if shard.num_bytes == 0:  # a tensor that does not divide evenly may leave nothing to the last ranks
             continue
         shards[name] = shard
         offset += -(-shard.num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,6 +1,7 @@
-"""Slots over TCP, for a reader that cannot open the memory of a trainer's rank. Several streams bring the ranges of one slot.
+"""Slots over TCP, for a reader that cannot open the memory of a trainer's rank.
 
-The bytes themselves are not encrypted, so the network must be private.
+The bytes of a slot are divided into ranges. Each range comes over a connection of its own, a stream, and all streams run at the same time.
+Requests are signed, but the bytes of the weights are not encrypted, so the network must be private.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ MIN_STREAM_BYTES = 32 << 20
 
 
 class Sender:
-    """Sends each range through the connection on which the reader asked for it."""
+    """Sends a range of a slot over the connection on which the reader asked for the range."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection = connection
@@ -37,7 +38,7 @@ class Sender:
             self.connection.sendall(memoryview(part.cpu().numpy()))
 
     def end(self) -> None:
-        """Does nothing."""
+        """Does nothing, because this sender makes nothing that has to be freed."""
 
 
 def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) -> None:
@@ -50,7 +51,7 @@ def _send_file(connection: socket.socket, fd: int, offset: int, num_bytes: int) 
 def received(
     addresses: tuple[SlotAddress, ...], key: str, *, secret: bytes, timeout: float
 ) -> Iterator[list[ReceivedSlot]]:
-    """Receive the slots of all ranks at the same time, and keep their memory for as long as the context lasts.
+    """Receive the slots of all ranks at the same time. The received bytes stay valid for as long as the context lasts.
 
     Raises VersionGoneError if a slot holds another version, and ConnectionError or TimeoutError naming the rank and its address.
     """
@@ -73,7 +74,7 @@ def received(
 
 
 def _ranges(num_bytes: int) -> list[tuple[int, int]]:
-    """(start, number of bytes) of the streams of a slot."""
+    """(start, number of bytes) of each range of a slot."""
     if num_bytes == 0:
         return [(0, 0)]
     num_streams = max(1, min(NUM_STREAMS, num_bytes // MIN_STREAM_BYTES))

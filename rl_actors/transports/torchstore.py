@@ -1,5 +1,6 @@
-"""The index of versions in a torchstore, the default. The store is in the process that opens the transport, or where
-the caller initialized it.
+"""The default transport, which keeps its index of versions in a torchstore.
+
+The store is in the process that opens the transport. If the caller has initialized a store, the store stays where the caller has put it.
 
 No tensor passes through the store, because torchstore 0.1.2 sends every tensor as an actor's message, at 0.3 to 0.5 GB/s.
 
@@ -54,7 +55,9 @@ torchstore.api.Controller = AsyncController
 
 
 class TorchStoreTransport(IndexedTransport):
-    """Versions in a torchstore. TorchStoreTransport() starts a store at `open`. TorchStoreTransport(name) uses the caller's store."""
+    """A transport whose index is in a torchstore. TorchStoreTransport() starts a store at `open`. TorchStoreTransport(name) uses the
+    caller's store of this name.
+    """
 
     def __init__(self, store_name: str | None = None, weights: WeightsConfig | None = None) -> None:
         super().__init__(weights)
@@ -68,7 +71,7 @@ class TorchStoreTransport(IndexedTransport):
     async def open(self) -> None:
         if self.owns_store and not self._is_open_here:
             prepare_this_process()
-            # The index is small, so it needs no process of its own, which would take two seconds of a core to start.
+            # The index is small, so it needs no process of its own. Starting a process would take two seconds of a core.
             await torchstore.initialize(store_name=self.store_name, mesh=this_proc())
             self._is_open_here = True
 
