@@ -1,4 +1,4 @@
-"""Addresses at which programs of a run listen. Knows nothing of actors."""
+"""Addresses at which programs of a run listen. This module knows nothing of actors."""
 
 import ipaddress
 import socket
@@ -40,8 +40,8 @@ class Address:
     def numeric(self) -> "Address":
         """This address with an IP address instead of the name of the host.
 
-        If a name has several IP addresses, Monarch does not try them in turn. IPv4 is preferred here. Raises ValueError if the host has no
-        address.
+        If a name has several IP addresses, Monarch does not try them in turn. So this method chooses one: the first IPv4 address if there is
+        one, otherwise the first address. Raises ValueError if the host has no address.
         """
         found = resolve(self.host)
         return replace(self, host=next((each for each in found if ":" not in each), found[0]))
@@ -61,5 +61,5 @@ def resolve(host: str) -> list[str]:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:
         raise ValueError(f"the host {host!r} has no address: {error}") from None
-    # A link-local address of IPv6 carries its interface after a percent sign.
+    # A link-local address of IPv6 has the name of its interface after a percent sign, which is left out.
     return [str(entry[4][0]).partition("%")[0] for entry in found]

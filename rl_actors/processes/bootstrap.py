@@ -1,4 +1,4 @@
-"""Code that runs at the start and at the end of each process that this package spawns. Knows nothing of actors."""
+"""Code that runs at the start and at the end of each process that this package spawns. This module knows nothing of actors."""
 
 BOOTSTRAP = """
 import atexit, gc, os, runpy, sys
@@ -22,9 +22,9 @@ except SystemExit as error:
     status = error.code if isinstance(error.code, int) else int(error.code is not None)
     raise
 """
-"""Code for `python -c CODE -m MODULE`: run the module as `python -m MODULE` does, but start and end faster.
+"""Code for `python -c CODE -m MODULE`. It runs the module as `python -m MODULE` does, but starts and ends the process faster.
 
 The process collects no garbage until `collector.keep` is called. `end` is registered first and so runs last, when the threads have ended
-and all other exit handlers have run. Without `end`, Python would then delete the objects of the thousands of modules that torch and vLLM
-import, one by one. That would take one second of processor time for a trainer and two for a generator, and is of no use.
+and all other exit handlers have run. If `end` did not exit there, Python would delete the objects of the thousands of modules that torch
+and vLLM import, one by one. This would take one second of processor time in a trainer and two in a generator, and would be of no use.
 """

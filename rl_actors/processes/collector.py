@@ -1,4 +1,4 @@
-"""The garbage collector of a process that this package spawned. The collector of another program's process is not changed."""
+"""Settings of the garbage collector in a process that this package spawned. In other processes these functions leave it as it is."""
 
 import contextlib
 import gc
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 def importing() -> Iterator[None]:
     """Import modules without garbage collections. Later collections leave out every object that exists when the imports are done.
 
-    Modules make hundreds of thousands of objects that live as long as the process. Every collection would look through all of them, while
-    vLLM is imported and when vLLM starts its engine. These collections took three of the ten seconds of a start.
+    Modules make hundreds of thousands of objects that live as long as the process. Every collection would look through all of them. Python
+    collects often while vLLM is imported and when vLLM starts its engine. These collections took three of the ten seconds of a start.
     """
     if not _is_ours():
         yield
@@ -26,8 +26,8 @@ def importing() -> Iterator[None]:
 def keep(*, collect: bool = False) -> None:
     """Leave every object that exists now out of all later collections, and collect garbage from now on.
 
-    Does nothing in a process that this package did not spawn. collect: True to collect the garbage first, which would otherwise stay until
-    the process ends.
+    Does nothing in a process that this package did not spawn. collect: True collects the garbage first. Garbage that exists now and is not
+    collected stays until the process ends.
     """
     if _is_ours():
         if collect:

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Wrap an async method so that its exceptions can be sent and have the attribute `rank`.
+    """Wrap an async method so that its exceptions can be sent to the caller and have the attribute `rank`.
 
     An exception that cannot be pickled is replaced by a RuntimeError with its traceback.
     """
@@ -25,11 +25,11 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            # The client tells the caller this rank. An error that the ranks exchanged (engine/collectives.py) already has the rank where
-            # it was raised.
+            # The client tells its caller the rank that failed. If the ranks have exchanged the error (engine/collectives.py), it already has
+            # the rank on which it was raised.
             if not hasattr(error, "rank"):
                 sent.rank = current_rank().rank  # type: ignore[attr-defined]
-            raise sent  # noqa: B904  # `from` would attach the error that cannot be sent
+            raise sent  # noqa: B904  # `from error` would attach an error that perhaps cannot be sent
 
     return call
 

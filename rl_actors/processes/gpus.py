@@ -1,4 +1,4 @@
-"""The GPUs that a spawned process sees, and their order. Makes no CUDA context: torch only counts the GPUs."""
+"""The GPUs that a spawned process sees, and their order. This module makes no CUDA context, because torch only counts the GPUs."""
 
 import os
 
@@ -8,8 +8,9 @@ import torch
 def environment(gpus: range) -> dict[str, str]:
     """CUDA_VISIBLE_DEVICES of processes that use these GPUs. Empty on a machine without GPUs.
 
-    gpus: indices among the GPUs that this program sees. The other GPUs follow after them, because a pull of weights opens memory of the
-    GPUs that pushed them. With two visible GPUs, environment(range(1, 2)) gives "1,0", so that device 0 of the process is GPU 1.
+    gpus: indices among the GPUs that this program sees. In the variable these GPUs come first, and the other GPUs follow. The processes must
+    see the other GPUs, too, because a process that pulls weights opens memory of the GPUs on which the weights are. If this program sees two
+    GPUs, environment(range(1, 2)) gives "1,0", so that device 0 of the process is GPU 1.
     """
     if not torch.cuda.is_available():
         return {}

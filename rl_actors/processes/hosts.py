@@ -1,6 +1,6 @@
-"""Connects a program to Monarch's workers on other machines, so that its actors can run there.
+"""Connect a program to Monarch's workers on other machines, so that the program's actors can run there.
 
-`make worker` starts a worker, or a job of Monarch starts all of them (jobs.py).
+A user starts each worker by `make worker`, or a job of Monarch starts all workers (jobs.py).
 """
 
 import contextlib
@@ -31,7 +31,7 @@ CONNECT_TIMEOUT = 10.0
 SHUTDOWN_TIMEOUT = 5.0
 """Seconds in which the workers of a job must have ended before the job itself is ended."""
 PAUSE = 0.2
-"""Seconds between two questions whether a worker listens."""
+"""Seconds between two attempts to connect to a worker that does not listen yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,10 @@ class Hosts:
         return Hosts(names=self.names[start:stop], mesh=part, own_address=self.own_address)
 
     def lost(self) -> list[str]:
-        """The hosts whose workers are gone. If Monarch says that a job is not whole any more, these are all its hosts."""
+        """The hosts whose workers are gone.
+
+        If only Monarch knows the addresses of a job's workers, it says only whether the job still has all its hosts. If not, all are returned.
+        """
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]
         if self.job is not None and not self.job.can_run(self.job):
@@ -61,7 +64,7 @@ class Hosts:
         return []
 
     def close(self) -> None:
-        """End the workers of a job. Other workers go on, and wait for the next program."""
+        """End the workers that a job has started. Workers that a user has started go on, and wait for the next program."""
         if self.job is not None:
             # The end of an SSHJob ends only its ssh processes, and a worker on another host might outlive them.
             with contextlib.suppress(Exception):
@@ -89,7 +92,7 @@ def connect(
     slurm://N, or kubernetes://N.
     job: the options of the job. logs: folder for the output of a Slurm job.
     Raises ValueError for wrong addresses or options, ConnectionError naming a worker that does not listen, and RuntimeError if Monarch is
-    in use already or a scheduler does not start the job.
+    in use already or if a scheduler does not start the job.
     """
     started_by = jobs.parse(addresses)
     if started_by is not None:
@@ -136,19 +139,22 @@ def _of_job(started_by: Job, config: JobConfig, logs: Path | None) -> Hosts:
 
 
 def _listen_for(started_by: Job, workers: Sequence[Address]) -> str:
-    """Let Monarch listen where the job's workers reach this program. Returns the address, at which the ranks also find their rendezvous."""
+    """Let Monarch listen at an address at which the job's workers reach this program, and return the address.
+
+    The ranks find their rendezvous at the same address.
+    """
     if started_by.kind == "process":
-        context()  # with Monarch's own transport within a machine
+        context()  # Monarch then uses its own transport between processes of one machine
         return LOOPBACK
     own_address = network.address_towards(workers[0].host, workers[0].port) if workers else _address_of_name()
-    # Monarch's jobs choose the address of this machine's name. This one is on the interface that leads to the workers.
+    # By default Monarch's jobs listen at the address of this machine's name. `own_address` is one that the workers can reach.
     monarch.configure(default_transport=str(Address(own_address, 0)))
     context()
     return own_address
 
 
 def _address_of_name() -> str:
-    """The address of this machine's name, by which the hosts of a scheduler reach it. Raises ConnectionError if they cannot."""
+    """The first address of this machine's name that the hosts of a scheduler can reach. Raises ConnectionError if there is none."""
     name = socket.gethostname()
     for address in resolve(name):
         parsed = ipaddress.ip_address(address)
@@ -161,7 +167,7 @@ def _address_of_name() -> str:
 
 
 def _require_free(workers: Sequence[Address]) -> None:
-    """Raises ConnectionError if something listens at the address of a worker before the worker is started."""
+    """Raises ConnectionError if a program listens at the address of a worker before the worker is started."""
     for worker in workers:
         if refusal(worker) is None:
             end = shlex.quote(f"run_worker_loop_forever.*:{worker.port}")
@@ -193,7 +199,7 @@ def _require_listening(worker: Address) -> None:
 
 
 def refusal(worker: Address) -> str | None:
-    """The reason why nothing accepts connections at the address. None: something does."""
+    """The reason why no program accepts connections at the address. None: a program accepts them."""
     try:
         socket.create_connection((worker.host, worker.port), CONNECT_TIMEOUT).close()
     except OSError as error:

@@ -1,6 +1,6 @@
 """Monarch's jobs, which start workers for a run: on this machine, over SSH, by Slurm or on Kubernetes.
 
-`parse` reads the hosts, `JobConfig` holds the options, and `build` makes the job. `rl_actors.processes.hosts` starts it and connects to it.
+`parse` reads the hosts, `JobConfig` holds the options, and `build` makes the job. hosts.py starts the job and connects to its workers.
 The workers of a job listen without TLS, because Monarch 0.7 gives jobs no certificates.
 """
 
@@ -25,9 +25,9 @@ HOST_TEXTS = {
     "slurm": "node {} of the Slurm job",
     "kubernetes": "pod {} of the job",
 }
-"""Kind of a job whose hosts have no names before the start -> the text that stands for the name of a host."""
+"""Kind of job -> text that stands for the name of a host, for the kinds whose hosts have no names before the job is started."""
 PORTS = {"ssh": 22222, "slurm": 22222, "kubernetes": 26600}
-"""Monarch's own ports of workers."""
+"""Kind of job -> Monarch's default port for its workers."""
 SHARED_MEMORY = "/dev/shm"
 PORT_VARIABLE = "MONARCH_PORT"  # Monarch reads the port of a pod's worker from this variable of the pod
 HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -44,7 +44,7 @@ class JobConfig:
     insecure: bool = False
     """Allow workers that other machines can reach. The workers of a job listen without TLS, so everyone in their network can run code as you."""
     port: int = 0
-    """Port at which the workers listen. 0: Monarch's own, 22222, or 26600 on Kubernetes."""
+    """Port at which the workers listen. 0: Monarch's default, which is 22222, or 26600 on Kubernetes."""
     start_timeout: int = 600
     """Seconds in which the workers must listen. The wait in a scheduler's queue is included."""
     arguments: str = ""
@@ -52,9 +52,9 @@ class JobConfig:
     gpus_per_host: int = 0
     """GPUs that Slurm or Kubernetes gives to each host."""
     partition: str = ""
-    """Slurm's partition. Empty: its default."""
+    """Slurm's partition. Empty: Slurm's default partition."""
     time_limit: str = ""
-    """Longest time of the Slurm job, as HH:MM:SS or days-HH:MM:SS. Empty: the partition's own."""
+    """Longest time of the Slurm job, as HH:MM:SS or days-HH:MM:SS. Empty: the default of the partition."""
     account: str = ""
     """Slurm's account that pays for the job."""
     image: str = ""
@@ -62,7 +62,7 @@ class JobConfig:
     namespace: str = "default"
     """Namespace of the Kubernetes pods."""
     claim: str = ""
-    """PersistentVolumeClaim of the disk that all pods share. The run folder must be on it."""
+    """PersistentVolumeClaim of the disk that all pods share. The run folder must be on this disk."""
     mount: str = "/shared"
     """Path at which the pods see the claim."""
 
@@ -133,7 +133,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """Which job starts the workers of a run, and the names of its hosts."""
+    """The kind of job that starts the workers of a run, and the names of the hosts."""
 
     kind: str  # a key of FIELDS
     names: tuple[str, ...]
@@ -146,9 +146,10 @@ class Job:
 
 
 def parse(addresses: Sequence[str]) -> Job | None:
-    """The job of process://N, slurm://N, kubernetes://N, or of ssh://HOST,ssh://HOST. None: the addresses are those of started workers.
+    """The job that these addresses ask for: process://N, slurm://N, kubernetes://N, or one ssh://HOST for each host.
 
-    Raises ValueError for a number below 1, for a wrong or repeated name, and for a mixture.
+    None: the addresses are those of workers that run already.
+    Raises ValueError for a number below 1, for a wrong or repeated name, and for a mixture of kinds.
     """
     kinds = [address.partition(MARK)[0] for address in addresses]
     if not any(kind in FIELDS and MARK in address for kind, address in zip(kinds, addresses, strict=True)):
@@ -183,7 +184,7 @@ def _is_loopback(name: str) -> bool:
 
 
 def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -> "JobTrait":
-    """Monarch's job with one mesh of hosts. Nothing is started before its `apply` or `state`.
+    """Monarch's job with one mesh of hosts. It starts nothing until its method `apply` or `state` is called.
 
     mesh: name of the mesh, in lower-case letters and digits. logs: folder for the output of a Slurm job; None: the working directory.
     """
@@ -204,12 +205,12 @@ def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -
 
 
 def port(job: Job, config: JobConfig) -> int:
-    """The port at which the workers of a job listen. Not for process://, whose workers have no port."""
+    """The port at which the workers of a job listen. The job must not be process://, whose workers have no port."""
     return config.port or PORTS[job.kind]
 
 
 def ssh_arguments(config: JobConfig) -> list[str]:
-    """Arguments of ssh. It must ask no questions. With a terminal, the worker ends when its ssh ends."""
+    """Arguments of ssh. BatchMode: ssh must ask no questions. -tt gives the worker a terminal, so that it ends when ssh ends."""
     return ["-tt", "-o", "BatchMode=yes", *shlex.split(config.arguments)]
 
 

@@ -1,4 +1,4 @@
-"""This machine's network interfaces: which of its addresses leads to another host. Sends nothing."""
+"""This machine's network interfaces: which of their addresses leads to another host. This module sends nothing over the network."""
 
 import fcntl
 import os
@@ -11,7 +11,7 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's gloo listens on the interface o
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine's interface that leads to a host. Raises OSError if none does."""
+    """The address of this machine's interface that leads to a host. Raises OSError if no interface leads there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))
@@ -19,7 +19,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface whose first IPv4 address is this one. Empty if there is none."""
+    """The name of the interface whose first IPv4 address is this one. Empty if no interface has this address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -32,9 +32,10 @@ def interface_of(address: str) -> str:
 
 
 def lead_gloo_to(host: str, port: int, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Environment that lets gloo listen on the interface that leads to a host. Empty if the user chose one, or if none is found.
+    """Environment that lets gloo listen on the interface that leads to a host.
 
-    gloo's own choice is the address of this machine's name, which often leads to loopback. Other hosts could then not reach it.
+    The environment is empty if the user has chosen an interface, or if no interface is found. By default gloo listens at the address of this
+    machine's name, which often is loopback. Other hosts could then not reach gloo.
     """
     if GLOO_INTERFACE in environment:
         return {}

@@ -1,4 +1,4 @@
-"""Sends the output of a process to files: fd 1 and 2, log lines, warnings. Knows nothing of actors or run folders."""
+"""Send the output of a process to files: fd 1 and 2, log lines, warnings. This module knows nothing of actors or run folders."""
 
 import atexit
 import ctypes
@@ -28,7 +28,7 @@ class LogRoute:
     """Files `<directory>/<name>-<rank>.log` for the output and the log lines of the processes that a client spawns.
 
     tee=True shows each line on the terminal, too: TrainerClient.spawn(config, logs=LogRoute(directory=Path("logs"), tee=True)).
-    Without a LogRoute the files are in a new temporary directory. The field `logs` of TrainerInfo and GeneratorInfo is the path of the file.
+    If no LogRoute is given, the files are in a new temporary directory. The field `logs` of TrainerInfo and GeneratorInfo is the file's path.
     """
 
     directory: Path
@@ -93,8 +93,8 @@ class RoutedOutput(AbstractContextManager):
     def _follow(self, path: Path, start: int, prefix: str) -> None:
         """Copy new lines of the file to the terminal until the redirection ends.
 
-        With a pipe instead of the file, the last output of a crash would be lost. Native code that holds the GIL while it writes would
-        also hang as soon as the pipe is full.
+        The process writes to a file and not to a pipe. If it wrote to a pipe, the last output of a crash would be lost, and native code that
+        holds the GIL while it writes would hang as soon as the pipe is full.
         """
         partial, is_last = b"", False
         # An OSError means that the terminal is gone. The file still gets everything.
@@ -108,7 +108,7 @@ class RoutedOutput(AbstractContextManager):
                 os.write(self._originals[1], b"".join(prefix.encode() + line + b"\n" for line in lines))
 
     def restore(self, *_) -> None:
-        """End the redirection of fd 1 and 2, and with a tee show the last lines on the terminal. A second call does nothing."""
+        """End the redirection of fd 1 and 2. If lines are also shown on the terminal, show the last ones. A second call does nothing."""
         if not self._done.is_set():
             _point_output(self._originals)
             self._done.set()
@@ -121,13 +121,13 @@ class RoutedOutput(AbstractContextManager):
 def route_process_output(path: str | Path, tee_prefix: str | None = None) -> RoutedOutput:
     """Append to a file everything that this process and its later children write to fd 1 and 2, also from C++ and Rust.
 
-    With tee_prefix="[trainer 0] " each line also appears on the former fd 2, after this prefix and within 0.2 s.
+    If tee_prefix is a text such as "[trainer 0] ", each line also appears on the former fd 2, after this prefix and within 0.2 s.
     """
     return RoutedOutput(Path(path), tee_prefix)
 
 
 def route_logs(path: str | Path, *, label: str, verbose: bool = False) -> None:
-    """Send the log lines and warnings of this process to a file. With verbose=True they also go to stderr, each line after `[label]`.
+    """Send the log lines and warnings of this process to a file. If verbose is True, they also go to stderr, each line after `[label]`.
 
     Leave verbose False if `route_process_output` shows the lines of the same file on the terminal. Otherwise they would appear twice.
     """
@@ -152,7 +152,7 @@ def _point_output(targets: tuple[int, int]) -> None:
     streams: list[Any] = [sys.stdout, sys.stderr]
     for stream, fd, target in zip(streams, (1, 2), targets, strict=True):
         with suppress(AttributeError, ValueError, OSError):  # the stream is None, is closed, or is not a text stream
-            # This also flushes. With line buffering the last lines of a killed process are in the file.
+            # This call also flushes. The stream is line-buffered from now on, so that the last lines of a killed process are in the file.
             stream.reconfigure(line_buffering=True)
         ctypes.CDLL(None).fflush(None)
         os.dup2(target, fd)

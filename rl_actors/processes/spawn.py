@@ -1,8 +1,8 @@
-"""Spawns the processes of actors, with their rendezvous and their logs.
+"""Spawn the processes of actors, with their rendezvous and their logs.
 
 Importing this module changes nothing. The first spawn sets up Monarch in this process.
-When a process ends, the processes that it has spawned end within seconds, even if it was killed with kill -9. A spawned process on another
-host is ended by the worker that started it.
+When a process ends, even by kill -9, the processes that it has spawned end within seconds. If a spawned process is on another host, the
+worker that started it ends it.
 """
 
 import asyncio
@@ -50,14 +50,15 @@ START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
 STOP_TIMEOUT = 20.0  # seconds that Monarch has to stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)
 
-# By default Monarch notices a dead process after nine seconds. With this value it takes about one second. A user's own value is kept.
-# Monarch also asks its processes whether they live. Its time limits for their answers are not changed: with shorter limits a process on an
-# overloaded machine was taken for dead, because it was silent for over three seconds while it imported vLLM.
+# By default Monarch notices a dead process after nine seconds. This value makes it notice after about one second. If the user has set the
+# variable, the user's value is kept. Monarch also asks its processes whether they live. Its time limits for their answers are not changed:
+# when they were shorter, a process on an overloaded machine was taken for dead, because it did not answer for over three seconds while it
+# imported vLLM.
 _SUPERVISION = {"HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "1s"}
 
 
 class Probe(Actor):
-    """A second actor on each process. It answers even while the first actor runs a call."""
+    """An actor beside the main actor of each process. The Probe answers even while the main actor runs a call."""
 
     @endpoint
     async def who(self) -> tuple[int, int]:
@@ -86,14 +87,17 @@ class Process:
 
     rank: int
     pid: int
-    # From pidfd_open. The system may give the pid to another process later, but not this handle. None: the process is on another host.
+    # A handle from pidfd_open. It always means this process, but the system may give the pid to another process after this one has ended.
+    # None: the process is on another host.
     handle: int | None = field(repr=False)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid})"
 
     def has_ended(self) -> bool:
-        """True if the process has ended. Always False for a process on another host; calls to it fail when Monarch has noticed its end."""
+        """True if the process has ended. Always False for a process on another host. If such a process ends, calls to it fail as soon as
+        Monarch has noticed the end.
+        """
         if self.handle is None:
             return False
         poll = select.poll()
@@ -101,7 +105,7 @@ class Process:
         return bool(poll.poll(0))
 
     def kill(self) -> None:
-        """End the process at once. Does nothing to a process on another host, which its worker ends."""
+        """End the process at once. Does nothing if the process is on another host, because the worker there ends it."""
         if self.handle is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -115,7 +119,7 @@ class ProcessMesh:
     mesh: ProcMesh
     probe: Probe  # a mesh with one Probe on each process; Monarch gives a mesh the type of its actor
     processes: list[Process]
-    rendezvous: TCPStore = field(repr=False)  # kept here because the ranks need it as long as they live
+    rendezvous: TCPStore = field(repr=False)  # kept here because the ranks need the store as long as they live
 
     def of_this_host(self) -> list[Process]:
         return [process for process in self.processes if process.handle is not None]
@@ -156,7 +160,7 @@ class ProcessMesh:
         except TimeoutError:
             pass
         except Exception:
-            await asyncio.sleep(timeout)  # a process has ended; `first_end` tells its caller which one
+            await asyncio.sleep(timeout)  # a process has ended, and `first_end` returns that process to its caller
         return [process for process in self.processes if process.rank not in answered]
 
     async def first_silent(self, silent_after: float, heard: Callable[[int], None] | None = None) -> list[Process]:
@@ -168,7 +172,7 @@ class ProcessMesh:
     async def stop(self) -> None:
         """End the processes. A second call does nothing."""
         processes, self.processes = self.processes, []
-        # If a process has ended already, the others are killed, because Monarch would wait for an answer of the ended one.
+        # If one process has ended already, the others are killed, because Monarch would wait for an answer from the ended one.
         if any(process.has_ended() for process in processes) or not await self._stop_in_time():
             for process in processes:
                 process.kill()
@@ -230,12 +234,12 @@ async def spawn_processes(
 
 
 def _common_environment(num_processes: int, own_address: str, port: int) -> dict[str, str]:
-    """The environment that all ranks share. own_address, port: those of the rendezvous store."""
+    """The environment that all ranks share. own_address, port: the address and the port of the rendezvous store."""
     return {
         "WORLD_SIZE": str(num_processes),
         "MASTER_ADDR": own_address,
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # every rank, also rank 0, is a client of our store
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # makes every rank, also rank 0, a client of our store
         # The ranks get the caller's import path, because messages may contain losses and actors that the caller's modules define. A rank
         # that cannot unpickle a message ends.
         "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
@@ -250,7 +254,7 @@ def _command(name: str, logs: LogRoute | None, common: Mapping[str, str], point:
     of_rank = {
         "RANK": str(point.rank),
         "LOCAL_RANK": str(point["gpus"]),
-        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # marks our processes for collector.py, and for people who look for them
+        "RL_ACTORS_PROCESS": f"{name}-{point.rank}",  # tells collector.py, and people who list processes, that this one is ours
     }
     if logs is not None:
         of_rank[LOG_VARIABLE] = str(logs.file(name, point.rank))
@@ -269,7 +273,7 @@ async def _require_shared_or_stop(name: str, mesh: ProcMesh, probe: Probe, folde
 
 
 def open_rendezvous(address: str) -> TCPStore:
-    """A store that listens at this address only. torch's own choice would be all interfaces."""
+    """A store that listens only at this address. By default torch would listen on all interfaces."""
     listening = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = listening.getsockname()[1]
     return TCPStore(
@@ -324,7 +328,7 @@ def prepare_this_process() -> None:
     """Set up Monarch in this process, before its first use. A second call does nothing."""
     for variable, value in _SUPERVISION.items():
         os.environ.setdefault(variable, value)
-    # Monarch's hook ends this process when any actor dies. Nobody needs that, because a call to a dead actor raises an exception.
+    # Monarch's default hook ends this process when any actor dies. That is not needed, because a call to a dead actor raises an exception.
     if monarch.actor.unhandled_fault_hook is _DEFAULT_HOOK:
         monarch.actor.unhandled_fault_hook = _log_fault
 
@@ -337,5 +341,5 @@ def _log_fault(failure: MeshFailure) -> None:
 
 
 async def _future(future: Awaitable[T]) -> T:
-    """The result of a Monarch future, as a coroutine."""
+    """Wrap a future of Monarch in a coroutine, for asyncio.wait_for."""
     return await future

@@ -1,11 +1,11 @@
-"""Settings of a process: threads and memory if it computes on a CPU, only threads if it uses a GPU.
+"""Settings of a process: its threads and its memory if it computes on a CPU, only its threads if it uses a GPU.
 
 A process on a CPU gets accurate vector functions, keeps freed memory, and has one pool of worker threads. The reasons are at
 `choose_kernels`, `keep_memory` and `keep_one_pool`.
 
 A process that uses a GPU gets few host threads. By default torch takes one thread per core, in every process, for each operation on tens of
-thousands of numbers. With several such processes on 64 shared cores, a scan of the ids of 65,536 positions took 170 to 200 ms. With four
-threads it took 1.4 ms.
+thousands of numbers. When several such processes shared 64 cores, a scan of the ids of 65,536 positions took 170 to 200 ms. When each
+process had four threads, the scan took 1.4 ms.
 """
 
 import contextlib
@@ -53,7 +53,7 @@ def keep_memory() -> None:
 
 
 def keep_one_pool() -> None:
-    """Make every other thread, such as gloo's, compute without workers.
+    """Let only this thread compute with worker threads. Every other thread, such as gloo's, then computes without them.
 
     OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than cores, libgomp lets
     all of them sleep between two kernels. The collectives of a checkpoint made a second pool, and from then on a step took twice the time.
@@ -67,10 +67,11 @@ def keep_one_pool() -> None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute on this thread without workers.
+    """Context manager in whose body this thread computes without worker threads.
 
-    Use it for many short copies. After each copy the threads wait for the slowest one, and on a busy machine that thread waits for a core.
-    On four cores with twenty runnable processes, 165 copies of 0.5 GB in all took 0.1 s on one thread and 0.6 to 9 s on two.
+    Use it for many short copies. If several threads shared a copy, each copy would wait for the slowest thread, and on a busy machine this
+    thread waits for a core. On four cores with twenty runnable processes, 165 copies of 0.5 GB in all took 0.1 s on one thread and 0.6 to
+    9 s on two.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -35,7 +35,10 @@ def require_files(folder: str) -> Path:
 
 
 def server_context(folder: str) -> ssl.SSLContext:
-    """The TLS context of a service. It admits only programs with a certificate of the authority. Raises ValueError as require_files does."""
+    """The TLS context of a service. It admits only programs with a certificate of the authority.
+
+    Raises ValueError if require_files refuses the folder.
+    """
     made = _context(ssl.PROTOCOL_TLS_SERVER, folder)
     made.verify_mode = ssl.CERT_REQUIRED
     return made
@@ -44,7 +47,8 @@ def server_context(folder: str) -> ssl.SSLContext:
 def client_context(address: Address, folder: str) -> ssl.SSLContext | None:
     """The TLS context of a client, or None for an address without TLS.
 
-    Raises ValueError if an address with TLS comes without a folder, if an address without TLS comes with one, and as require_files does.
+    Raises ValueError if the address has TLS and `folder` is empty, if the address has no TLS and `folder` is not empty, or if require_files
+    refuses the folder.
     """
     if address.tls != bool(folder):
         missing = "needs a folder of certificates" if address.tls else "is without TLS, but certificates were given"
@@ -65,8 +69,8 @@ def _context(protocol: int, folder: str) -> ssl.SSLContext:
 
 
 def use_for_monarch(folder: str) -> None:
-    """Let Monarch use these certificates, in this process and those that it spawns. Call it before Monarch's first use."""
+    """Let Monarch use these certificates, in this process and in the processes that it spawns. Call this before Monarch is used."""
     path = require_files(folder).absolute()
     for variable, name in MONARCH_VARIABLES.items():
         os.environ[variable] = str(path / name)
-    reload_config_from_env()  # Monarch read its environment when it was imported
+    reload_config_from_env()  # Monarch has read the environment when it was imported, so it must read it again

@@ -1,4 +1,4 @@
-"""A worker waits at an address for a run, and starts processes of the run on this machine. It ends with Ctrl-C or SIGTERM.
+"""Start a worker. A worker waits at an address for a run, and starts processes of the run on this machine. Ctrl-C or SIGTERM ends it.
 
 python -m rl_actors.processes.worker tcp://10.0.0.5:4444
 """
