@@ -1,4 +1,4 @@
-"""The trainer on one rank, without Monarch and without vLLM."""
+"""The trainer on one rank. This package uses neither Monarch nor vLLM."""
 
-# cpu.py sets torchtitan's device. It is imported before the modules of torchtitan that copy the device when they are imported.
+# cpu.py sets torchtitan's device. Some modules of torchtitan copy the device when they are imported, so cpu.py must be imported first.
 import rl_actors.engine.cpu  # noqa: F401

@@ -1,7 +1,7 @@
-"""Turn one planned microbatch into tensors of whole rows. packing.py plans; context_parallel.py selects a rank's part of the rows.
+"""Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
-B rows, L row length; S samples of at most T positions, one sample per row; N positions of all samples together; K targets of one
-position; P pieces, which are the samples and the padding of each row.
+In packed tensors: B rows, L row length. If each row has one sample: S samples of at most T positions. N positions of all samples together,
+K targets of one position, P pieces. A piece is a sample, or the padding at the end of a row.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +17,16 @@ from rl_actors.engine.packing import Microbatch
 from rl_actors.types import IGNORE_TARGET, TOP_K_COLUMNS, Sample, column_dtype
 
 Span = tuple[int, int, int, int]
-"""(sample, row, start, end) in whole rows."""
+"""(index of a sample, number of its row, start, end). The sample has the positions from start to end - 1 of the whole row."""
 
 AttentionMasks: TypeAlias = Tensor | BlockMask | VarlenMetadata
-"""Argument of the attention layers. On a CPU it is a dense mask, on a GPU flex attention's block mask or FlashAttention's document
-boundaries."""
+"""The argument that tells the attention layers where documents begin. On a CPU it is a dense mask. On a GPU it is flex attention's block
+mask, or the boundaries of the documents for FlashAttention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """A microbatch of whole rows. BatchShard in context_parallel.py is a rank's part of one."""
+    """A microbatch of whole rows. BatchShard in context_parallel.py is the part of a microbatch that one context-parallel rank holds."""
 
     tokens_BL: Tensor
     targets_BL: Tensor  # IGNORE_TARGET at padding
@@ -35,13 +35,13 @@ class PackedBatch:
     columns: dict[str, Tensor]  # each [B, L], TOP_K_COLUMNS [B, L, K]; 0 where the target is IGNORE_TARGET
     is_padding_BL: Tensor  # bool
     spans: list[Span]
-    # On the host: indices of the samples' positions in the flattened whole rows, in the order of spans.
+    # Indices of the samples' positions in the flattened whole rows, in the order of `spans`. This tensor is on the host.
     index_N: Tensor
     to_device: Callable[[Tensor], Tensor]
     attention_masks: AttentionMasks | None = None
 
     def row_per_sample(self) -> "RowPerSample":
-        """The map from packed rows to rows of one sample, for losses that must see whole samples."""
+        """An object that moves values from packed rows to rows of one sample, and back. Losses that must see whole samples need it."""
         return RowPerSample(self, self.tokens_BL.shape)
 
     # A rank that holds whole rows has nothing to exchange with other ranks. BatchShard overrides the next three methods.
@@ -62,7 +62,7 @@ class PackedBatch:
 class RowPerSample:
     """Moves values from packed rows [B, L, ...] to rows of one sample [S, T, ...], with zeros after the end of the sample, and back.
 
-    If there are no samples, S is 1 and T is L, so that a loss over nothing still gets tensors of some shape.
+    If there are no samples, S is 1 and T is L, so that the loss still gets tensors with rows and positions.
     """
 
     def __init__(self, batch: PackedBatch, shape: torch.Size) -> None:
@@ -73,8 +73,8 @@ class RowPerSample:
         is_inside_ST = torch.arange(longest) < lengths_S[:, None]
         index_ST = torch.zeros(is_inside_ST.shape, dtype=torch.int64)
         index_ST[is_inside_ST] = batch.index_N
-        # The host makes the indices, because it knows the lengths. If a mask on the device were the index, the host would have to wait
-        # until the device has counted the mask's True entries.
+        # The host makes the indices, because it knows the lengths. If a mask on the device were used as an index, the host would have to
+        # wait until the device has counted the True entries of the mask.
         self.index_ST, self.is_inside_ST = batch.to_device(index_ST), batch.to_device(is_inside_ST)
         self.index_N = batch.to_device(batch.index_N)
         self.filled_N = batch.to_device(is_inside_ST.flatten().nonzero()[:, 0])
@@ -116,7 +116,10 @@ class _Pieces:
         return values_P.repeat_interleave(self.lengths_P).view(self.shape)
 
     def lay(self, tensor_of: Callable[[Sample], Tensor | None], fill: Tensor) -> Tensor:
-        """The tensors of all samples in their places, [B, L, ...]. `fill` is the value at padding and in samples without the tensor."""
+        """The tensors of all samples, each at the positions of its sample: [B, L, ...].
+
+        `fill` is the value at padding, and at the positions of samples for which tensor_of returns None.
+        """
         laid: list[Tensor] = []
         for sample, length in zip(self.samples, self.lengths, strict=True):
             tensor = None if sample is None else tensor_of(sample)
@@ -135,8 +138,8 @@ def make_batch(
 ) -> PackedBatch:
     """Lay the samples of a microbatch into rows. The positions of every sample start at 0.
 
-    At padding every position is 0, so each padded position is a document of its own. One long document of padding could be longer than the
-    table of the rotary embedding.
+    At padding every position is 0, so each padded position is a document of its own. If the padding were one long document, it could be
+    longer than the table of the rotary embedding.
     """
     pieces = _Pieces(samples, microbatch)
     is_padding_BL = pieces.spread(torch.tensor([sample is None for sample in pieces.samples]))
@@ -148,8 +151,7 @@ def make_batch(
     columns: dict[str, Tensor] = {}
     for name in column_names:
         column = to_device(pieces.column(name, _absent(samples, name)))
-        # Columns are 0 where the target of a sample is IGNORE_TARGET, and at the padding after samples. So every loss and metric leaves
-        # out both.
+        # Columns are 0 where the target of a sample is IGNORE_TARGET, and at padding. So losses and metrics leave out these positions.
         columns[name] = column.masked_fill_(has_no_target_BL.view(*pieces.shape, *[1] * (column.ndim - 2)), 0)
     return PackedBatch(
         tokens_BL=to_device(pieces.lay(lambda sample: sample.tokens, torch.tensor(0))),
@@ -165,7 +167,7 @@ def make_batch(
 
 
 def _absent(samples: Sequence[Sample], name: str) -> Tensor:
-    """The value of a column at padding and in samples without the column: zero, of shape [], or [K] for TOP_K_COLUMNS."""
+    """The value of a column at a position of padding or of a sample without the column: a scalar 0, or K zeros for TOP_K_COLUMNS."""
     shape = (samples[0].columns[name].shape[1],) if name in TOP_K_COLUMNS else ()
     return torch.zeros(shape, dtype=column_dtype(name))
 

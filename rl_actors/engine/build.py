@@ -1,6 +1,6 @@
-"""Build the parts of an engine from its config: torchtitan's Qwen3 model, parallelized by torchtitan, and its optimizer. Trains nothing.
+"""Build the parts of an engine from its config: torchtitan's Qwen3 model, parallelized by torchtitan, and the model's optimizer.
 
-A Llama or a Mistral is built from the same parts, without the norms of queries and keys.
+A Llama or a Mistral is a Qwen3 model without the norms of queries and keys. This module trains nothing.
 """
 
 import math
@@ -54,7 +54,7 @@ class BuiltModel:
     stages: list[PipelineStage]  # this rank's stages; empty without a pipeline
     num_parameters: int  # of the whole model
     has_value_head: bool
-    optimizers: OptimizersContainer  # in a trainer that only infers: NoOptimizers, which holds none
+    optimizers: OptimizersContainer  # in a trainer that only infers it is a NoOptimizers, which holds no optimizer
     hyperparameters: Hyperparameters | None  # None without an optimizer
     parallel_dims: ParallelDims
     device: torch.device
@@ -96,7 +96,7 @@ def _norm(model: ModelConfig, size: int) -> RMSNorm.Config:
 
 
 def _layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool) -> list[TransformerBlock.Config]:
-    """The blocks' configs. A block of a Llama or a Mistral is a block of a Qwen3 without the norms of queries and keys."""
+    """The configs of the transformer blocks. A block of a Llama or a Mistral is a block of a Qwen3 without norms of queries and keys."""
     layers = _qwen3_layers(model, load_balance_coeff, fuse_qkv)
     for layer in layers:
         layer.attention_norm = _norm(model, model.hidden_size)
@@ -134,7 +134,7 @@ def _qwen3_layers(model: ModelConfig, load_balance_coeff: float, fuse_qkv: bool)
 
 
 def _experts(config: GroupedExperts.Config) -> Experts.Config:
-    """The config of our `Experts` with the values of torchtitan's config."""
+    """A config of our own class `Experts`, with the values of torchtitan's config."""
     return Experts.Config(**{field.name: getattr(config, field.name) for field in fields(config) if field.init})
 
 
@@ -153,7 +153,7 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],
     ).build()
-    # When torchtitan's converter emulates float8, it always uses one scale for a whole tensor. So the recipe is set here, as torchao has it.
+    # When torchtitan's converter emulates float8, it ignores the recipe and uses one scale for a whole tensor. So the recipe is set here.
     recipe = Float8LinearConfig.from_recipe_name(config.float8_recipe)
     converter.torchao_config = replace(recipe, emulate=emulate)
     return converter.convert(model_config)
@@ -176,7 +176,7 @@ def _row_sharding(
 def build(config: TrainerConfig) -> BuiltModel:
     """Build and shard the model on this rank. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT must be in the environment.
 
-    Raises ValueError if the layout needs more or fewer processes than there are.
+    Raises ValueError if WORLD_SIZE is not the number of processes that the layout needs.
     """
     machine = this_machine()
     if config.fsdp_cpu_offload:
@@ -197,7 +197,9 @@ def build(config: TrainerConfig) -> BuiltModel:
     _allocate(modules, device, machine, on_host=config.fsdp_cpu_offload)
     if not config.hf_path:  # with hf_path the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
-    elif config.head == "values" and model.lm_head is not None:  # no directory has the head of a value model
+    elif (
+        config.head == "values" and model.lm_head is not None
+    ):  # a Hugging Face directory does not have the head of a value model
         nn.init.zeros_(model.lm_head.weight)
     lora.initialise(model, config.lora.seed)
     model.train()
@@ -233,8 +235,8 @@ def _training_config(config: TrainerConfig) -> TrainingConfig:
 
 
 def _join_ranks(config: TrainerConfig, machine: Machine) -> tuple[ParallelDims, torch.device]:
-    """(the meshes over all ranks, this rank's device)."""
-    # Until the engine is built, ranks wait for one another as long as the setup may take. TrainEngine then shortens the deadline.
+    """Make the process groups of all ranks. Returns (the meshes over all ranks, this rank's device)."""
+    # Until the engine is built, a rank may wait for the others for setup_timeout seconds. TrainEngine then shortens the deadline.
     comm = CommConfig(trace_buf_size=0, init_timeout_seconds=math.ceil(config.setup_timeout))
     world_size = dist_utils.init_distributed(comm, enable_cpu_backend=machine is gpu)
     if config.num_processes() != world_size:
@@ -273,7 +275,7 @@ def _model_config(
 
 
 def _whole_on_every_rank() -> ShardingConfig:
-    """The sharding of a value model's head: every tensor-parallel rank has all of it. torchtitan would split its only row."""
+    """The sharding of a value model's head: every tensor-parallel rank has the whole head. torchtitan would split the head's only row."""
     activation = dense_activation_placement(tp=spmd.R)
     return ShardingConfig(
         state_shardings={"weight": dense_param_placement(tp=spmd.R)},
@@ -313,7 +315,7 @@ def _parallelize(
 def _allocate(modules: list[nn.Module], device: torch.device, machine: Machine, *, on_host: bool) -> None:
     """Give the modules memory on the device, and initialise their buffers.
 
-    on_host: True gives the parameters memory on the host, which FSDP pins.
+    on_host: True puts the parameters into memory on the host instead, which FSDP pins.
     """
     for module in modules:
         machine.after_parallelize(module)

@@ -1,4 +1,4 @@
-"""The legal order of calls on a trainer: a state machine of four states. Holds no tensors."""
+"""The legal order of calls on a trainer, as a state machine of four states. This module holds no tensors."""
 
 IDLE, OPEN, BROKEN, INCONSISTENT = "idle", "open", "broken", "inconsistent"
 
@@ -43,14 +43,14 @@ _HINT = {
 class StepState:
     """State of the current step.
 
-    The first forward_backward opens a step, and optim_step or discard_gradients closes it. A failure in between breaks it.
+    The first forward_backward opens a step. optim_step or discard_gradients closes the step. A failure in between breaks the step.
     """
 
     def __init__(self) -> None:
         self.state = IDLE
 
     def require(self, call: str) -> None:
-        """Raises RuntimeError naming the state if `call` is not legal in it."""
+        """Raises RuntimeError naming the state if `call` is not legal in this state."""
         if call not in LEGAL[self.state]:
             raise RuntimeError(f"{call} is not possible while the trainer is {self.state}: {_HINT[self.state]}")
 
@@ -61,5 +61,5 @@ class StepState:
         self.state = IDLE
 
     def mark_broken(self, *, weights: bool) -> None:
-        """weights: True if the failed call may have changed some weights. Then dropping the gradients does not repair the trainer."""
+        """weights: True if the failed call may have changed some weights. In this case dropping the gradients does not repair the trainer."""
         self.state = INCONSISTENT if weights else BROKEN

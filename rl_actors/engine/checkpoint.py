@@ -34,19 +34,19 @@ class State(TypedDict):
     """The content of a checkpoint."""
 
     model: dict[str, Tensor]
-    policy_version: Tensor  # int64 []
+    policy_version: Tensor  # int64 scalar
     optimizer: NotRequired[dict[str, object]]  # torchtitan's flat state of all optimizers, by parameter name
 
 
 def is_checkpoint(path: str | Path) -> bool:
-    """True for a directory with a complete checkpoint. DCP writes the metadata last, so a file of metadata says that the rest is there."""
+    """True if `path` is a directory with a complete checkpoint. DCP writes the metadata file last, so if it exists, the rest exists, too."""
     return (Path(path) / METADATA).is_file()
 
 
 def require_checkpoint(built: BuiltModel, path: str, *, optimizer: bool) -> None:
     """Check that `path` holds a checkpoint of this model, with optimizer state if `optimizer` is True. Changes nothing.
 
-    With optimizer=False a value model also takes the checkpoint of a language model, and keeps its own head.
+    If optimizer is False, the checkpoint of a language model is also accepted for a value model, which keeps its own head.
 
     Raises ValueError on every rank if the check fails on any rank. The check also fails if other users can write the files, because DCP
     unpickles them and unpickling can run code.
@@ -89,8 +89,9 @@ def require_replaceable(path: str | Path) -> None:
 class CheckpointWriter:
     """Writes one checkpoint at a time while training goes on.
 
-    The writer has a process group of its own, because its collectives run in another thread than those of training. In one group the
-    ranks could start the collectives of the two threads in different orders, and the collectives would not match.
+    The writer has a process group of its own, because its collectives run in another thread than the collectives of training. If both
+    threads used the same group, the ranks could start the two threads' collectives in different orders, and the collectives of the ranks
+    would not match.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class CheckpointWriter:
         """Copy the state to the CPU and return. The future is done when the directory is complete on disk.
 
         extra_files: files that rank 0 copies into the directory.
-        The future raises RuntimeError with path and rank if a rank could not write. `path` is then as it was before.
+        If a rank could not write, the future raises RuntimeError with path and rank, and `path` is as it was before.
         """
         self.wait()
         upload = dcp.async_save(
@@ -121,16 +122,16 @@ class CheckpointWriter:
         return written
 
     def wait(self) -> None:
-        """Wait until no checkpoint is being written. The error of a failed write is raised only by the future that `start` returned."""
+        """Wait until no checkpoint is being written. If the write fails, only the future that `start` returned raises the error."""
         if self._written is not None:
             self._written.exception()
 
 
 class _WholeDirectoryWriter(FileSystemWriter):
-    """Writes into a directory beside `path`, and renames it after all ranks have written. So `path` never holds half a checkpoint.
+    """Writes into a directory beside `path`, and renames this directory after all ranks have written. So `path` never holds half a checkpoint.
 
-    DCP calls prepare_global_plan before the ranks write, and finish afterwards, both only on its first rank. It sends their errors to all
-    ranks.
+    DCP calls prepare_global_plan before the ranks write, and finish afterwards. It calls both only on its first rank, and sends their errors
+    to all ranks.
     """
 
     def __init__(self, path: str, extra_files: Sequence[Path]) -> None:
@@ -150,8 +151,8 @@ class _WholeDirectoryWriter(FileSystemWriter):
         former = Path(f"{self.target}.former")
         shutil.rmtree(former, ignore_errors=True)
         if self.target.exists():
-            # The target is renamed before it is deleted, because a kill during the deletion would leave half a checkpoint under its name. A
-            # kill between the two renames leaves both checkpoints whole, under their temporary names.
+            # The old checkpoint is renamed before it is deleted. If it were deleted under its own name, a kill during the deletion would leave
+            # half a checkpoint there. A kill between the two renames leaves both checkpoints whole, under temporary names.
             self.target.rename(former)
         self.path.rename(self.target)
         shutil.rmtree(former, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Collectives between the ranks of a trainer: small values, errors, and whole tensors one at a time. Knows no model."""
+"""Collectives between the ranks of a trainer, for small values, errors, and whole tensors one at a time. This module knows no model."""
 
 import contextlib
 import pickle
@@ -26,7 +26,7 @@ def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """True if `holds` is true on all ranks. The tensor is on the CPU, so this also works if other tensors go over NCCL."""
+    """True if `holds` is true on all ranks. The tensor is on the CPU, so this function also works if tensors on GPUs go over NCCL."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)
@@ -35,9 +35,9 @@ def on_all_ranks(holds: bool) -> bool:
 def raise_together(failure: Exception | None) -> None:
     """Raises on every rank if any rank passes a failure.
 
-    A rank that failed raises its own failure. The other ranks raise the failure of the first rank that failed.
-    The attribute `rank` of the exception is the rank that failed. An exception from another rank has the traceback of that rank as a
-    note. An exception that cannot be pickled reaches the other ranks as a RuntimeError with its repr.
+    A rank that failed raises its own failure. The other ranks raise the failure of the lowest rank that failed.
+    The attribute `rank` of the exception is the rank that failed. If the exception comes from another rank, a note in it has the traceback
+    of that rank. If an exception cannot be pickled, the other ranks raise a RuntimeError with the repr of the exception instead.
     """
     if on_all_ranks(failure is None):
         return
@@ -60,9 +60,10 @@ def _sendable(failure: Exception) -> bytes:
 
 
 def whole_tensors(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | None]]:
-    """(name, tensor) of every tensor that any rank has in its state, one at a time. Rank 0 gets it whole on the CPU, the others get None.
+    """(name, tensor) of every tensor that any rank has in its state, one at a time.
 
-    In a pipeline each stage has other tensors. The first rank that has a tensor sends it to rank 0.
+    Rank 0 gets the whole tensor on the CPU. The other ranks get None instead of the tensor. Each stage of a pipeline has its own tensors. The
+    first rank that has a tensor sends it to rank 0.
     """
     rank = dist.get_rank()
     specs_by_rank = by_rank({name: (tensor.shape, tensor.dtype) for name, tensor in state.items()})

@@ -1,6 +1,6 @@
-"""Context parallelism: each rank holds some positions of every row. torchtitan shards the rows; this module also gathers them again.
+"""Context parallelism: each rank holds some positions of every row. torchtitan shards the rows. This module also gathers them again.
 
-Knows no model. B rows, L row length, C positions of a row that this rank holds.
+This module knows no model. B rows, L row length, C positions of a row that this rank holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ from rl_actors.engine.batch import AttentionMasks, PackedBatch, RowPerSample
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeRows:
-    """Adds the attention masks to a batch. Every rank holds whole rows."""
+    """Adds the attention masks to a batch, for a layout without context parallelism, in which every rank holds whole rows."""
 
     masks: Callable[[PackedBatch], AttentionMasks]
 
@@ -30,11 +30,11 @@ class WholeRows:
 class RowShards:
     """Gives every rank of the mesh a part of each row, with attention masks.
 
-    With a load balancer all parts need about equal work in attention, and a part need not be contiguous.
+    If there is a load balancer, all parts need about equal work in attention, and the positions of a part need not be contiguous.
     """
 
     masks: Callable[[Tensor], BlockMask]  # positions_BL -> flex attention's masks
-    # This rank's shard of the masks -> the attention layers' argument.
+    # This rank's shard of flex attention's masks -> the argument of the attention layers.
     local_masks: Callable[[BlockMask], AttentionMasks]
     mesh: DeviceMesh
     load_balancer: str | None
@@ -71,7 +71,7 @@ class RowShards:
 class BatchShard(PackedBatch):
     """A rank's part of a batch. Its tensors are [B, C]; spans and index_N are those of the whole rows."""
 
-    index_BC: Tensor  # place of each held position in its row
+    index_BC: Tensor  # for each position that this rank holds, its place in the whole row
     mesh: DeviceMesh
 
     def row_per_sample(self) -> RowPerSample:
@@ -82,7 +82,8 @@ class BatchShard(PackedBatch):
         index_BL = self._gather(self.index_BC)
         whole: dict[str, Tensor] = {}
         for name, value_BC in values.items():
-            # The parts of the ranks follow one another. index_BL has the place in its row of every position, and scatter_ puts it there.
+            # In gathered_BL the parts of the ranks follow one another. index_BL has the place of every value in its row. scatter_ puts the
+            # values into these places.
             gathered_BL = self._gather(value_BC)
             whole[name] = torch.empty_like(gathered_BL).scatter_(1, _like(index_BL, gathered_BL), gathered_BL)
         return whole
@@ -99,6 +100,6 @@ class BatchShard(PackedBatch):
 
 
 def _like(index_BX: Tensor, value: Tensor) -> Tensor:
-    """The index for gather and scatter of a value [B, X, ...], expanded over the dimensions after X."""
+    """An index [B, X], expanded over the further dimensions of a value [B, X, ...], as gather and scatter need it. X is C or L."""
     expanded = index_BX.view(*index_BX.shape, *[1] * (value.ndim - 2))
     return expanded.expand(*index_BX.shape, *value.shape[2:])

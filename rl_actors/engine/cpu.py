@@ -1,6 +1,6 @@
-"""The functions that a machine without a GPU needs: torchtitan's device, an attention with a backward pass, sums over gloo.
+"""The functions that a machine without a GPU needs. gpu.py has functions of the same names for a GPU. machine.py says what each one does.
 
-gpu.py has functions of the same names for a GPU. machine.py says what each function does.
+Importing this module on such a machine sets torchtitan's device to the CPU.
 
 B rows, L row length, N heads, H head width.
 """
@@ -63,9 +63,8 @@ class DenseAttention(FlexAttention):
 
 
 def dense_mask(positions_BL: Tensor) -> Tensor:
-    """[B, 1, L, L] bool: position q sees position k if k is not later than q and in the same document.
-
-    A document starts where the position is 0.
+    """[B, 1, L, L] bool. Entry [b, 0, q, k] is True if position q of row b sees position k: k is not later than q, and both are in the same
+    document. A document starts where positions_BL is 0.
     """
     documents_BL = (positions_BL == 0).cumsum(1)
     same_BLL = documents_BL[:, :, None] == documents_BL[:, None, :]
@@ -77,9 +76,10 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Share the cores of this host among all ranks. With more threads than cores, gloo and the kernels slow each other down.
+    """Divide the cores of this host by the number of ranks, and use so many threads. If there are more threads than cores, gloo and the
+    kernels slow each other down.
 
-    Ranks on other hosts are counted, too. An OMP_NUM_THREADS that the user set is kept.
+    Ranks on other hosts are counted, too. If the user has set OMP_NUM_THREADS, the user's number is kept.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
@@ -90,7 +90,7 @@ def prepare(world_size: int) -> None:
 
 
 def attention(kernel: str) -> DenseAttention.Config:
-    """DenseAttention for every `kernel`, because it is the only one on a CPU."""
+    """DenseAttention for every `kernel`, because a CPU has no other kernel with a backward pass."""
     return DenseAttention.Config()
 
 
@@ -136,8 +136,8 @@ def local_masks(masks: BlockMask) -> Tensor:
 def after_parallelize(model: nn.Module) -> None:
     """Make FSDP reduce by a plain sum.
 
-    FSDP has a divide factor and therefore uses the reduction PREMUL_SUM, which gloo lacks. torchtitan sets the factor to 1, so a plain
-    sum gives the same result.
+    By default FSDP divides by a factor within the reduction and uses PREMUL_SUM for it, which gloo lacks. torchtitan sets the factor to 1,
+    so a plain sum gives the same result.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -167,7 +167,7 @@ def wait() -> None:
 
 
 def release_memory() -> None:
-    """Does nothing. glibc gives blocks of 32 MiB and more back at once, and keeps smaller ones (see processes/threads.py)."""
+    """Does nothing. glibc gives freed blocks of 32 MiB and more back to the system at once. It keeps smaller ones (processes/threads.py)."""
 
 
 def peak_memory_bytes() -> int:

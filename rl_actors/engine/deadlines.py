@@ -1,7 +1,7 @@
-"""The deadline of a collective: how long a rank waits in it for another one. It holds in every process group, of gloo and of NCCL.
+"""The deadline of collectives: how long a rank waits in a collective for another rank. Every process group gets it, of gloo and of NCCL.
 
-After the deadline gloo raises an error in the rank that waits, which `late` recognises. NCCL's watchdog ends the process of that rank.
-Either way the caller learns of the hang then, and not only when its call_timeout is over.
+After the deadline gloo raises an error in the waiting rank, and `late` recognises this error. With NCCL, the watchdog ends the process of
+the waiting rank. Either way the caller learns of the hang at the deadline, which is before the call_timeout of the call.
 """
 
 import contextlib
@@ -16,15 +16,15 @@ from torchtitan.distributed import ParallelDims
 from rl_actors.engine.collectives import on_all_ranks
 
 LATE = re.compile(r"Timed out waiting \d+ms for (recv|send) operation|Application timeout caused pair closure")
-"""gloo's errors in a collective whose deadline has passed, and in every later collective of the same two ranks."""
+"""The texts of gloo's errors in a collective whose deadline has passed, and in every later collective between the same two ranks."""
 
 
 @contextlib.contextmanager
 def made_with(seconds: float) -> Iterator[None]:
-    """Context manager in whose body new groups get this deadline.
+    """Context manager in whose body new process groups get this deadline.
 
-    torch's own deadline is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the deadline with
-    which the group was made, so it must be right from the start.
+    torch's default is ten minutes for NCCL and half an hour for gloo. The sends and receives of a gloo group keep the deadline with which
+    the group was made, so the group must have the right deadline from the start.
     """
     names = ("default_pg_timeout", "default_pg_nccl_timeout")
     before = {name: getattr(distributed_c10d, name) for name in names}
@@ -38,9 +38,10 @@ def made_with(seconds: float) -> Iterator[None]:
 
 
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
-    """Wait until all ranks have called this function, and set the deadline of every group.
+    """Wait until all ranks have called this function, and then set the deadline of every group.
 
-    Without the wait, a rank that is still busy with its setup could come too late for the new, shorter deadline of the others.
+    If the ranks did not wait, one rank could already use a new, shorter deadline while another is still busy with its setup, and the second
+    could come too late.
     """
     on_all_ranks(True)
     groups = {mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()}

@@ -1,7 +1,7 @@
-"""Exports a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports the weights in a trainer.
+"""Export a trainer's checkpoint as a Hugging Face directory, in one process without a trainer. hf.py exports the weights in a trainer.
 
-Tensors are read one block at a time. So the process holds only one block and one file of the export in memory, and all adapters if there
-are any.
+A checkpoint of whole weights is read one transformer block at a time. So the process holds only one block, and the tensors of one file of
+the export, in memory. If the checkpoint has adapters, the process holds all adapters, and reads the weights one tensor at a time.
 """
 
 import re
@@ -36,10 +36,10 @@ def export_checkpoint(
     dtype: str = "float32",
     texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write the directory that export_hf of a trainer with these weights would write. `path` never holds half an export.
+    """Write the directory that TrainEngine.export_hf would write with these weights. `path` never holds half an export.
 
-    If the trainer has adapters, its checkpoint holds only the adapters. They are merged into the weights of config.hf_path.
-    texts: name -> content of further files, which replace files of the same name from the checkpoint.
+    If the trainer has adapters, its checkpoint holds only the adapters. In this case they are merged into the weights of config.hf_path.
+    texts: name -> content of further files. Such a file replaces a file that the checkpoint has under the same name.
     Raises ValueError if `checkpoint` is not a checkpoint of this model, if `path` is taken, or if the dtype is unknown.
     """
     config.require_hf("export")
@@ -59,9 +59,9 @@ def export_checkpoint(
 def export_adapters(
     checkpoint: str, config: TrainerConfig, path: str, *, texts: Mapping[str, str] | None = None
 ) -> None:
-    """Write the directory that export_lora of a trainer with these adapters would write: adapters for the model in config.hf_path.
+    """Write the directory that TrainEngine.export_lora would write with these adapters: adapters for the model in config.hf_path.
 
-    The tokenizer files of the checkpoint are copied, too. texts: see export_checkpoint.
+    The tokenizer files of the checkpoint are copied, too. texts: further files, as in export_checkpoint.
     """
     if not config.lora.rank:
         raise ValueError("lora.rank=0: the run trained no adapters; export the whole weights")
@@ -79,7 +79,7 @@ def export_adapters(
 
 
 def policy_version(checkpoint: str) -> int:
-    """The version of the weights in a checkpoint."""
+    """The policy_version of the weights in a checkpoint."""
     state = {"policy_version": torch.tensor(0)}
     _load(checkpoint, state)
     return int(state["policy_version"])
@@ -91,7 +91,7 @@ def _write_texts(directory: Path, texts: Mapping[str, str] | None) -> None:
 
 
 def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the model's tensors in the checkpoint, under torchtitan's names."""
+    """torchtitan's name -> shape, of the model's tensors in the checkpoint. Raises ValueError unless they are those of this config."""
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
     require_trusted(checkpoint)
@@ -113,7 +113,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
 
 
 def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of the tensors that a checkpoint of this trainer holds."""
+    """torchtitan's name -> shape, of the tensors that a checkpoint of a trainer with this config holds."""
     weights = {name: tuple(tensor.shape) for name, tensor in hf.whole_state(config.model).items()}
     if not config.lora.rank:
         return weights
@@ -128,7 +128,7 @@ def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]:
-    """torchtitan's name -> Hugging Face's name, of all tensors except experts, which torchtitan joins."""
+    """torchtitan's name -> Hugging Face's name. Experts are left out, because one tensor of torchtitan holds all experts of a block."""
     adapter = hf.hf_adapter(model)
     found = {}
     for name in names:
@@ -139,7 +139,7 @@ def _hf_names(names: Mapping[str, object], model: ModelConfig) -> dict[str, str]
 
 
 def _read(checkpoint: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """These tensors of the checkpoint, in float32."""
+    """Read the tensors with these names and shapes from the checkpoint, in float32."""
     state: dict[str, dict[str, Tensor]] = {"model": {name: torch.empty(shape) for name, shape in shapes.items()}}
     _load(checkpoint, state)
     return state["model"]
@@ -149,7 +149,8 @@ def _load(checkpoint: str, state: Mapping[str, object]) -> None:
     """Fill the tensors of `state` from the checkpoint. Raises ValueError if other users can write its files."""
     require_trusted(checkpoint)
     with plain_errors(f"reading {checkpoint}"), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # this process has no ranks
+        # torch warns that it loads in a single process. This is expected, because this process is not part of a distributed job.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(state), checkpoint_id=checkpoint, no_dist=True)
 
 
@@ -160,7 +161,7 @@ def _whole(checkpoint: str, shapes: Mapping[str, tuple[int, ...]], model: ModelC
 
 
 def _blocks(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The tensors, grouped by the number of their block. A tensor outside the blocks has a group of its own."""
+    """The tensors, grouped by the number of their transformer block. A tensor outside the blocks has a group of its own."""
     blocks: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
         layer = LAYER.search(name)
@@ -186,7 +187,7 @@ def _scale(config: LoRAConfig) -> float:
 
 
 def _adapters(tensors: Mapping[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    """Adapters under peft's names from adapters under torchtitan's."""
+    """Rename adapters from torchtitan's names to peft's names."""
     weights = {name.removesuffix(LORA_A) + ".weight": None for name in tensors if name.endswith(LORA_A)}
     found: dict[str, Tensor] = {}
     for name, hf_name in _hf_names(weights, model).items():

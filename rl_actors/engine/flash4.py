@@ -1,8 +1,8 @@
 """Attention kernels of a CUDA machine for packed rows: flex attention, or FlashAttention 4 from the package flash-attn-4.
 
-FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use the features of Hopper and Blackwell. torch 2.13
-calls the two functions at the end of this file instead of the package's, because torch expects two values from the forward function and
-the package's returns five.
+FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use features of Hopper and Blackwell GPUs. torch 2.13
+expects two values from the forward function, but the package's function returns five. So torch is made to call the two functions at the end
+of this file, which call those of the package.
 """
 
 from collections.abc import Iterable
@@ -23,15 +23,16 @@ from torchtitan.models.common.attention import FlexAttention, VarlenAttention, V
 
 BOUNDARIES_MULTIPLE = 64
 """The number of documents is rounded up to a multiple of this number, and the length of the longest document to a power of two. torch
-compiles the blocks anew for every new value, so there should be few values."""
+compiles the transformer blocks anew for every new value of the two, so there should be few values."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""
 
 
 class Flash4(VarlenAttention):
-    """torchtitan's VarlenAttention, with FlashAttention 4. VarlenAttention's own __init__ is not called, because it would require
-    FlashAttention 3, for which there is no package.
+    """torchtitan's VarlenAttention, with FlashAttention 4.
+
+    The __init__ of VarlenAttention is not called, because it would require FlashAttention 3, for which there is no package.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -54,7 +55,7 @@ CONFIGS: dict[str, type[FlexAttention.Config] | type[VarlenAttention.Config]] = 
 def documents(num_rows: int, row_length: int, spans: Iterable[tuple[int, int, int, int]]) -> VarlenMetadata:
     """The boundaries of the documents in all rows. spans: (sample, row, start, end) of each sample. The padding of a row is one document.
 
-    The host computes the boundaries, because it knows the spans and need not wait for the device.
+    The boundaries are computed on the host. It knows the spans, so it need not wait for the device.
     """
     found = set(range(0, num_rows * row_length + 1, row_length))
     for _, row, start, end in spans:

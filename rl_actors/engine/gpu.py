@@ -27,10 +27,10 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Compile flex attention without autotuning. Autotuning takes minutes at every new shape and pays only in long runs.
+    """Compile flex attention without autotuning. Autotuning takes minutes at every new shape, and saves time only in long runs.
 
-    Under context parallelism torchtitan's compiled function creates the masks. torch's own function compiles anew for every shape, and
-    fails at the ninth.
+    Under context parallelism let torchtitan's compiled function create the masks. torch's own function is compiled anew for every shape, and
+    fails at the ninth shape.
     """
     threads.prepare_gpu_process()
     FlexAttention.inductor_configs["max_autotune"] = False
@@ -71,7 +71,7 @@ class HostCopy(metrics.HostCopy):
 
 
 class Stopwatch(metrics.Stopwatch):
-    """Measures the GPU's seconds for the kernels that are launched between `start` and `stop`, with events of the current stream."""
+    """Measures how long the GPU works on the kernels that are launched between `start` and `stop`, by events of the current stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def _event_now() -> torch.cuda.Event:
 
 
 def require_cpu_offload() -> None:
-    """Does nothing: memory can be pinned."""
+    """Does nothing, because memory can be pinned on a machine with a GPU."""
 
 
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -114,18 +114,19 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def fuse(function: Callable) -> Callable:
     """Compile the function into few kernels.
 
-    Rowwise float8 makes all compiled kernels of the process round like eager ones (emulate_precision_casts). That is not needed here.
+    The rowwise recipe of float8 makes all compiled kernels of the process round as eager kernels do (emulate_precision_casts). This function
+    does not need it, so it is off here.
     """
     return torch.compile(function, options={"emulate_precision_casts": False})
 
 
 def local_masks(masks: BlockMask) -> BlockMask:
-    """The masks themselves."""
+    """The masks unchanged, because flex attention takes them as they are."""
     return masks
 
 
 def after_parallelize(model: nn.Module) -> None:
-    """Does nothing: NCCL has every reduction that FSDP uses."""
+    """Does nothing, because NCCL has every reduction that FSDP uses."""
 
 
 def has_float8() -> bool:
@@ -152,7 +153,7 @@ def host_buffer(num_bytes: int) -> Tensor:
     if int(error):
         raise RuntimeError(f"{num_bytes:,} bytes of host memory could not be pinned: {error}")
     unpinning = weakref.finalize(buffer.untyped_storage(), torch.cuda.cudart().cudaHostUnregister, buffer.data_ptr())
-    unpinning.atexit = False  # the end of the process unpins, too
+    unpinning.atexit = False  # not needed at exit, because the end of the process unpins the memory
     return buffer
 
 

@@ -16,13 +16,13 @@ from rl_actors.engine.vocab_parallel import Logits, TargetLogprobs, entropy, top
 from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
-"""Numbers computed at every position. The first entry is the one whose name is the head's `output`: "logprobs" or "values", [B, L]. The
-others are there if they are needed: "entropy" [B, L] and "target_logprobs" [B, L, K]."""
+"""Numbers computed at every position. The name of the first entry is the head's `output`, "logprobs" or "values", and its shape is [B, L].
+If they are asked for, "entropy" [B, L] and "target_logprobs" [B, L, K] follow."""
 
 
 class Head(Protocol):
     output: ClassVar[str]
-    """Name of the number that every loss of this head reads first."""
+    """Name of the numbers that every loss of this head gets as its first argument."""
 
     def __call__(
         self,
@@ -33,9 +33,9 @@ class Head(Protocol):
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The numbers of a chunk, float32; 0 where the target is IGNORE_TARGET.
+        """The numbers of a chunk in float32. They are 0 where the target is IGNORE_TARGET.
 
-        outputs: [B, L, V] of a language model, [B, L, 1] of a value model. top_k: ids [B, L, K].
+        outputs: [B, L, V] in a language model, [B, L, 1] in a value model. top_k: ids [B, L, K] whose logprobs are wanted, too.
         """
 
 
@@ -45,7 +45,7 @@ class LogprobHead:
     output: ClassVar[str] = "logprobs"
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
-        """fuse: turns a function of tensors into one kernel, on a machine that can compile one."""
+        """fuse: compiles a function of tensors into one kernel, if the machine can."""
         self.target_logprobs = TargetLogprobs(fuse)
 
     def __call__(
@@ -80,7 +80,7 @@ class ValueHead:
         with_entropy: bool,
         top_k: Tensor | None,
     ) -> Values:
-        """The values. Temperatures have no effect. Raises ValueError if entropy or other ids are asked for."""
+        """The values. Temperatures have no effect. Raises ValueError if entropy or logprobs of the ids in top_k are asked for."""
         if with_entropy or top_k is not None:
             raise ValueError(
                 "a value model has no distribution over tokens: it computes neither entropy nor logprobs of ids"

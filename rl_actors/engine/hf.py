@@ -1,7 +1,7 @@
 """Read and write Hugging Face directories of the model: config.json, safetensors and tokenizer files.
 
-All ranks must call load, state_dict, require_exportable and the exports together. A Hugging Face directory has no optimizer state; the
-trainer's own checkpoints (checkpoint.py) have it.
+All ranks must call load, state_dict, require_exportable, export and export_lora together. A Hugging Face directory has no optimizer state.
+The trainer's own checkpoints (checkpoint.py) have it.
 """
 
 import json
@@ -53,7 +53,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def require_same_tensors(config: ModelConfig, path: str) -> None:
-    """Raises ValueError listing tensors that are missing, unexpected or of another shape. Reads only the headers of the files."""
+    """Raises ValueError listing tensors of the directory `path` that are missing, unexpected or of another shape than in this config.
+
+    Reads only the headers of the files.
+    """
     if not any(Path(path).glob("*.safetensors")):
         raise ValueError(f"{path} holds no *.safetensors")
     metadata = HuggingFaceStorageReader(path).read_metadata().state_dict_metadata
@@ -67,7 +70,7 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
     where, what: the names that the error text gives to the tensors and to the model.
     """
     here = tensor_shapes(config)
-    # Some published directories of tied models also hold the head, and old ones hold the rotary embedding's table.
+    # Some published directories of models with tied embeddings also hold the head, and old directories hold the rotary embedding's table.
     known = dict(here)
     if config.tie_word_embeddings:
         known["lm_head.weight"] = here["model.embed_tokens.weight"]
@@ -86,18 +89,18 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of this model in a Hugging Face directory. They do not depend on the layout."""
+    """Hugging Face's name -> shape, of every tensor of this model. The names and shapes do not depend on the layout of the ranks."""
     return {name: tuple(tensor.shape) for name, tensor in hf_adapter(config).to_hf(whole_state(config)).items()}
 
 
 def whole_state(config: ModelConfig) -> dict[str, Tensor]:
-    """The whole model's state under torchtitan's names, on the meta device. Query, key and value are apart."""
+    """The whole model's state under torchtitan's names, on the meta device. Query, key and value are separate tensors."""
     with torch.device("meta"):
         return qwen3_config(config).build().state_dict()
 
 
 def load(built: BuiltModel, path: str) -> None:
-    """Load a directory of safetensors into the sharded model, in place. Each rank reads its part.
+    """Load a directory of safetensors into the sharded model, in place. Each rank reads its own part of the tensors.
 
     Expert biases and the head of a value model keep their values, because a Hugging Face directory has neither.
     """
@@ -108,7 +111,7 @@ def load(built: BuiltModel, path: str) -> None:
 def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
     """Copy whole tensors under their Hugging Face names into the sharded model, in place, one after another. Each rank copies its part.
 
-    Raises ValueError if a tensor of this rank is missing. The others have been copied by then.
+    Raises ValueError if a tensor of this rank is missing. All tensors that are not missing have then been copied already.
     """
     with _to_fill(built) as tensors:
         missing = set(tensors)
@@ -122,10 +125,10 @@ def load_whole(built: BuiltModel, whole: Iterable[tuple[str, Tensor]]) -> None:
 
 @contextmanager
 def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
-    """The model's tensors under their Hugging Face names, sharded. The body fills them in place.
+    """Context manager that gives the model's tensors under their Hugging Face names, sharded. The body fills the tensors in place.
 
-    Hugging Face has several tensors for a joined parameter (experts, or fused query, key and value; see hf_names.py). Here these tensors
-    are temporary. After the body they are joined, and copied into the parameter.
+    A joined parameter (the experts of a block, or fused query, key and value; see hf_names.py) is several tensors in Hugging Face's form.
+    For such a parameter the body fills temporary tensors. After the body they are joined, and copied into the parameter.
     """
     parameters = _parameters(built.model)
     if built.has_value_head:
@@ -149,9 +152,9 @@ def _to_fill(built: BuiltModel) -> Iterator[dict[str, Tensor]]:
 def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """The weights under their Hugging Face names, sharded over the ranks. A tied head appears once. Adapters are merged.
 
-    Without a pipeline every rank has every name. In a pipeline a rank has the names of its stages.
-    dtype: the dtype of the tensors that are redistributed here. The others keep their own dtype, and a transport casts them as it copies
-    them.
+    If there is a pipeline, a rank has the names of its own stages. Otherwise every rank has every name.
+    dtype: the dtype of the joined tensors (hf_names.py), which are copied here. The others keep their own dtype, and a transport casts them
+    when it copies them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():
@@ -160,7 +163,7 @@ def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[st
 
 
 def require_tokenizer(path: str) -> None:
-    """Raises ValueError if `path` is not a directory of a tokenizer."""
+    """Raises ValueError if `path` is not the directory of a tokenizer."""
     if not (Path(path) / "tokenizer_config.json").is_file():
         raise ValueError(
             f"tokenizer_path={path!r} holds no tokenizer_config.json, so it is not a tokenizer's directory"
@@ -168,7 +171,7 @@ def require_tokenizer(path: str) -> None:
 
 
 def tokenizer_files(source: str) -> list[Path]:
-    """The tokenizer files in the directory `source`. An empty source has none."""
+    """The tokenizer files in the directory `source`. If `source` is "", there are none."""
     if not source:
         return []
     files = [Path(source) / name for name in TOKENIZER_FILES]
@@ -176,7 +179,7 @@ def tokenizer_files(source: str) -> list[Path]:
 
 
 def adapter_state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Only the adapters, under peft's names in this dtype, sharded as in the model."""
+    """Only the adapters, under peft's names and in this dtype. They are sharded as in the model."""
     state = lora.peft_state_dict(built.model, built.hf_adapter.to_hf)
     return {name: tensor.detach().to(dtype) for name, tensor in state.items()}
 
@@ -185,14 +188,14 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
     """Write a directory that transformers and vLLM load.
 
     The directory is written beside `path` and then renamed, so `path` never holds half an export. Tensors are gathered one at a time, so
-    rank 0 holds at most MAX_FILE_BYTES and one tensor. source: a directory whose tokenizer files are copied.
+    rank 0 holds at most MAX_FILE_BYTES of tensors, and one more tensor. source: a directory whose tokenizer files are copied.
     """
     target, temporary = Path(path), Path(f"{path}.partial")
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # torchtitan's adapter records the layout of the experts that it renames. The model's adapter has recorded sharded experts, but these
-    # tensors are whole, so they get a new adapter.
+    # torchtitan's state-dict adapter, which renames tensors, records the layout of the experts that it renames. The model's own one has
+    # recorded sharded experts, but the experts here are whole, so a new one renames them.
     adapter = hf_adapter(config)
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):
@@ -200,8 +203,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
             try:
                 files.add(to_hf_names(adapter, {name: whole.to(DTYPES[dtype])}))
             except OSError as error:
-                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. `commit` raises it, and
-                # _on_first_rank then raises on all ranks.
+                # If rank 0 raised the error here, the other ranks would wait for rank 0 in the next gather. So `commit` raises the error, and
+                # _on_first_rank then raises it on all ranks.
                 failure = error
 
     def commit() -> None:
@@ -214,7 +217,7 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
 
 def begin_directory(directory: Path, config: ModelConfig, *, source: str, dtype: str) -> None:
-    """Make the directory anew, with config.json and the tokenizer files of `source`."""
+    """Delete the directory if it exists, and make it again with config.json and the tokenizer files of `source`."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     values = config.to_hf() | {"torch_dtype": dtype}
@@ -255,7 +258,7 @@ def _is_free(path: str) -> bool:
 
 
 class SafetensorsWriter:
-    """Writes model.safetensors. More than MAX_FILE_BYTES become several files model-00001-of-0000N.safetensors with an index."""
+    """Writes model.safetensors. If the tensors have more than MAX_FILE_BYTES, writes model-00001-of-0000N.safetensors and so on, and an index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -296,7 +299,7 @@ class SafetensorsWriter:
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    """This rank's shards of the parameters. Blocks that FSDP still has gathered are sharded again first.
+    """This rank's shards of the parameters. If FSDP still has gathered blocks, they are sharded again first.
 
     model.state_dict() would gather the whole query, key and value of every block on every rank, so it is not used.
     """
@@ -316,7 +319,7 @@ def _first(names: list[str]) -> str:
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Call `work` on rank 0, for all ranks. If it fails, every rank raises its error, so that no rank continues without the others."""
+    """Call `work` on rank 0, for all ranks. If `work` fails, every rank raises the error, so that no rank continues without the others."""
     failure: Exception | None = None
     if dist.get_rank() == 0:
         try:

@@ -1,6 +1,7 @@
-"""Tensors that torchtitan joins and Hugging Face has apart: the experts of a block, and query, key and value. Reads and writes no file.
+"""Joined tensors: torchtitan has one tensor where Hugging Face has several. This module splits them, joins them, and renames tensors.
 
-Along its first dimension, every slice of a joined tensor belongs to one of Hugging Face's tensors.
+A joined tensor holds the experts of a transformer block, or the fused query, key and value of its attention. Every slice along the first
+dimension of a joined tensor belongs to one of Hugging Face's tensors. This module reads and writes no file.
 
 G groups of key-value heads, R query heads in a group, W head width, D hidden size.
 """
@@ -14,16 +15,17 @@ EXPERTS, FUSED = ".inner_experts.", ".wqkv."
 
 
 def is_joined(name: str) -> bool:
-    """True for experts and for fused query, key and value, which are several tensors in Hugging Face's form."""
+    """True if this is torchtitan's name of the experts of a block, or of fused query, key and value."""
     return EXPERTS in name or FUSED in name
 
 
 def _split_placements(joined: DTensor) -> list[Placement]:
-    """Placements under which every rank holds a piece of every expert or head.
+    """Placements under which every rank holds a piece of every expert or attention head.
 
     FSDP and expert parallelism shard the first dimension, so they give each rank whole experts and heads. But every rank must publish a
-    shard of every tensor. These placements shard another dimension. So every expert and head is split over all ranks, and the memory stays
-    the same. (torchtitan's own adapter would give each rank only the names of its own experts, and it does not support replicas.)
+    shard of every tensor. So these placements shard another dimension. Every expert and head is then split over all ranks, and each rank
+    needs as much memory as before. (torchtitan's own adapter would give each rank only the names of its own experts, and it does not support
+    replicas.)
     """
     sharded_dims = {placement.dim for placement in joined.placements if not placement.is_replicate()}
     free_dim = next(dim for dim in range(1, joined.ndim) if dim not in sharded_dims)
@@ -35,12 +37,12 @@ def _split_placements(joined: DTensor) -> list[Placement]:
 
 
 def split_over_rows(joined: DTensor) -> DTensor:
-    """The tensor redistributed, so that every rank holds a piece of every expert or head."""
+    """The joined tensor, redistributed so that every rank holds a piece of every expert or attention head."""
     return joined.redistribute(placements=_split_placements(joined))
 
 
 def empty_split_over_rows(joined: DTensor) -> DTensor:
-    """An uninitialised tensor like split_over_rows(joined)."""
+    """An uninitialised tensor with the shape, dtype and placements of split_over_rows(joined)."""
     return torch.distributed.tensor.empty(
         joined.shape, dtype=joined.dtype, device_mesh=joined.device_mesh, placements=_split_placements(joined)
     )
@@ -52,8 +54,8 @@ def to_hf_names(adapter: Qwen3StateDictAdapter, state: dict[str, Tensor]) -> dic
     experts: dict[str, Tensor] = {}
     for name, tensor in state.items():
         if EXPERTS in name:
-            # For a DTensor torchtitan's adapter would return only this rank's experts. So it gets an empty plain tensor, and only its
-            # names are used.
+            # If torchtitan's adapter got a DTensor, it would return only this rank's experts. So it gets a small plain tensor, and only the
+            # names that it returns are used.
             names = adapter.to_hf({name: torch.empty(len(tensor), 1, 1, device="meta")})
             experts.update(zip(names, tensor.unbind(0), strict=True))
         elif FUSED in name:
@@ -82,9 +84,9 @@ def split_qkv(adapter: Qwen3StateDictAdapter, name: str, tensor: Tensor) -> dict
 
 
 def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
-    """Wrap this rank's piece of some rows of `whole` as a DTensor with the placements of `whole`. A plain tensor stays as it is.
+    """Wrap `rows`, this rank's piece of some rows of `whole`, as a DTensor with the placements of `whole`.
 
-    Every rank holds a piece of every row.
+    Every rank must hold a piece of every row. If `whole` is a plain tensor, `rows` is returned as it is.
     """
     if not isinstance(whole, DTensor):
         return rows
@@ -100,12 +102,12 @@ def _distributed_like(whole: Tensor, rows: Tensor) -> Tensor:
 
 
 def join_qkv(adapter: Qwen3StateDictAdapter, split: list[Tensor]) -> Tensor:
-    """The fused weight of a query, a key and a value weight, in this order."""
+    """The fused weight. split: the weights of query, key and value, in this order."""
     num_groups, _, width = _heads(adapter)
     return torch.cat([part.unflatten(0, (num_groups, -1, width)) for part in split], dim=1).flatten(0, 2)
 
 
 def _heads(adapter: Qwen3StateDictAdapter) -> tuple[int, int, int]:
-    """(G, R, W). In torchtitan's fused weight the queries, the key and the value of a group follow each other."""
+    """(G, R, W). torchtitan's fused weight has, for one group after another, the rows of the group's queries, of its key and of its value."""
     attention = adapter.model_config.layers[0].attention
     return attention.n_kv_heads, attention.n_heads // attention.n_kv_heads, attention.head_dim

@@ -1,12 +1,14 @@
-"""Random weights of a seed: the same in every layout, on a CPU and on a GPU. Reads no Hugging Face directory.
+"""Random initial weights. A seed gives the same weights in every layout of the ranks, on a CPU and on a GPU.
 
-torchtitan's init_weights gives other weights in every layout. Each rank draws its own shard on its own device. On a CPU the generators
-of all ranks have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and each stage
-of a pipeline has a seed of its own.
+torchtitan's init_weights does not do this, because each rank draws its own shards on its own device. On a CPU the generators of all ranks
+have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and each stage of a pipeline
+has a seed of its own.
 
-Here every rank draws all parameters of the model on the CPU from one stream, and keeps its shards of the parameters that it holds. The
-order is torchtitan's, so one process gets the numbers that init_weights draws on a CPU. A rank holds one whole parameter at a time.
-Drawing a billion parameters takes about 9 s on one core.
+In this module every rank draws all parameters of the model on the CPU, one after another from one random generator, and keeps its shards of
+the parameters that it holds. The order of the parameters is torchtitan's, so one process gets the numbers that init_weights draws on a CPU.
+A rank holds one whole parameter at a time. Drawing a billion parameters takes about 9 s on one core.
+
+This module reads no Hugging Face directory.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,9 +32,9 @@ class Initialiser:
 
 
 def take_initialisers(whole: nn.Module) -> list[Initialiser]:
-    """Take the initialisers off a model that is not parallelized yet. Afterwards its init_weights initialises only buffers.
+    """Take the initialisers off a model that is not parallelized yet. Afterwards the model's init_weights initialises only buffers.
 
-    If only modules without children have parameters, the list has the order in which torchtitan would call the initialisers. This
+    If no module with children has parameters of its own, the list has the order in which torchtitan would call the initialisers. This
     condition holds for every model without adapters.
     """
     taken: list[Initialiser] = []
@@ -61,7 +63,7 @@ def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> No
     undrawn = set(held.values())
     torch.default_generator.manual_seed(seed)
     for initialiser in initialisers:
-        # Parameters of other pipeline stages are drawn, too, because each parameter continues the stream of the one before.
+        # Parameters of other pipeline stages are drawn, too, because the numbers of a parameter depend on how many were drawn before.
         whole = torch.empty(initialiser.shape)
         initialiser.initialise(whole)
         if initialiser.name in held:
@@ -73,10 +75,13 @@ def draw(initialisers: Sequence[Initialiser], model: nn.Module, seed: int) -> No
 
 
 def assign(parameter: Tensor, whole: Tensor) -> None:
-    """Copy a whole tensor on the CPU, which is the same on all ranks, into a parameter. For a DTensor each rank copies only its shard."""
+    """Copy a whole tensor into a parameter. If the parameter is a DTensor, each rank copies only its shard.
+
+    whole: a tensor on the CPU, with the same values on all ranks.
+    """
     held = parameter
     if isinstance(parameter, DTensor):
-        # distribute_tensor would copy the shard twice, and on a GPU move the whole tensor there first.
+        # torch's distribute_tensor would copy the shard twice, and would first move the whole tensor to the GPU if there is one.
         shape, offsets = compute_local_shape_and_global_offset(
             parameter.shape, parameter.device_mesh, parameter.placements
         )

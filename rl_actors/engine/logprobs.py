@@ -1,8 +1,8 @@
-"""Computes logprobs of the targets, or values, from hidden states, and the gradient of the hidden states. heads.py has the two heads.
+"""Compute logprobs of the targets, or values, from hidden states, and the gradient with respect to the hidden states.
 
-Only the logits of one chunk exist at a time, never the whole [tokens, vocabulary]. torchtitan's ChunkedLossWrapper splits the rows into
-chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it applies the output projection, calls a loss with
-the logits, and runs the backward pass of the loss down to the hidden states.
+heads.py has the two heads, one for logprobs and one for values. Only the logits of one chunk of positions exist at a time, never all logits.
+torchtitan's ChunkedLossWrapper splits the rows into chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it
+applies the output projection, calls a loss with the logits, and runs the backward pass of the loss down to the hidden states.
 
 B rows, L row length, D hidden size, V vocabulary, K targets of one position.
 """
@@ -21,13 +21,13 @@ from rl_actors.losses import Loss, computed_for
 from rl_actors.metrics import Partials, merge
 
 ChunkInputs = dict[str, Tensor]
-"""Tensors [B, L, ...] that are split into the same chunks as the logits."""
+"""Tensors [B, L, ...] that a loss gets. They are split into the same chunks as the logits."""
 
 
 class SteadyLoss:
-    """A loss that does not raise. If it fails, its gradients are zero from then on, and `failure` has the error.
+    """A loss that raises no errors. If the loss fails, its gradients are zero from then on, and `failure` has the error.
 
-    The loss may have failed only on this rank. The other ranks wait for this rank in their collectives, so it must go on. The runner
+    The loss may have failed only on this rank. This rank must go on, because the other ranks wait for it in their collectives. The runner
     raises `failure` after the last microbatch.
     """
 
@@ -38,7 +38,9 @@ class SteadyLoss:
         self.failure: Exception | None = None
 
     def gradients(self, values: Values, columns_BL: ChunkInputs) -> tuple[Values, Partials]:
-        """(gradients of the loss with respect to the head's output and the other values that the loss reads, metrics with loss:sum)."""
+        """(gradients, metrics). The gradients are with respect to the head's output and to the other values that the loss reads. The metrics
+        include "loss:sum".
+        """
         output, *others = values
         names = [output, *sorted(self.reads & set(others))]
         leaves = [values[name].detach().requires_grad_() for name in names]
@@ -54,19 +56,19 @@ class SteadyLoss:
         return {name: torch.zeros_like(leaf) for name, leaf in zip(names, leaves, strict=True)}, {}
 
     def of_chunk(self, values: Values, columns_BL: ChunkInputs) -> tuple[Tensor, Partials]:
-        """(a scalar with the gradients of the loss, metrics) of one chunk. A `whole_sequence` loss cannot be computed by chunks."""
+        """(a scalar, metrics) of one chunk. The scalar has the gradients of the loss. A `whole_sequence` loss cannot be computed by chunks."""
         gradients, metrics = self.gradients(values, columns_BL)
         return _scalar_with_gradients(values, gradients), metrics
 
 
 ChunkLoss = Callable[[Values, ChunkInputs], tuple[Tensor, Partials]]
-"""(values of a chunk, its inputs) -> (a scalar to back-propagate, metrics)."""
+"""(values of a chunk, inputs of the chunk) -> (a scalar to back-propagate, metrics)."""
 
 
 class ChunkedHead:
     """Takes the output projection off the model and applies it to at most `chunk_tokens` positions at a time.
 
-    In a pipeline only the stage that has the output projection can use it.
+    In a pipeline only the stage that has the output projection can use a ChunkedHead.
     """
 
     def __init__(
@@ -107,12 +109,12 @@ class ChunkedHead:
     def loss(
         self, hidden_BLD: Tensor, batch: PackedBatch, loss: SteadyLoss, *, with_entropy: bool = False
     ) -> tuple[Values, Partials, Tensor]:
-        """(values of whole rows, metrics, a scalar). When this returns, the gradient has been back-propagated to the hidden states. Call
-        the scalar's `backward` to back-propagate it from there through the model.
+        """(values of whole rows, metrics, a scalar). When this returns, the gradient of the loss has been back-propagated down to the hidden
+        states. The scalar's `backward` back-propagates it from there through the model.
 
-        A loss that reads single positions gets one chunk after another, and the gradient of a chunk is back-propagated at once. A
-        `whole_sequence` loss needs two passes. The first computes the values of whole samples, and from them the loss computes its
-        gradient with respect to the values. The second computes the values again, chunk by chunk, and back-propagates this gradient.
+        If the loss reads single positions, it gets one chunk after another, and the gradient of each chunk is back-propagated at once. If
+        the loss is `whole_sequence`, there are two passes. The first pass computes the values of whole samples, and the loss computes its
+        gradient with respect to these values. The second pass computes the values again, chunk by chunk, and back-propagates this gradient.
         """
         with_entropy = with_entropy or "entropy" in loss.reads
         if loss.whole_sequence:
@@ -151,15 +153,15 @@ class ChunkedHead:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # The wrapper sets this to True at its end. In the next microbatch FSDP would then free the weights after the last norm, and
-            # the projection would have to gather them again.
+            # When the wrapper ends, it sets this option to True. FSDP would then free the weights after the last norm of the next microbatch,
+            # and would have to gather them again for the projection. So the option is set to False again.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 
     def _num_chunks(self, num_rows: int, row_length: int) -> int:
         """The smallest number of chunks that is at least min_chunks and leaves at most chunk_tokens positions in a chunk.
 
-        All rows are split into as many equal parts as there are chunks. A chunk is one part of every row.
+        Each row is split into as many equal parts as there are chunks. A chunk consists of one part of every row.
         """
         at_least = max(self.min_chunks, -(-num_rows * row_length // self.chunk_tokens))
         return next(n for n in range(min(at_least, row_length), row_length + 1) if row_length % n == 0)
@@ -185,10 +187,10 @@ class _Chunks:
         top_k: Tensor | None = None,
         **inputs: Tensor,
     ) -> tuple[Tensor, Partials]:
-        """(a scalar to back-propagate, {}). outputs: [B, L, V], those of the projection. L is the length of the chunk.
+        """(a scalar to back-propagate, {}). The second value is empty, because the wrapper would merge metrics by rules of its own.
 
-        The metrics are kept here, because the wrapper would merge them by rules of its own.
-        top_k: ids [B, L, K]. inputs: the ChunkInputs, with the prefix `input_`.
+        outputs: the outputs of the projection, [B, L, V], where L is the length of the chunk. top_k: ids [B, L, K]. inputs: the ChunkInputs,
+        whose names have the prefix `input_`.
         """
         values = self.head(outputs, targets_BL, temperatures_BL, with_entropy=self.with_entropy, top_k=top_k)
         self.values.append({name: value.detach() for name, value in values.items()})
@@ -205,12 +207,12 @@ class _Chunks:
 
 
 def _no_loss(values: Values, inputs: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A placeholder for a loss. It is used without gradients, so nothing back-propagates its scalar."""
+    """A ChunkLoss for calls that need only the values. Such calls compute no gradients, so nothing back-propagates its scalar."""
     return next(iter(values.values())).sum(), {}
 
 
 def _given_gradients(values: Values, gradients: ChunkInputs) -> tuple[Tensor, Partials]:
-    """A ChunkLoss whose gradients are known already. They are its inputs."""
+    """A ChunkLoss whose gradients are known already. The inputs of the chunk are these gradients."""
     return _scalar_with_gradients(values, gradients), {}
 
 

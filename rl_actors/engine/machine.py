@@ -1,4 +1,4 @@
-"""The functions that cpu.py and gpu.py both have, and the choice between the two modules."""
+"""`Machine`, the functions that both cpu.py and gpu.py have, and `this_machine`, which chooses one of the two modules."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -19,11 +19,11 @@ class Machine(Protocol):
 
     @property
     def HostCopy(self) -> type[metrics.HostCopy]:
-        """A copy of a device tensor to the host."""
+        """The class of copies of device tensors on the host."""
 
     @property
     def Stopwatch(self) -> type[metrics.Stopwatch]:
-        """A stopwatch for work of the device."""
+        """The class of stopwatches that measure the work of the device."""
 
     def device(self) -> torch.device:
         """This rank's device. The call makes it torch's current device."""
@@ -35,13 +35,10 @@ class Machine(Protocol):
         """torchtitan's config of the attention layers. kernel: TrainerConfig.attention."""
 
     def attention_masks(self, model: nn.Module, kernel: str, batch: PackedBatch) -> AttentionMasks:
-        """The attention layers' argument for a batch of whole rows."""
+        """The argument of the attention layers that tells them the documents in a batch of whole rows."""
 
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
-        """The attention layers' argument for the part of the rows that a context-parallel rank holds.
-
-        masks: flex attention's masks for this part.
-        """
+        """The same argument for the part of the rows that a context-parallel rank holds. masks: flex attention's masks for this part."""
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of a host tensor on the device."""
@@ -50,10 +47,10 @@ class Machine(Protocol):
         """Raises ValueError if FSDP cannot keep its shards in pinned host memory."""
 
     def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The 2-norm of each tensor, [] each."""
+        """The 2-norm of each tensor, as a scalar tensor."""
 
     def fuse(self, function: Callable) -> Callable:
-        """The same function of tensors, compiled into few kernels if the machine gains by it."""
+        """The same function of tensors. It is compiled into few kernels if this makes it faster on the machine."""
 
     def after_parallelize(self, model: nn.Module) -> None:
         """Make FSDP use only reductions that the machine's collectives have."""
@@ -64,10 +61,10 @@ class Machine(Protocol):
     def device_name(self) -> str: ...
 
     def memory_bytes(self) -> int:
-        """Resident memory of the process on a CPU; memory of the tensors on a GPU."""
+        """On a CPU the resident memory of the process, on a GPU the memory of the tensors, in bytes."""
 
     def host_buffer(self, num_bytes: int) -> Tensor:
-        """Host memory for copies from and to the device, uint8. A machine with a GPU pins it."""
+        """A uint8 tensor in host memory, for copies from and to the device. gpu.py pins this memory."""
 
     def wait(self) -> None:
         """Wait until the device has done all work, copies included."""

@@ -1,6 +1,6 @@
 """The results of one microbatch, and their copy to the host.
 
-The copy begins when the forward pass is done, so that reading the results does not wait for the backward pass.
+The copy begins when the forward pass is done, so a caller who reads the results does not wait for the backward pass.
 
 B rows, L row length, N positions of all samples together.
 """
@@ -31,5 +31,5 @@ class MicrobatchOutput:
         return {name: copy.wait()[self._index_N] for name, copy in self._values.items()}
 
     def metrics(self) -> Partials:
-        """The metrics as partials of numbers."""
+        """The metrics as Partials whose entries are numbers and not tensors."""
         return self._metrics.wait()

@@ -1,6 +1,7 @@
 """Three corrections to torchtitan's mixture of experts.
 
-Experts compute in the dtype of their input. Their input gets its whole gradient. The routers' counters leave out padding.
+`Experts` compute in the dtype of their input. `wait_for_input` makes sure that the input of the experts gets its whole gradient.
+`RouterCounters` keeps padding out of the routers' counters.
 
 B rows, L row length, R routed tokens, D hidden size, F width of an expert, E experts, K experts per token.
 """
@@ -21,7 +22,8 @@ from rl_actors.engine.batch import PackedBatch
 class Experts(GroupedExperts):
     """Experts that compute in the dtype of their input.
 
-    torchtitan's experts always cast to bfloat16. With them two float32 runs that should give equal results would differ by about 1e-2.
+    torchtitan's experts always cast to bfloat16. If they were used, two float32 runs that should give equal results would differ by about
+    1e-2.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -37,7 +39,7 @@ class Experts(GroupedExperts):
 
 
 def wait_for_input(model: nn.Module) -> None:
-    """Make the experts wait until their input is gathered.
+    """Make the experts wait until the all-gather of their input is done.
 
     In a sequence-parallel model a microbatch of one row reaches the experts while its all-gather still runs. torch's local_map drops
     the gradient of such an input.
@@ -69,16 +71,16 @@ class RouterCounters:
             moe.router.register_forward_hook(partial(self._subtract_padding, moe))
 
     def start_microbatch(self, batch: PackedBatch) -> None:
-        """Call it before each forward pass."""
+        """Remember which positions of the batch are padding. Call this before each forward pass."""
         self.is_padding_BL = batch.is_padding_BL
 
     def reset(self) -> None:
-        """Call it at the end of a step, whether the weights were updated or not."""
+        """Set all counters to zero. Call this at the end of a step, whether the weights were updated or not."""
         for moe in self.moes:
             moe.tokens_per_expert_E.zero_()
 
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Forward hook of a router: subtracts the chosen experts of padding. Afterwards the block adds the chosen experts of all positions."""
+        """Forward hook of a router. Subtracts the experts that were chosen for padding; the block then adds the experts of all positions."""
         if not moe.training:
             return
         expert_ids_BLK = output[1]
@@ -91,7 +93,8 @@ class RouterCounters:
         counts_E = _local(moe.tokens_per_expert_E)
         ids_BLK = _local(expert_ids_BLK)
         padding_BLK = is_padding_BL[..., None].expand_as(ids_BLK).to(counts_E.dtype)
-        # All positions are scattered, with 0 for those that are not padding. Selecting the padding would make the host wait for the device.
+        # All positions are scattered, and those that are not padding add 0. If only the padding were selected, the host would have to wait
+        # for the device.
         counts_E.scatter_add_(0, ids_BLK.flatten(), -padding_BLK.flatten())
 
 

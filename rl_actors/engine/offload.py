@@ -1,7 +1,8 @@
-"""Moves weights, gradients and optimizer state of one rank from its device to host memory and back, bit for bit.
+"""Move weights, gradients and optimizer state of one rank from its device to host memory and back, bit for bit.
 
-A storage is copied to the host, emptied in place, and filled again in place. So every view of it stays valid, such as the views of DTensors
-and those that FSDP keeps of its shards. The keys of the optimizer's state stay valid, too. Nothing about the model's modules changes.
+A tensor's storage is copied to the host, emptied in place, and later filled again in place. So every view of the storage stays valid, such
+as the local tensors of DTensors, and the views that FSDP keeps of its shards. The parameters stay the same objects, so the optimizer's state,
+whose keys they are, stays valid, too. Nothing in the model's modules changes.
 """
 
 import time
@@ -22,14 +23,17 @@ ALIGNMENT = 512  # every storage begins at a multiple of this number of bytes in
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A storage of the device, and the host memory for its bytes."""
+    """A storage on the device, and the host memory for the bytes of this storage."""
 
     storage: torch.UntypedStorage
     host: Tensor  # uint8
 
 
 class Offload:
-    """Moves parts of a trainer to the host and back. The engine calls `onload` with the parts that a call needs."""
+    """Moves parts of a trainer (weights, gradients, optimizer state) to the host and back.
+
+    Before each call the engine calls `onload` with the parts that the call needs.
+    """
 
     def __init__(self, built: BuiltModel) -> None:
         self.built = built
@@ -38,7 +42,7 @@ class Offload:
         self.offloaded, self.onloaded = HostMove(), HostMove()  # totals since the trainer was built
 
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
-        """Copy the parts to the host, and give their memory on the device back. Does nothing for a part that is on the host already."""
+        """Copy the parts to the host, and free their memory on the device. Does nothing for a part that is on the host already."""
         begin = time.perf_counter()
         num_bytes, buffer_seconds = 0, 0.0
         this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
@@ -60,14 +64,14 @@ class Offload:
     def onload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Bring the parts back to the device. Does nothing for a part that is on the device already.
 
-        If the device has too little memory, torch's error is raised, and the storages that came back so far stay on the device. Another
-        call brings back the others.
+        If the device has too little memory, this raises torch's error. The storages that have come back by then stay on the device, and
+        another call brings back the others.
         """
         if not any(part in self.away for part in parts):
             return HostMove()
         begin = time.perf_counter()
         num_bytes = 0
-        this_machine().release_memory()  # torch keeps freed blocks of memory, whose sizes may not fit the storages
+        this_machine().release_memory()  # torch keeps freed blocks of memory, and their sizes may not fit the storages
         try:
             for part in [part for part in PARTS if part in parts and part in self.away]:
                 places = self.away[part]
@@ -110,17 +114,17 @@ class Offload:
                 module.reshard()
 
     def _make_buffer(self, part: Part, storages: Sequence[torch.UntypedStorage]) -> float:
-        """Make host memory for the storages, unless the part has enough already. Returns the seconds that it took."""
+        """Make host memory for the storages, unless the part already has a buffer that is large enough. Returns the seconds that this took."""
         begin = time.perf_counter()
         size = sum(_aligned(storage.nbytes()) for storage in storages)
         if part not in self.buffers or self.buffers[part].numel() < size:
-            self.buffers.pop(part, None)  # the former one is freed first
+            self.buffers.pop(part, None)  # frees the former buffer before the new one is made
             self.buffers[part] = this_machine().host_buffer(size)
         return time.perf_counter() - begin
 
 
 def _distinct(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:
-    """The storages of the tensors on the device, each once. FSDP puts several gradients into one storage."""
+    """The storages of the tensors on the device. Each storage appears once, although FSDP puts several gradients into one storage."""
     found = {}
     for tensor in tensors:
         shard = local(tensor.detach())

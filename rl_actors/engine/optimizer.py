@@ -1,6 +1,6 @@
-"""torchtitan's optimizer container, extended by optimizers with an import path, and the hyperparameters of each optim_step.
+"""torchtitan's optimizer container, which here also takes an optimizer by its import path, and the hyperparameters of each optim_step.
 
-Knows no gradients.
+This module knows no gradients.
 """
 
 import pkgutil
@@ -20,12 +20,12 @@ from rl_actors.validation import HYPERPARAMETERS, supported_hyperparameters
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters under the model's own names, without the segment that activation checkpointing adds to torch's names."""
+    """The parameters under the model's own names. Activation checkpointing adds a segment to torch's names, which is left out here."""
     return ((canonical_fqn(name), parameter) for name, parameter in model.named_parameters())
 
 
 class _StepsShards:
-    """Makes Adam step a rank's own shards as plain tensors, which saves the time of DTensor's dispatch.
+    """Makes Adam work on a rank's own shards as plain tensors. This saves the time of DTensor's dispatch.
 
     Adam works element by element, so the result is the same.
     """
@@ -38,11 +38,11 @@ class _StepsShards:
 
 
 class Adam(_StepsShards, torch.optim.Adam):
-    """torch's Adam, which steps shards. Its state consists of DTensors, like that of torch's Adam."""
+    """torch's Adam, which here works on a rank's shards. Its state consists of DTensors, like the state of torch's Adam."""
 
 
 class AdamW(_StepsShards, torch.optim.AdamW):
-    """torch's AdamW, which steps shards. Its state consists of DTensors, like that of torch's AdamW."""
+    """torch's AdamW, which here works on a rank's shards. Its state consists of DTensors, like the state of torch's AdamW."""
 
 
 class _CanonicalNames:
@@ -56,9 +56,9 @@ class _CanonicalNames:
 
 
 class Optimizers(OptimizersContainer):
-    """torchtitan's container. Adam and AdamW get torchtitan's arguments that choose the implementation.
+    """torchtitan's container of optimizers. Adam and AdamW get the arguments by which torchtitan chooses their implementation.
 
-    An optimizer with an import path gets only the arguments of the config.
+    An optimizer that the config names by an import path gets only the arguments in the config.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -78,23 +78,23 @@ class Optimizers(OptimizersContainer):
     def _build_param_groups(
         model: nn.Module, configs: list[ParamGroupConfig], impl_kwargs: dict[str, object]
     ) -> tuple[dict[str, list[dict[str, object]]], dict[str, list[str]]]:
-        # torchtitan would search the patterns in torch's names, which activation checkpointing changes.
+        # torchtitan would search the patterns in torch's names of the parameters, which activation checkpointing changes.
         return OptimizersContainer._build_param_groups(_CanonicalNames(model), configs, impl_kwargs)
 
 
 class NoOptimizers:
-    """The container of a trainer that trains nothing."""
+    """A container without optimizers, for a trainer that only infers."""
 
     optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
     def zero_grad(self) -> None:
-        """Does nothing: there are no gradients."""
+        """Does nothing, because there are no gradients."""
 
 
 class Hyperparameters:
-    """Writes an OptimParams into the parameter groups of an optimizer. Each group has multipliers of learning rate and weight decay.
+    """Writes an OptimParams into the parameter groups of an optimizer. Each group multiplies the learning rate and the weight decay.
 
-    A group of the config holds the parameters whose names match its pattern and no earlier pattern. A last group holds the rest.
+    A group of the config holds the parameters whose names match the group's pattern and no earlier pattern. A last group holds the rest.
     """
 
     def __init__(self, config: OptimizerConfig, model: nn.Module, trained: list[str]) -> None:
@@ -115,7 +115,7 @@ class Hyperparameters:
             names = [name for name in names if not re.search(pattern, name)]
             trained = [name for name in trained if not re.search(pattern, name)]
         self.multipliers = list(groups.values())
-        # lr=0 is a placeholder, because the learning rate comes with optim_step. A step with lr=0 changes no parameter.
+        # lr=0 is a placeholder, because each optim_step brings its learning rate. A step with lr=0 would change no parameter.
         self.optimizers = Optimizers.Config(
             param_groups=[ParamGroupConfig(pattern=pattern, optimizer_name=config.name) for pattern in groups],
             implementation=config.implementation,

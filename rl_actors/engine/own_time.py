@@ -1,8 +1,9 @@
-"""Seconds in which a rank computes without waiting for another one. They tell which rank of a trainer is slow.
+"""Seconds in which a rank computes without waiting for another rank. They tell which rank of a trainer is slow.
 
-The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest one. So only modules without
-a collective are measured: a few blocks, or only their attention if the blocks have collectives. Nothing is measured under context
-parallelism, where attention has collectives, or with compile.enable, which compiles whole blocks.
+The calls of a trainer take equally long on all ranks, because every rank waits in collectives for the slowest one. So this module measures
+only modules without a collective: a few transformer blocks, or only their attention if the blocks have collectives. Under context
+parallelism attention has collectives, too, so nothing is measured. If compile.enable is set, whole blocks are compiled, so nothing is
+measured either.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from rl_actors.config import TrainerConfig
 from rl_actors.engine.machine import Machine
 
 NUM_MODULES = 4
-"""Largest number of modules of a rank that are measured. They are evenly spaced."""
+"""Largest number of modules that are measured on a rank. They are evenly spaced in the model."""
 
 
 def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
@@ -25,14 +26,15 @@ def local_modules(model: nn.Module, config: TrainerConfig) -> list[nn.Module]:
     blocks: list[nn.Module] = [module for module in model.modules() if isinstance(module, TransformerBlock)]
     stride = max(1, -(-len(blocks) // NUM_MODULES))
     chosen = blocks[::stride]
-    # A block with experts takes longer than one without, and has collectives under expert parallelism.
+    # If the model has experts, only attention is measured: a block with experts takes longer than one without, and under expert parallelism
+    # it has collectives.
     if parallelism.tensor_parallel_degree > 1 or config.model.num_experts:
         return [block.attention.inner_attention for block in chosen]
     return chosen
 
 
 class OwnTime:
-    """Measures the forward passes of the modules in training, and gives the mean seconds of one module for one token."""
+    """Measures the forward passes that the modules make in training mode, and gives the mean seconds of one module for one token."""
 
     def __init__(self, modules: Sequence[nn.Module], machine: Machine) -> None:
         self._stopwatch, self._num_tokens = machine.Stopwatch(), 0
@@ -53,7 +55,10 @@ class OwnTime:
             self._num_tokens += hidden.shape[0] * hidden.shape[1]
 
     def take(self) -> float | None:
-        """Mean seconds of a module for one token since the last `take`, or None if nothing was measured. On a GPU it waits for the work."""
+        """Mean seconds of a module for one token since the last `take`, or None if nothing was measured.
+
+        On a GPU this waits until the measured work is done.
+        """
         seconds, num_tokens = self._stopwatch.take(), self._num_tokens
         self._num_tokens = 0
         return seconds / num_tokens if num_tokens else None

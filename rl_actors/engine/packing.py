@@ -1,6 +1,6 @@
-"""Plan one training call: sample lengths -> rows -> microbatches of every rank. Knows nothing of devices or tensors.
+"""Plan one training call: put samples into rows by their lengths, and put rows into the microbatches of every rank.
 
-R rows, B rows of a microbatch, L row length, T positions of one sample.
+This module knows nothing of devices or tensors. R rows, B rows of a microbatch, L row length, T positions of one sample.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from rl_actors.config import PackingPolicy
 from rl_actors.layouts import ROW_MULTIPLE, in_multiples
 
 BUCKETS_PER_OCTAVE = 4
-"""Number of row lengths between one power of two and the next. It is small, because every new shape must be compiled."""
+"""Number of possible row lengths between one power of two and the next. It is small, because every new shape must be compiled."""
 
 Row = tuple[int, ...]  # sample indices; an empty row is padding
 
@@ -52,11 +52,12 @@ def plan(
     token_budget: one sample per row; a microbatch has at most tokens_per_row * rows_per_microbatch positions.
     fixed: one sample per row; a microbatch has at most rows_per_microbatch rows.
 
-    The rows of a microbatch are similar in length and attention cost. Every row gets the length of the longest one, which `bucket` rounds
-    up. tokens_per_row is rounded down to a multiple of row_multiple.
+    The rows of a microbatch are similar in length and attention cost. Every row of a microbatch is padded to the length of its longest row,
+    and `bucket` rounds this length up. tokens_per_row is rounded down to a multiple of row_multiple.
 
-    uniform: all microbatches of the call have the same number of rows and the same row length, as a pipeline needs. The number of
-    microbatches is a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, padding rows are added.
+    uniform: True gives all microbatches of the call the same number of rows and the same row length, as a pipeline needs. The number of
+    microbatches is then a multiple of microbatch_multiple and at least min_microbatches. If there are too few samples, rows of padding are
+    added.
 
     plan([3, 2, 4], tokens_per_row=5, row_multiple=1, rows_per_microbatch=1, num_ranks=2)
         -> rank 0 has the row (2,), rank 1 the row (0, 1)
@@ -124,7 +125,8 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[Row]:
 def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -> list[Row] | None:
     """At most num_rows rows that are filled about equally.
 
-    Samples are placed from the longest to the shortest, each into the emptiest row. Returns None if a sample does not fit.
+    Samples are placed from the longest to the shortest, each into the row with the fewest positions so far. Returns None if a sample does
+    not fit into that row.
     """
     rows: list[list[int]] = [[] for _ in range(num_rows)]
     fills = [(0, row) for row in range(num_rows)]
@@ -138,9 +140,9 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions, at most `capacity`.
+    """The row length for `length` positions. It is at most `capacity`.
 
-    It is one of a few multiples of `multiple`, so that few shapes are compiled.
+    Otherwise it is one of a few multiples of `multiple`, so that few shapes are compiled.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
@@ -160,9 +162,10 @@ def attention_cost(lengths: Sequence[int], row: Row) -> int:
 
 
 def time_of(lengths: Sequence[int], ranks: Plan) -> tuple[int, int]:
-    """Sort key of plans: (positions of one rank, attention cost).
+    """A key by which plans are compared: (positions of one rank, attention cost).
 
-    The attention cost is a sum over the microbatches. A microbatch adds the cost of its slowest rank, because the other ranks wait for it.
+    The attention cost is a sum over the microbatches. For each microbatch the cost of the slowest rank is added, because the other ranks
+    wait for this rank.
     """
     slowest = 0
     for batches in zip(*ranks, strict=True):
@@ -176,7 +179,7 @@ def _cost_of(lengths: Sequence[int], batch: Microbatch) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Dealer:
-    """Deals rows into the microbatches of all ranks. The fields are those of one call of `plan`."""
+    """Deals rows into the microbatches of all ranks. The fields are the arguments of one call of `plan`."""
 
     lengths: Sequence[int]
     capacity: int
@@ -189,13 +192,13 @@ class _Dealer:
     microbatch_multiple: int
 
     def deal_packed(self) -> Plan:
-        """The plan for the rows that first fit finds. If a plan with more rows takes less time, that plan instead."""
+        """The plan for the rows of first_fit_decreasing, or a plan with more rows if that plan takes less time."""
         rows = first_fit_decreasing(self.lengths, self.capacity)
         packed = self.deal(rows)
         num_rows = sum(len(batch.rows) for batch in packed[0]) * self.num_ranks
         if num_rows == len(rows):
             return packed
-        # Some rows are only padding. If the samples are spread over these rows, too, rows may be shorter or need less attention.
+        # Some rows are only padding. If the samples are spread over these rows, too, the rows may be shorter or cost less attention.
         spread_rows = worst_fit_decreasing(self.lengths, self.capacity, num_rows)
         if spread_rows is None:
             return packed
@@ -235,8 +238,8 @@ class _Dealer:
     def _equal_shapes(self, row_lengths: list[int]) -> list[tuple[int, int]]:
         """(number of rows, row length) of each microbatch of one rank, if all must have the same shape.
 
-        The number of microbatches is the smallest that is allowed. With this number, the number of rows in each is as small as possible.
-        The last microbatches may be only padding.
+        The number of microbatches is the smallest that is allowed. Each has as few rows as this number of microbatches permits. The last
+        microbatches may be only padding.
         """
         longest, num_of_rank = row_lengths[0], _divide_up(len(row_lengths), self.num_ranks)
         needed = _divide_up(num_of_rank, self._most_rows(longest))
@@ -256,9 +259,9 @@ class _Dealer:
 
 
 def _balance(taken: list[int], costs: list[int], num_ranks: int, num_rows: int) -> list[list[int]]:
-    """The rows of every rank. The costliest row is dealt first.
+    """Deal rows to the ranks, the costliest row first. Returns the rows of every rank.
 
-    Each row goes to the rank with the least cost so far, among the ranks with fewer than num_rows rows.
+    Each row goes to the rank with the least cost so far, among the ranks that have fewer than num_rows rows.
     """
     members: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [(0, rank) for rank in range(num_ranks)]

@@ -1,4 +1,4 @@
-"""Run the microbatches of a call through the stages of a pipeline. Plans no packing, keeps no gradients.
+"""Run the microbatches of a call through the stages of a pipeline. This module plans no packing and keeps no gradients.
 
 B rows, L row length, D hidden size.
 """
@@ -25,7 +25,7 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Number of schedules in the cache. Each schedule is for one number of microbatches of one shape, and for calls either with or without
+"""Largest number of schedules in the cache. A schedule is for one number of microbatches, one shape, and calls either with or without
 gradients."""
 
 
@@ -58,8 +58,8 @@ def _is_single(schedule_class: type) -> bool:
 class PipelineRunner:
     """Sends all microbatches of a call through the stages by torch's schedule. Only the last stage has values and metrics.
 
-    A schedule passes only tensors to the stages and to the loss. We pass the number of each microbatch. The stages and the loss look up
-    the inputs of the microbatch in the PipelineCall by this number.
+    A schedule passes only tensors to the stages and to the loss. So it gets the number of each microbatch as a tensor. By this number, the
+    stages and the loss look up the inputs of the microbatch in the PipelineCall.
     """
 
     _call: PipelineCall  # exists while a call runs
@@ -99,8 +99,8 @@ class PipelineRunner:
             return self.built.shard_rows(whole[number])
 
         # A shard has attention masks, and a call should not hold the masks of all its microbatches at once. So a shard is made when the
-        # first of this rank's stages runs the microbatch. The rank's next stage runs the same microbatch num_ranks microbatches
-        # later, so the cache keeps num_ranks + 1 shards.
+        # first stage of this rank runs the microbatch. The second stage of this rank runs the same microbatch num_ranks microbatches later,
+        # so the cache keeps num_ranks + 1 shards.
         batch = lru_cache(self.num_ranks + 1)(shard)
         call = self._call = PipelineCall(batch=batch, loss=loss, with_entropy=with_entropy, training=training)
         numbers = [torch.tensor(number) for number in range(len(whole))]
@@ -108,8 +108,8 @@ class PipelineRunner:
         # A placeholder, which `_find_inputs` replaces by the tokens.
         no_tokens_BL = torch.zeros((), dtype=torch.int64, device=self.built.device).expand(shape)
         schedule, stages = self._schedule(shape, len(whole), training)
-        # The public schedule.step splits one tensor into microbatches. Ours are made already, so we call _step_microbatches, and do
-        # what `step` does before and after it.
+        # The public schedule.step splits one tensor into microbatches. Our microbatches are made already, so we call _step_microbatches. The
+        # code around this call does what `step` would do before and after it.
         for stage in stages:
             stage.has_backward = training
         try:
@@ -121,7 +121,7 @@ class PipelineRunner:
                     return_outputs=False,
                 )
         except BaseException:
-            # The schedule still holds the losses of the microbatches that are done, so it cannot be used again.
+            # The schedule still holds the losses of the microbatches that were done before the error, so it cannot be used again.
             self._schedule.cache_clear()
             raise
         finally:
@@ -143,13 +143,13 @@ class PipelineRunner:
         if not received.is_floating_point():
             return (batch.tokens_BL,), model_inputs(batch)
         if isinstance(received, DTensor) and received.requires_grad:
-            # The gradient of a received tensor may be partial sums, which are added up here. The stage that sent the tensor would use
-            # partial sums as if they were the gradient.
+            # The gradient of a received tensor may consist of partial sums on the tensor-parallel ranks. They are added up here, because the
+            # stage that sent the tensor would use a partial sum as if it were the gradient.
             received.register_hook(lambda grad: grad.redistribute(placements=received.placements))
         return args, model_inputs(batch)
 
     def _loss(self, hidden_BLD: Tensor, number: Tensor) -> Tensor:
-        """The schedule's loss of one microbatch, on the last stage."""
+        """The loss that the schedule calls for one microbatch, on the last stage."""
         call = self._call
         batch = call.batch(int(number))
         try:
@@ -160,7 +160,8 @@ class PipelineRunner:
                 values, metrics = self.head.evaluate(hidden_BLD, batch, call.loss, with_entropy=call.with_entropy)
                 total = torch.zeros(())
         except Exception as error:
-            # The other stages wait for gradients, so they get zeros. After the last microbatch all ranks raise the error.
+            # The other stages wait for gradients. So this stage goes on and sends them zeros, and all ranks raise the error after the last
+            # microbatch.
             call.failure = error
             return hidden_BLD.sum() * 0
         call.outputs.append(MicrobatchOutput(batch, values, metrics, self.built.to_host))

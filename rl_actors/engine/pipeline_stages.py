@@ -1,6 +1,6 @@
-"""The stages of a pipeline: torchtitan splits the model into them, and `Stage` frees the tensors of a microbatch early. Runs no microbatch.
+"""The stages of a pipeline. torchtitan splits the model into stages. `Stage` frees the tensors of a microbatch earlier than torch's stages.
 
-B rows, L row length, D hidden size.
+This module does not run the pipeline. B rows, L row length, D hidden size.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ def split_into_stages(
     **options: object,
 ) -> list[PipelineStage]:
     """This rank's stages, first to last, with parallelized modules. options: the other arguments of torchtitan's pipeline_llm."""
-    # pipeline_llm also makes a schedule, which nothing uses. A schedule may refuse a number of microbatches; this number suits all of them.
+    # pipeline_llm makes the stages and a schedule. We only take the stages out of this schedule, and never run it. But its constructor may
+    # refuse a number of microbatches, so pipeline_llm gets one that every schedule of layouts.py accepts: twice the pipeline degree.
     training = replace(training, local_batch_size=2 * parallelism.pipeline_parallel_degree)
     schedule, *_ = pipeline_llm(
         model,
@@ -40,7 +41,7 @@ def split_into_stages(
 
 
 class LocalModel(nn.Module):
-    """The modules of this rank's stages under their names in the whole model. It has no forward."""
+    """The modules of this rank's stages, under the names that they have in the whole model. It has no forward method."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         super().__init__()
@@ -61,11 +62,14 @@ class _Received(Protocol):
 
 
 class Stage(PipelineStage):
-    """A stage for microbatches of one shape, which frees the tensors of a microbatch after its backward pass.
+    """A stage for microbatches of one shape. It frees the tensors that it received and sent for a microbatch as soon as they are not needed.
 
-    The stage gives torch the shapes of the tensors between the stages. torch would otherwise run one extra microbatch, loss included, to
-    infer them. torch's own stage also keeps the received tensors of all microbatches until the call ends. In a call without gradients it
-    keeps the sent tensors, too.
+    The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
+    infer the shapes.
+
+    torch's own stage keeps the received tensors of all microbatches until the call ends. In a call without gradients it keeps the sent
+    tensors, too. This class frees both in backward_one_chunk. torch's schedules call this method after each microbatch, even in a call
+    without gradients, in which torch's own method does nothing.
     """
 
     def __init__(self, stage: PipelineStage, shape: torch.Size, hidden_BLD: Tensor) -> None:
@@ -107,8 +111,8 @@ class Stage(PipelineStage):
     ) -> None:
         super().backward_one_chunk(bwd_chunk_id, loss, *args, **kwargs)
         if loss is not None:
-            # The schedule keeps the losses of all microbatches until the call ends. The graph of a loss holds the gradient of the
-            # microbatch's hidden states.
+            # The schedule keeps the losses of all microbatches until the call ends. The autograd graph of a loss holds the gradient of the
+            # microbatch's hidden states. So the loss is detached from its graph, which frees this gradient.
             loss.detach_()
         self.fwd_cache.pop(bwd_chunk_id, None)
         _release(self.args_recv_info[bwd_chunk_id])
@@ -120,7 +124,7 @@ class Stage(PipelineStage):
                 info.buffer = torch.empty_like(info.buffer, device=self.device)
 
     def _post_metadata_inference_cleanup(self) -> None:
-        """Does nothing, because nothing was inferred. torch's method would drop the gradients that earlier calls accumulated."""
+        """Does nothing, because no shapes were inferred. torch's method would drop the gradients that earlier calls accumulated."""
 
 
 def _release(received: Sequence[_Received]) -> None:

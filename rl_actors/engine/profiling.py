@@ -1,4 +1,4 @@
-"""torch.profiler traces of whole training steps, one file per rank. The engine says when a step is done."""
+"""Traces of whole training steps by torch.profiler, one file per rank. The engine calls `step_done` after each step."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ class StepProfiler:
     def start(self, directory: str, steps: int) -> None:
         """Trace the next `steps` steps, then write <directory>/rank-<rank>.json, which chrome://tracing and Perfetto open.
 
-        Raises ValueError if steps is below 1, and RuntimeError while another trace is being taken. Nothing has changed then.
+        Raises ValueError if `steps` is below 1, and RuntimeError while another trace is being taken. After an error nothing has changed.
         """
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps={steps}; it must be an integer of at least 1")
@@ -33,7 +33,7 @@ class StepProfiler:
         self._trace.start()
 
     def step_done(self) -> None:
-        """Count one step. Write the file after the last one."""
+        """Count one step. After the last step of the trace, write the file."""
         if self._trace is None:
             return
         self._steps_left -= 1

@@ -1,6 +1,7 @@
-"""Activation checkpointing: some activations of a block are not stored, and the backward pass recomputes them.
+"""Activation checkpointing: some activations of a transformer block are not stored, and the backward pass recomputes them.
 
-A policy says which ones. This module adds to torchtitan's policies one that recomputes no matrix product.
+A policy says which activations are stored. torchtitan has several policies. This module adds `KeepProducts`, which recomputes no matrix
+product.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,10 @@ from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
 
 class KeepProducts(SelectiveAC):
-    """Stores the result of every matrix product. SelectiveAC recomputes every second one and, in float8, the casts before it."""
+    """Stores the result of every matrix product, so that none is recomputed.
+
+    torchtitan's SelectiveAC recomputes every second matrix product. In float8 it also recomputes the casts of the inputs of these products.
+    """
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):

@@ -1,4 +1,4 @@
-"""The rotary embedding of a model. Reads no weights.
+"""The rotary embedding of a model. This module reads no weights.
 
 The embedding rotates pairs of a head's dimensions. As in Hugging Face's models, dimension i of the first half and dimension i of the
 second half form a pair.
@@ -23,8 +23,10 @@ class Llama3RoPE(CosSinRoPE):
         pass
 
     def _precompute_cache(self) -> Tensor:
-        """[P, 2 W]: the cosines of a position's W angles, then their sines."""
-        rotations = ComplexRoPE._precompute_cache(self)  # [P, W / 2], exp(i angle)
+        """[P, 2 W]. A row has the cosines of the W angles of a position, and then their sines."""
+        rotations = ComplexRoPE._precompute_cache(
+            self
+        )  # [P, W / 2]; each value is exp(i angle), where i is the imaginary unit
         return torch.cat([rotations.real.repeat(1, 2), rotations.imag.repeat(1, 2)], dim=-1)
 
 

@@ -1,4 +1,4 @@
-"""Run the microbatches of a call one after another through the whole model, without a pipeline. Plans no packing.
+"""Run the microbatches of a call one after another through the whole model, without a pipeline. This module plans no packing.
 
 B rows, L row length, D hidden size.
 """
@@ -31,7 +31,8 @@ class SingleRunner:
         self.built, self.head = built, head
         self.reshard_policy = config.parallelism.fsdp_reshard_after_forward
         model = built.model
-        # FSDP gathers a tied embedding together with the output projection. The head decides how long the output projection stays gathered.
+        # The head (logprobs.py) decides how long the output projection stays gathered. FSDP gathers a tied embedding together with the output
+        # projection, so the embedding is in this list only if it is not tied.
         outer = [] if config.ties_head else [model.tok_embeddings]
         self.gathered: list[FSDPModule] = [*outer, *model.layers.values()]
 
@@ -71,9 +72,10 @@ class SingleRunner:
     def _release_tied_gradient(self) -> None:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
-        FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output projection. The second has,
-        in one tensor, the gradients of the lookup and of the last norm. FSDP adds the lookup's part to the first gradient. The norm's
-        gradient is a view of the tensor and would keep all of it, so the norm's gradient is copied.
+        FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output projection. The second one
+        has two gradients in one tensor, that of the embedding's lookup and that of the last norm. FSDP adds the lookup's gradient to the
+        first gradient. The norm's gradient is a view of the tensor of the second reduction, and would keep the whole tensor alive. So the
+        norm's gradient is copied.
         """
         norm = self.built.model.norm.weight
         if norm.grad is None:
@@ -83,14 +85,15 @@ class SingleRunner:
             norm.grad = norm.grad.clone()
 
     def _keeps_gathered(self, *, several: bool) -> bool:
-        """True if a forward keeps FSDP's gathered weights from one microbatch to the next. several: True for two or more microbatches."""
+        """True if `forward` keeps FSDP's gathered weights from one microbatch to the next. several: True for two or more microbatches."""
         return {"always": False, "never": True, "default": several}[self.reshard_policy]
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """keep=True: the parameters that FSDP gathers for the first microbatch stay gathered until the last microbatch is done.
+        """Context manager around the microbatches of a call. keep: True keeps the parameters that FSDP gathers for the first microbatch gathered
+        until the last microbatch is done.
 
-        At the end all parameters are sharded again, because an optimizer's step on the shards would not change gathered parameters.
+        At the end all parameters are sharded again, because an optimizer steps the shards, which does not change gathered parameters.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

@@ -1,6 +1,7 @@
-"""Logprobs and entropy of one chunk of logits, whole or sharded over the vocabulary, with their gradients. Knows no model and no loss.
+"""Logprobs and entropy of one chunk of logits, with their gradients. The logits are whole, or are sharded over the vocabulary.
 
-A forward pass combines the shards by collectives. A backward pass needs none, because each rank computes the gradient of its own shard.
+A forward pass combines the shards by collectives. A backward pass needs no collectives, because each rank computes the gradient of its own
+shard. This module knows no model and no loss.
 
 N positions, V vocabulary of this rank, K targets of one position.
 """
@@ -26,11 +27,11 @@ class Logits:
     raw_NV: Tensor
     temperatures_N: Tensor  # float32
     vocab_size: int
-    group: dist.ProcessGroup | None = None  # None: the vocabulary is whole
+    group: dist.ProcessGroup | None = None  # the ranks that hold the shards; None: this rank has the whole vocabulary
 
     @classmethod
     def of(cls, logits_BLV: Tensor, temperatures_BL: Tensor) -> "Logits":
-        """Logits [B, L, V] as [N, V]. If tensor parallelism shards the vocabulary, each rank has its own shard."""
+        """Make Logits from logits [B, L, V]. If tensor parallelism shards the vocabulary, each rank gets its own shard."""
         local_BLV, group = logits_BLV, None
         if isinstance(logits_BLV, DTensor):
             if logits_BLV.placements != (Shard(2),):
@@ -43,12 +44,12 @@ class Logits:
 
     @cached_property
     def scaled_NV(self) -> Tensor:
-        """Logits over temperature, float32."""
+        """The logits divided by the temperature, in float32."""
         return _upcast(self.raw_NV) / self.temperatures_N[:, None]
 
     @property
     def first_id(self) -> int:
-        """The token id of this rank's first column. DTensor gives all ranks shards of the same size, except the last ranks."""
+        """The token id of this rank's first column. All ranks have shards of the same size, except the last ones, whose shards may be smaller."""
         if self.group is None:
             return 0
         return dist.get_rank(self.group) * -(-self.vocab_size // dist.get_world_size(self.group))
@@ -57,16 +58,16 @@ class Logits:
 class TargetLogprobs:
     """log_softmax at the targets.
 
-    fuse: compiles a function into one kernel, if the machine can. The forward and the backward pass then read the logits once each, and
-    float32 values of [tokens, vocabulary] are never written to memory. The forward pass saves the logits in their own dtype. The
-    backward pass returns the gradient in this dtype.
+    fuse: compiles a function into one kernel, if the machine can. The forward pass and the backward pass then read the logits once each, and
+    no float32 tensor of size [N, V] is written to memory. The forward pass saves the logits in their own dtype. The backward pass returns
+    the gradient in this dtype.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:
         self.normalize, self.gradient = fuse(_normalize), fuse(_gradient)
 
     def __call__(self, logits: Logits, targets_N: Tensor) -> Tensor:
-        """[N] float32; 0 where the target is IGNORE_TARGET."""
+        """The logprobs, [N] float32. They are 0 where the target is IGNORE_TARGET."""
         return _TargetLogprobs.apply(
             logits.raw_NV, logits.temperatures_N, targets_N, logits.first_id, logits.group, self
         )
@@ -85,8 +86,9 @@ def top_k_logprobs(logits: Logits, targets_N: Tensor, ids_NK: Tensor) -> Tensor:
 
 
 class _TargetLogprobs(torch.autograd.Function):
-    """log p_t = z_t - log sum_v exp z_v with z = logits / T; d log p_t / d logits_v = ([v = t] - p_v) / T.
+    """log p_t = z_t - log sum_v exp z_v; d log p_t / d logits_v = ([v = t] - p_v) / T.
 
+    Here t is the target, T is the temperature, z = logits / T, and [v = t] is 1 if v = t and 0 otherwise.
     Each rank computes log sum_v exp z_v and z_t over its own vocabulary. One maximum and two sums over the ranks combine them.
     If n_r is the log sum of rank r and m the largest n_r, the log sum of all ranks is m + log sum_r exp(n_r - m).
     The second sum gives z_t: the target is in the vocabulary of one rank, and the other ranks add 0.
@@ -125,10 +127,11 @@ class _TargetLogprobs(torch.autograd.Function):
 
 
 def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    """(log sum_v exp z_v, z at the ids), both [N]."""
+    """(log sum_v exp z_v, z at the ids), both [N], where z is the logits divided by the temperature."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # The log-sum-exp is written out, because torch's compiler then reads the logits only once. With torch.logsumexp it does not.
+    # The log-sum-exp is written out, because torch's compiler then reads the logits only once. If this called torch.logsumexp, it would read
+    # them more often.
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N
@@ -146,12 +149,12 @@ def _gradient(
 
 
 def _upcast(values: Tensor) -> Tensor:
-    """The values in float32; float64 stays float64."""
+    """The values in float32. Values in float64 stay in float64."""
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
 class _Entropy(torch.autograd.Function):
-    """H = -sum_v p_v log p_v; d H / d z_v = -p_v (log p_v + H)."""
+    """The entropy H = -sum_v p_v log p_v; d H / d z_v = -p_v (log p_v + H). z: logits divided by the temperature."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, logits_NV: Tensor, group: dist.ProcessGroup | None) -> Tensor:
