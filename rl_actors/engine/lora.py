@@ -3,7 +3,7 @@
 This module gives the adapters reproducible initial values, merges them into the weights, and writes them as a directory for peft. It
 trains nothing.
 
-R rank, I inputs and O outputs of a linear layer.
+R rank of an adapter, I inputs and O outputs of a linear layer.
 """
 
 import math
@@ -29,7 +29,7 @@ ToHF = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 
 
 def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.Config:
-    """The model's config with adapters, in which everything else is frozen. Unchanged if rank is 0."""
+    """The model's config with adapters. All other parameters are frozen. If config.rank is 0, the model's config is returned unchanged."""
     if not config.rank:
         return model_config
     converter = LoRAConverter.Config(
@@ -39,10 +39,10 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 
 
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
-    """Raises RuntimeError unless the trained parameters of a model with adapters are the adapters that this module finds.
+    """Raises RuntimeError if the model has adapters and the trained parameters are not exactly the adapters that this module finds.
 
-    This module finds adapters by torchtitan's names. If torchtitan renamed them, this module would find none, and a push would publish the
-    frozen weights without the adapters.
+    This module finds adapters by torchtitan's names of them. If torchtitan used other names, this module would find no adapters, and a push
+    would publish the frozen weights without the adapters.
     """
     if not config.rank:
         return
@@ -58,7 +58,7 @@ def require_found(model: nn.Module, config: LoRAConfig) -> None:
 def initialise(model: nn.Module, seed: int) -> None:
     """Draw A uniformly as peft does (kaiming, a = sqrt(5)), and set B to zero. The values are the same in every layout."""
     for name, layer in _layers(model):
-        # Each layer has a random generator of its own, because a pipeline stage draws only for its own layers.
+        # Each layer has a random generator of its own. So a pipeline stage can draw only for its own layers, and still gets the same values.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         whole = torch.empty(layer.lora_a.weight.shape)
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
@@ -67,7 +67,7 @@ def initialise(model: nn.Module, seed: int) -> None:
 
 
 def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of the model with W + (alpha / rank) B A instead of W, A and B. Unchanged if there are no adapters."""
+    """`state` with W + (alpha / rank) B A instead of W, A and B. If the model has no adapters, the state is returned unchanged."""
     state = dict(state)
     for name, layer in _layers(model):
         a_RI, b_OR = state.pop(f"{name}.lora_a.weight"), state.pop(f"{name}.lora_b.weight")
@@ -80,14 +80,14 @@ def merged(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def checkpointed(model: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: the adapters if there are any, otherwise the whole state of the model."""
+    """The tensors that a checkpoint holds: the adapters if there are any, otherwise the whole state of the model."""
     state = model.state_dict()
     names = {f"{name}.{part}.weight" for name, _ in _layers(model) for part in ("lora_a", "lora_b")}
     return {name: tensor for name, tensor in state.items() if name in names} if names else state
 
 
 def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The adapters under peft's names, sharded as on the ranks. to_hf: the method of torchtitan's state-dict adapter."""
+    """The adapters under peft's names, sharded as in the model. to_hf: the method of this name of torchtitan's state-dict adapter."""
     state = model.state_dict()
     found: dict[str, Tensor] = {}
     for name, _ in _layers(model):
@@ -98,13 +98,13 @@ def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The adapters under peft's names, whole and on the CPU, on rank 0; empty on the other ranks. Collective."""
+    """The whole adapters under peft's names, on the CPU of rank 0. Other ranks get an empty dict. All ranks must call this together."""
     gathered = whole_tensors(peft_state_dict(model, to_hf))
     return {name: whole.contiguous() for name, whole in gathered if whole is not None}
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half of them."""
+    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` never holds only a part of them."""
     target, partial = Path(path), Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,8 +1,10 @@
-"""Several runs over one base, which take turns in one model. Each tenant has its own adapters, gradients, optimizer state, call order and
-version.
+"""Tenants: several runs that train adapters over the same frozen weights, the base, and use one model in turn.
 
-Everything here is local to a rank and works on its own shards, so no layout needs anything else. A switch copies weights in place, because
-FSDP keeps views of them. Gradients and optimizer state only change their owner.
+Each tenant has its own adapters, gradients, optimizer state, call order and version.
+
+Each rank switches tenants by itself and works only on its own shards, so this works in every layout. A switch copies the adapters' weights
+in place, because FSDP keeps views of them. Gradients and optimizer state are not copied. They are only taken out of the model and the
+optimizer, and put in again.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +24,10 @@ from rl_actors.types import FIRST_TENANT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stash:
-    """Tensors and optimizer settings of a tenant that is not in use, in the order of Tenants.trained and of the optimizers."""
+    """Tensors and optimizer settings of a tenant that is not in use.
+
+    Weights and gradients are in the order of Tenants.trained, states and groups in the order of the optimizers.
+    """
 
     weights: list[Tensor]  # this rank's shards
     gradients: list[Tensor | None]
@@ -32,16 +37,18 @@ class Stash:
 
 @dataclass(slots=True, kw_only=True)
 class Tenant:
-    """One run over the base."""
+    """One run that trains adapters over the base."""
 
     step: StepState = field(default_factory=StepState)
     policy_version: int = 0
     steps_skipped: int = 0
-    stash: Stash | None = None  # None while the tenant is in use: model and optimizer have its tensors
+    stash: Stash | None = (
+        None  # None while the tenant is in use, because the model and the optimizers then have its tensors
+    )
 
 
 class Tenants:
-    """The tenants of a trainer. One is in use. The first one, FIRST_TENANT, is always there."""
+    """The tenants of a trainer. One of them is in use. The first tenant, FIRST_TENANT, always exists."""
 
     def __init__(self, built: BuiltModel, memory: Offload) -> None:
         self.built, self.memory = built, memory
@@ -51,13 +58,16 @@ class Tenants:
         self._new_groups = self._group_settings()
 
     def find(self, name: str) -> Tenant:
-        """Raises ValueError for an unknown name."""
+        """The tenant of this name. Raises ValueError for an unknown name."""
         if name not in self.by_name:
             raise ValueError(f"there is no tenant {name!r}; this trainer has {sorted(self.by_name)}")
         return self.by_name[name]
 
     def use(self, name: str) -> None:
-        """Put the tensors of a tenant into model and optimizer. Does nothing if they are there. Raises ValueError for an unknown name."""
+        """Put the tensors of a tenant into the model and the optimizers. Does nothing if the tenant is in use already.
+
+        Raises ValueError for an unknown name.
+        """
         tenant = self.find(name)
         if tenant is self.in_use:
             return
@@ -75,7 +85,7 @@ class Tenants:
                 group.update(settings)
 
     def add(self, name: str, seed: int) -> None:
-        """Add a tenant with the adapters of this seed, and use it. Raises ValueError for a name that is taken."""
+        """Add a tenant whose adapters get the initial values of this seed, and use it. Raises ValueError for a name that is taken."""
         if name in self.by_name:
             raise ValueError(f"there is a tenant {name!r} already; this trainer has {sorted(self.by_name)}")
         self._put_aside()
@@ -87,7 +97,7 @@ class Tenants:
         lora.initialise(self.built.model, seed)
 
     def drop(self, name: str) -> None:
-        """Forget a tenant, in any state of its step. Raises ValueError for an unknown name and for the first tenant."""
+        """Forget a tenant, whatever the state of its step is. Raises ValueError for an unknown name and for the first tenant."""
         tenant = self.find(name)
         if name == FIRST_TENANT:
             raise ValueError("the first tenant of a trainer cannot be dropped; it ends with the trainer")
@@ -100,7 +110,7 @@ class Tenants:
         return list(self.built.optimizers.optimizers)
 
     def _put_aside(self) -> None:
-        """Take gradients and optimizer state of the tenant in use out of the model, and copy its weights."""
+        """Make the stash of the tenant in use: copy its weights, and take its gradients and optimizer state out of model and optimizers."""
         self.memory.onload()
         this_machine().wait()  # FSDP reads weights and writes gradients on streams of its own
         self.memory.drop_gathered_weights()

@@ -1,4 +1,4 @@
-"""The trainer on one rank: forward, backward, optimizer step, weights. Knows neither Monarch nor its callers.
+"""The trainer on one rank: forward, backward, optimizer step, weights. This module knows neither Monarch nor the callers of the trainer.
 
 B rows, L row length, D hidden size, V vocabulary.
 """
@@ -43,7 +43,7 @@ class TrainEngine:
     """The trainer on one rank of an SPMD program. Every rank makes the same calls with the same arguments in the same order."""
 
     def __init__(self, config: TrainerConfig) -> None:
-        """Build, shard and initialise the model. Raises ValueError for a bad config or a Hugging Face directory of another model."""
+        """Build, shard and initialise the model. Raises ValueError if the config is wrong or config.hf_path is the directory of another model."""
         config.validate()
         if config.hf_path:
             hf.require_same_tensors(config.model, config.hf_path)
@@ -81,16 +81,17 @@ class TrainEngine:
         return self.tenants.in_use.policy_version
 
     def use(self, tenant: str) -> None:
-        """Make later calls those of this tenant. A trainer has one from the start, whose name is empty.
+        """Let the following calls work on this tenant (tenants.py). A trainer has one tenant from the start, whose name is empty.
 
         Raises ValueError for an unknown name.
         """
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant and use it: adapters of this seed over the same base, without gradients and optimizer state, at version 0.
+        """Add a tenant and use it. The tenant has adapters with the initial values of this seed, over the same base, and its version is 0. It has
+        no gradients and no optimizer state yet.
 
-        Everything that a later call changes is the tenant's own. Raises ValueError if the trainer has no adapters or the name is taken.
+        Later calls change nothing that belongs to another tenant. Raises ValueError if the trainer has no adapters or the name is taken.
         """
         require_tenant(name, seed, self.config.lora.rank)
         if self.config.model.num_experts and self.config.load_balance_coeff:
@@ -101,11 +102,11 @@ class TrainEngine:
         self.tenants.add(name, seed)
 
     def drop_tenant(self, name: str) -> None:
-        """Forget a tenant, in any state of its step. Raises ValueError for an unknown name and for the first tenant."""
+        """Forget a tenant, whatever the state of its step is. Raises ValueError for an unknown name and for the first tenant."""
         self.tenants.drop(name)
 
     def validate(self, samples: Sequence[Sample], loss: Loss | None) -> None:
-        """Raises the same ValueError on every rank, before any rank works on the samples."""
+        """Check the samples and the loss. Raises the same ValueError on every rank, before any rank works on the samples."""
         validate_samples(
             samples,
             loss,
@@ -118,26 +119,26 @@ class TrainEngine:
     def forward(
         self, samples: Sequence[Sample], loss: str | Loss | None = None, *, entropy: bool = False
     ) -> RankOutput:
-        """Logprobs of the targets, or the values of a value model, float32. Accumulated gradients, weights and version do not change.
+        """Logprobs of the targets, or the values of a value model, in float32. Accumulated gradients, weights and version do not change.
 
-        A loss adds the metrics that forward_backward would report. The column target_ids adds the logprobs of its K ids. `entropy`
-        adds the entropy of the whole distribution.
+        If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the column target_ids, it
+        has the logprobs of the column's K ids. If `entropy` is True, it has the entropy of the whole distribution.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")
         self.validate(samples, loss)
         self.memory.onload(["weights"])
-        # With a loss, `validate` has checked that all samples have the same columns, and that the loss reads them. Without one, no
-        # column is needed except target_ids.
+        # If there is a loss, `validate` has checked that all samples have the same columns, and that the loss reads them. If there is none,
+        # only the column target_ids is needed.
         columns = samples[0].columns if loss is not None else {"target_ids"} & set(samples[0].columns)
         with torch.no_grad(), self._evaluation():
             return self._output(self.runner.forward(self._batches(samples, columns), loss, with_entropy=entropy))
 
     def forward_backward(self, samples: Sequence[Sample], loss: str | Loss, *, entropy: bool = False) -> RankOutput:
-        """Add d(sum of the loss)/d(parameters) to the gradients. Opens the step. Weights and version do not change.
+        """Add d(sum of the loss)/d(parameters) to the gradients, and open the step. Weights and version do not change.
 
-        Raises ValueError for bad input, and then nothing has changed. Any other failure leaves the step broken. On a GPU this call
-        returns before the last backward pass is done, so an error of the kernels of that pass is raised by the next call.
+        If the input is wrong, raises ValueError and changes nothing. Any other failure leaves the step broken. On a GPU this call returns
+        before the last backward pass is done. If a kernel of this pass fails, the next call raises the error.
         """
         require_optimizer("forward_backward", self.config.optimizer)
         loss = resolve(loss)
@@ -152,7 +153,10 @@ class TrainEngine:
         return self._output(outputs)
 
     def optim_step(self, params: OptimParams) -> OptimResult:
-        """Divide the gradients, clip, step, clear. Advances policy_version by one unless the gradient is not finite."""
+        """Divide the gradients by params.grad_divisor, clip them, step the optimizer, and clear the gradients.
+
+        If the gradient is finite, policy_version grows by one. If not, the optimizer makes no step, and policy_version stays.
+        """
         require_optimizer("optim_step", self.config.optimizer)
         self.step.require("optim_step")
         hyperparameters = self.built.hyperparameters
@@ -164,10 +168,10 @@ class TrainEngine:
                 self.parameters_by_layout, self.pipeline_group, self.built.weights_device, this_machine().norms
             )
             norm = gradients.norm() / params.grad_divisor
-            # The copy begins before the scaling, so that a GPU scales while the host waits for the norm.
+            # The copy to the host begins before the scaling, so that a GPU scales the gradients while the host waits for the norm.
             norm_copy = self.built.to_host(norm)
-            # FSDP adds the gradients of the ranks (its divide factor is 1), so the division by the global count belongs here. One pass
-            # over the gradients divides and clips.
+            # FSDP only adds the gradients of the ranks (its divide factor is 1), so they are divided here. One pass over the gradients both
+            # divides and clips them.
             clip = torch.ones_like(norm)
             if params.grad_clip_norm is not None:
                 clip = (params.grad_clip_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -204,8 +208,8 @@ class TrainEngine:
         """Copy model, optimizer and version, and write them as a DCP directory while training goes on. Refused in an open step.
 
         The directory also gets the tokenizer's files, if there are any. The future is done when the directory is complete on disk. A
-        second save waits for the first. Raises ValueError if `path` holds something other than a checkpoint. The future raises
-        RuntimeError with path and rank if a rank could not write.
+        second save waits until the first is done. Raises ValueError if `path` holds something other than a checkpoint. If a rank cannot
+        write, the future raises RuntimeError with path and rank.
         """
         self.step.require("save_checkpoint")
         if optimizer:
@@ -221,8 +225,8 @@ class TrainEngine:
     def load_checkpoint(self, path: str, *, optimizer: bool = True) -> int:
         """Read a directory that save_checkpoint wrote under any layout, and return its policy_version. Refused in an open step.
 
-        optimizer=False: read only the weights, and reset the optimizer to the state that it has in a new trainer.
-        Raises ValueError if `path` is not a checkpoint of this model or holds no optimizer state, and then nothing has changed.
+        If `optimizer` is False, only the weights are read, and the optimizer gets the state that it has in a new trainer.
+        Raises ValueError, and changes nothing, if `path` is not a checkpoint of this model or lacks optimizer state that is asked for.
         """
         self.step.require("load_checkpoint")
         if optimizer:
@@ -238,8 +242,8 @@ class TrainEngine:
     def load_published(self, version: OpenVersion, number: int) -> int:
         """Copy the weights of a published version into this model, set policy_version to `number`, and return it.
 
-        For a trainer without an optimizer, whose weights nothing else changes. Raises ValueError if the version holds other tensors than
-        this model, and then nothing has changed.
+        This is only for a trainer without an optimizer, whose weights nothing else changes. Raises ValueError, and changes nothing, if the
+        version holds other tensors than this model.
         """
         self.step.require("pull_model_state_dict")
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
@@ -255,10 +259,10 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes in `dtype`, sharded over the ranks. Tensors that need no copy keep their own dtype.
+        """The tensors that a push publishes in `dtype`, sharded over the ranks. Tensors that are not copied here keep their own dtype.
 
-        The tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. With
-        lora.sync="adapter" they are only the adapters, under peft's names.
+        The tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If lora.sync is "adapter",
+        they are only the adapters, under peft's names.
         """
         self.config.require_hf("push_model_state_dict")
         self.memory.onload(["weights"])
@@ -299,10 +303,10 @@ class TrainEngine:
     def offload(self, parts: Collection[Part] = PARTS) -> HostMove:
         """Move the parts to host memory and free their memory on the device. Does nothing for a part that is on the host already.
 
-        Every later call first brings back the parts that it needs. forward, pushes, pulls and exports need the weights; forward_backward
-        needs the weights and the gradients; save_checkpoint needs the weights and, unless optimizer=False, the optimizer's state;
-        optim_step and load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a CPU the copy is in the same
-        memory as the original, so nothing is gained.
+        Every later call first brings back the parts that the call needs. forward, pushes, pulls and exports need the weights.
+        forward_backward needs the weights and the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer's
+        state. optim_step and load_checkpoint need all parts. On a machine with a GPU the host memory is pinned. On a machine without one,
+        the copy is in the same memory as the original, so nothing is gained.
         Raises ValueError for an unknown part.
         """
         require_parts("offload", parts)
@@ -316,7 +320,7 @@ class TrainEngine:
         return self.memory.onload(parts)
 
     def info(self, tenant: str | None = None) -> TrainerInfo:
-        """tenant: whose version and state the answer has; None: that of the tenant in use."""
+        """A description of the trainer. Version and state are those of `tenant`, or of the tenant in use if `tenant` is None."""
         config = self.config
         asked = self.tenants.in_use if tenant is None else self.tenants.find(tenant)
         return TrainerInfo(
@@ -356,18 +360,18 @@ class TrainEngine:
             self.config.logprob_chunk_tokens,
             ValueHead() if self.config.head == "values" else LogprobHead(this_machine().fuse),
             keep_head=self.config.parallelism.fsdp_reshard_after_forward != "always",
-            # FSDP reduces the gradients of the last norm and the head together, so they need the same dtype. In a pipeline the norm's
-            # gradient is float32. With two or more chunks the head's gradient is accumulated in float32, too.
+            # FSDP reduces the gradients of the last norm and of the head together, so the two need the same dtype. In a pipeline the norm's
+            # gradient is float32. If there are two or more chunks, the head's gradient is accumulated in float32, too.
             min_chunks=2 if stages else 1,
         )
 
     def _rank_and_size(self, dimension: str) -> tuple[int, int]:
-        """(this rank's place in a dimension of the layout, the size of the dimension). (0, 1) if the layout lacks the dimension."""
+        """(this rank's place in a dimension of the layout, the size of the dimension). If the layout lacks the dimension: (0, 1)."""
         mesh = self.built.parallel_dims.get_optional_mesh(dimension)
         return (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
 
     def _batches(self, samples: Sequence[Sample], columns: Iterable[str]) -> Iterator[PackedBatch]:
-        """This rank's microbatches, each made when the runner asks for it."""
+        """This rank's microbatches. Each one is made when the runner asks for it."""
         config = self.config
         ranks = plan(
             [len(sample) for sample in samples],
@@ -403,7 +407,7 @@ class TrainEngine:
 
     @contextmanager
     def _broken_on_failure(self, *, weights: bool = False) -> Iterator[None]:
-        """Mark the step broken if the body raises, because the body may have added only some of the gradients.
+        """If the body raises an error, mark the step broken, because the body may have added only some of the gradients.
 
         weights: True if the body may have changed some of the weights.
         """
