@@ -77,7 +77,7 @@ def test_the_hosts_name_the_job_that_starts_them(addresses, kind, names):
         (["slurm://2", "slurm://3"], "give one job, or ssh:// for every host"),
         (["ssh://a", "tcp://b:1"], "give one job, or ssh:// for every host"),
         (["ssh://a", "ssh://a"], "ssh://a is named 2 times"),
-        (["ssh://me@a"], "the host is 'ssh://me@a'.*hosts.job.arguments takes user and port"),
+        (["ssh://me@a"], "the host is 'ssh://me@a'.*Give the user and the port of ssh in hosts.job.arguments"),
         (["ssh://a:22"], "the host is 'ssh://a:22'"),
         (["ssh://-oProxyCommand=x"], "the host is 'ssh://-oProxyCommand=x'"),
     ],

@@ -108,7 +108,7 @@ class Hyperparameters:
         for pattern, multipliers in {**config.groups, "": (1.0, 1.0)}.items():
             if pattern and not any(re.search(pattern, name) for name in trained):
                 raise ValueError(
-                    f"optimizer.groups: the pattern {pattern!r} matches none of the names left for it: {trained}"
+                    f"optimizer.groups: the pattern {pattern!r} matches no name that earlier patterns left: {trained}"
                 )
             if any(re.search(pattern, name) for name in names):
                 groups[pattern] = multipliers

@@ -161,8 +161,8 @@ def _address_of_name() -> str:
         if not (parsed.is_loopback or parsed.is_link_local):
             return address
     raise ConnectionError(
-        f"the name of this machine, {name}, leads to {', '.join(resolve(name))}, which the hosts of a job cannot reach; give the name "
-        "the machine's address, for example in /etc/hosts"
+        f"the name of this machine, {name}, leads to {', '.join(resolve(name))}, which the hosts of a job cannot reach; "
+        "let the name lead to an address that they can reach, for example in /etc/hosts"
     )
 
 
@@ -184,8 +184,8 @@ def _wait_until_listening(workers: Sequence[Address], config: JobConfig) -> None
         while refusal(worker) is not None:
             if time.monotonic() > deadline:
                 raise ConnectionError(
-                    f"no worker listens at {worker} after hosts.job.start_timeout={config.start_timeout} s; ssh has started it, and its "
-                    "output is that of this program"
+                    f"no worker listens at {worker} after hosts.job.start_timeout={config.start_timeout} s; ssh has started the "
+                    "worker, whose output is in the output of this program"
                 )
             time.sleep(PAUSE)
 

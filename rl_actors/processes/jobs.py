@@ -168,8 +168,8 @@ def _ssh_names(names: Sequence[str]) -> tuple[str, ...]:
     for name in names:
         if not HOST_NAME.fullmatch(name):
             raise ValueError(
-                f"the host is 'ssh://{name}'; it must be ssh://HOST, with a name or an IPv4 address. hosts.job.arguments takes user and port "
-                "of ssh: -l USER -p PORT"
+                f"the host is 'ssh://{name}'; it must be ssh://HOST, with a name or an IPv4 address. Give the user and the port of ssh "
+                "in hosts.job.arguments: -l USER -p PORT"
             )
         if names.count(name) > 1:
             raise ValueError(f"the host ssh://{name} is named {names.count(name)} times")

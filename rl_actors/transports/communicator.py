@@ -15,8 +15,9 @@ the piece only then. So a GPU does not begin to send to a reader that has died. 
 NCCL sends and receives only in the memory of a GPU. So if the bytes are in the host's memory, they go through WINDOW buffers on the GPU.
 
 When a rank writes its next version into a slot, it waits for all work of its GPU, also for a piece that NCCL is sending. So a reader that
-hangs in the middle of a piece can delay this write until the deadline. No GPU has run the code for NCCL yet. tests/gpu/test_weights.py
-tests it.
+hangs in the middle of a piece can delay this write until the deadline of the pull.
+
+No GPU has run the code for NCCL yet. tests/gpu/test_weights.py tests it.
 """
 
 import contextlib

@@ -227,7 +227,7 @@ class MappedSlot:
         try:
             self.fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            raise VersionGoneError(f"{address} is gone: the trainer's process has ended or dropped it") from None
+            raise VersionGoneError(f"{address} is gone: the trainer's process has ended or dropped the slot") from None
         weakref.finalize(self, os.close, self.fd)
         head = os.pread(self.fd, HEAD.size, 0)
         fields = HEAD.unpack(head) if len(head) == HEAD.size else (b"", b"", 0, 0, 0)
