@@ -1,7 +1,7 @@
 """The deadline of collectives: how long a rank waits in a collective for another rank. Every process group gets it, of gloo and of NCCL.
 
-After the deadline gloo raises an error in the waiting rank, and `late` recognises this error. With NCCL, the watchdog ends the process of
-the waiting rank. Either way the caller learns of the hang at the deadline, which is before the call_timeout of the call.
+After the deadline gloo raises an error in the waiting rank, and `late` recognises this error. In an NCCL group the watchdog ends the process
+of the waiting rank. Either way the caller need not wait until its call_timeout is over to learn of the hang.
 """
 
 import contextlib

@@ -82,7 +82,7 @@ class JobConfig:
         if not self.insecure and job.is_reachable():
             raise ValueError(
                 f"the workers of a job at {job.kind}:// listen without TLS, and other machines reach them; everyone there can run code as "
-                "you. In a private network set hosts.job.insecure. With TLS, start workers by `make worker` and name them as tls://HOST:PORT"
+                "you. In a private network set hosts.job.insecure. For TLS, start workers by `make worker` and name them as tls://HOST:PORT"
             )
 
     def _require_own_fields(self, kind: str) -> None:

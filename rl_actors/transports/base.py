@@ -334,8 +334,8 @@ def local_shard(tensor: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, tupl
 
 
 def assemble(name: str, shape: tuple[int, ...], dtype: torch.dtype, shards: Mapping[tuple[int, ...], Tensor]) -> Tensor:
-    """Put the shards of a tensor together. shards: offset in the whole tensor -> shard. Of several replicas it has only one, because all
-    replicas of a shard have the same offset.
+    """Put the shards of a tensor together. shards: offset in the whole tensor -> shard. All replicas of a shard have the same offset, so the
+    mapping has only one of them.
 
     Raises RuntimeError if the shards do not cover the tensor.
     """

@@ -1,6 +1,6 @@
 """Read a version from the slots of all ranks of a trainer.
 
-Of the paths in WeightsConfig.path, this module takes one that is possible between the reader and the trainer.
+This module also chooses the path by which the bytes come: the one that WeightsConfig.path names, or one that is possible if it is "auto".
 """
 
 import time
