@@ -140,9 +140,9 @@ def worst_fit_decreasing(lengths: Sequence[int], capacity: int, num_rows: int) -
 
 
 def bucket(length: int, multiple: int, capacity: int) -> int:
-    """The row length for `length` positions. It is at most `capacity`.
+    """The row length for `length` positions: one of a few multiples of `multiple`, so that few shapes are compiled.
 
-    Otherwise it is one of a few multiples of `multiple`, so that few shapes are compiled.
+    If this multiple is larger than `capacity`, the row length is `capacity`.
 
     bucket(70, 64, 4096) -> 128, bucket(1100, 64, 4096) -> 1280, bucket(4000, 64, 4096) -> 4096
     """
