@@ -1,11 +1,12 @@
-"""Times of the parts of a PPO step, and the time of the step compared with the sum of the parts of the slowest GPU.
+"""Times each part of a PPO step alone. Adds up the parts of each GPU, and compares the largest sum with the time of a whole step.
 
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
-First controllers.ppo takes steps with the devices of the config. Then, in the same processes, every part of a step is timed alone, on as many
-completions of the same lengths: generate, logprobs (of the policy, for a correction), reference, values, policy, critic, push and pull. The
-seconds of a GPU are the sum of the parts that run on it. A step takes at least the seconds of its slowest GPU, and no more if that GPU never
-waits. On a CPU all parts share one device, and may overlap on its cores.
+First controllers.ppo trains for some steps, with the actors on the GPUs that the config gives them. Then, in the same processes, each part of
+a step is timed alone, on new completions: as many as a step has, of at most the same length. The parts are generate, logprobs (of the trainer's
+policy; only if the loss corrects for the difference between generator and trainer), reference, values, policy, critic, push and pull. The seconds
+of a GPU are the sum of the parts that run on it. The slowest GPU has the largest sum. A step takes at least this time, and no longer if that GPU
+never waits. On a CPU all parts share one device, and may overlap on its cores.
 The weights are random and there is nothing to learn. A reward is the parity of a completion's length.
 """
 

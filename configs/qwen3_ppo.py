@@ -19,9 +19,8 @@ UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """PPO at 0.6B. `--plan` estimates 58 GiB on the first GPU, and 35 GiB for the critic on the second, of which vLLM takes half.
-
-    No activations are recomputed.
+    """PPO at 0.6B. `--plan` estimates 58 GiB on the first GPU. On the second it estimates 35 GiB for the critic, and vLLM takes half of that
+    GPU's memory besides. No activations are recomputed.
     """
     base = qwen3.qwen3_0_6b()
     base.trainer.tokens_per_row = 16_384
@@ -29,7 +28,9 @@ def qwen3_0_6b_ppo() -> PPOConfig:
 
 
 def qwen3_4b_ppo() -> PPOConfig:
-    """PPO at 4B. `--plan` estimates 107 GiB on the first GPU, and 78 GiB for the critic on the second, of which vLLM takes 0.3."""
+    """PPO at 4B. `--plan` estimates 107 GiB on the first GPU. On the second it estimates 78 GiB for the critic, and vLLM takes 0.3 of that
+    GPU's memory besides.
+    """
     base = qwen3.qwen3_4b()
     base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096
     return _ppo(base, generator_share=0.3)
@@ -43,7 +44,7 @@ def _ppo(base: GRPOConfig, *, generator_share: float) -> PPOConfig:
         group_size=1,
         max_refills=0,
         advantage="gae",
-        max_staleness=UPDATES_PER_STEP,  # one step ahead
+        max_staleness=UPDATES_PER_STEP,  # in updates: rollouts may be generated one step ahead of training
     )
     given["generator"] = replace(base.generator, gpu=1, gpu_memory_utilization=generator_share)
     given["updates_per_step"] = UPDATES_PER_STEP

@@ -33,7 +33,7 @@ DEATH_TIMEOUT = 1.0
 """Seconds to wait for the report of a death after a call has failed. If none comes and the store answers, no death caused the failure."""
 END_TIMEOUT = 60.0
 """Seconds in which the work of the run must end after a death."""
-BEYOND_LIMIT = "this was the first of {num_deaths} deaths within an hour, but survival.max_restarts_per_hour={limit}; the last one: {last}"
+BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must be gone."""
 

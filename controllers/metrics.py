@@ -34,7 +34,7 @@ KEYS = (
 class Timer:
     """Seconds since the last reset, by name: `with timer("generate"): …` adds to `timer.seconds["generate"]`.
 
-    `timeline` has the spans of the phases in which an actor works.
+    `timeline` also records when each phase in which an actor works began and ended.
     """
 
     def __init__(self):
@@ -63,7 +63,8 @@ class Timer:
 def usage(values: Mapping[str, float], infos: Sequence[TrainerInfo], *, float8: bool) -> dict[str, float]:
     """Speed of a step and memory of the trainer. values: the step's times, tokens/trained and tflops/trained. infos: one for each rank.
 
-    MFU is the share of the GPUs' peak that the model's own products and attention take while the trainer works. It cannot exceed 1.
+    MFU is a share of the GPUs' peak. Its numerator is the FLOPs of the model's matrix products and attention, forward and backward, without
+    recomputation. Its denominator is the FLOPs that all GPUs can do at their peak in the time in which the trainer works. MFU cannot exceed 1.
     MFU is left out in a step without training, and where the peak is unknown, as on a CPU.
     """
     found = {"memory/trainer_peak": max(info.peak_memory_bytes for info in infos) / 2**30}
@@ -108,7 +109,8 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # -1, because a run that has done no step writes step 0, the first validation, again.
+        # -1 and not 0: a run that resumes before its first finished step repeats step 0 (the first validation), so the old line of step 0
+        # must go too.
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}
@@ -122,14 +124,14 @@ class MetricsLogger(AbstractContextManager):
         self._write_outcome("running")
 
     def _open_files(self) -> None:
-        """Open the files of the steps for appending, without the lines of steps after the last one."""
+        """Delete the lines of steps after `_last_step`, then open the per-step files for appending."""
         self.folder.drop_after(self._last_step)
         for path in self.folder.step_files:
             self._files[path] = path.open("a")
 
     def _close_files(self) -> None:
         for file in self._files.values():
-            # Every write is flushed, so nothing is left to write, except after a write that has failed and has raised.
+            # Every write is flushed. So `close` can fail only after a failed write, whose error has been raised already.
             with suppress(OSError):
                 file.close()
 

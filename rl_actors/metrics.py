@@ -116,9 +116,9 @@ def finish(partials: Mapping[str, Partial]) -> dict[str, float]:
 def _combine(name: str, a: Partial, b: Partial) -> Partial:
     reduction = _reduction(name)
     if reduction == "mean":
-        assert isinstance(a, tuple) and isinstance(b, tuple), f"{name} is a pair (numerator, denominator)"
+        assert isinstance(a, tuple) and isinstance(b, tuple), f"{name} must be a pair (numerator, denominator)"
         return a[0] + b[0], a[1] + b[1]
-    assert not isinstance(a, tuple) and not isinstance(b, tuple), f"{name} is one number"
+    assert not isinstance(a, tuple) and not isinstance(b, tuple), f"{name} must be one number, not a pair"
     match reduction:
         case "sum":
             return a + b

@@ -63,7 +63,10 @@ def _validate_names(
 
 
 def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> None:
-    """Raises ValueError unless all samples of a call have the same optional columns and the same K."""
+    """Raises ValueError unless all samples of a call have the same optional columns and the same K.
+
+    K is the second dimension of target_ids and target_weights.
+    """
     first, shared = samples[0].columns, optional | set(TOP_K_COLUMNS)
     for index, sample in enumerate(samples):
         if sample.columns.keys() == first.keys() and first.keys().isdisjoint(TOP_K_COLUMNS):
@@ -79,13 +82,15 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError unless target_ids and target_weights of the sample have the K of the first sample.
+    """Raises ValueError unless target_ids and target_weights of the sample have the K of the first sample, their second dimension.
 
     needs_weights: True if the loss reads target_weights, so that a sample with target_ids must have both columns.
     """
     sizes = {name: sample.columns[name].shape[1] for name in TOP_K_COLUMNS if name in sample.columns}
     if len(set(sizes.values())) > 1:
-        raise ValueError(f"sample {index}: K differs: {sizes}; target_ids and target_weights must have the same shape")
+        raise ValueError(
+            f"sample {index}: the second dimensions are {sizes}; target_ids and target_weights must have the same shape"
+        )
     if "target_weights" in sizes and "target_ids" not in sizes:
         raise ValueError(f"sample {index} has the column 'target_weights' but no column 'target_ids'")
     if needs_weights and "target_ids" in sizes and "target_weights" not in sizes:
@@ -94,7 +99,7 @@ def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, 
         if name in first and size != first[name].shape[1]:
             expected = first[name].shape[1]
             raise ValueError(
-                f"sample {index}: column {name!r} has K={size} but sample 0 has K={expected}; a call has one K"
+                f"sample {index}: column {name!r} has K={size} but sample 0 has K={expected}; all samples of a call must have the same K (second dimension)"
             )
 
 
@@ -253,8 +258,8 @@ def require_gpu(config: "GeneratorConfig") -> None:
         return
     if config.gpu is not None and config.gpu >= count:
         raise ValueError(
-            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, numbered from 0. On a GPU that the trainer uses "
-            "too, set a smaller generator.gpu_memory_utilization"
+            f"generator.gpu={config.gpu}, but this program sees {count} GPUs, numbered from 0. Choose a lower generator.gpu. "
+            "If the trainer uses that GPU too, also lower generator.gpu_memory_utilization"
         )
     first, taken = config.gpu or 0, config.replicas * config.tensor_parallel
     if first + taken > count:
@@ -314,7 +319,7 @@ OPTIM_LIMITS = {
 _COUNT = _Limit(_is_integer, lambda x: x >= 1, "an integer of at least 1")
 _INDEX = _Limit(_is_integer, lambda x: x >= 0, "an integer of at least 0")
 MAX_TOP_LOGPROBS = 20
-"""Largest number of likeliest tokens that vLLM gives with a token."""
+"""The most alternatives (top logprobs) that vLLM returns for each position."""
 _TOP = _Limit(_is_integer, lambda x: 0 <= x <= MAX_TOP_LOGPROBS, f"an integer, 0 to {MAX_TOP_LOGPROBS}")
 SAMPLING_LIMITS = {
     "max_tokens": _COUNT,

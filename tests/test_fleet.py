@@ -446,7 +446,7 @@ async def test_beyond_the_limit_every_call_raises_the_first_error():
         for call in (waiting, generate(fleet), fleet.pull(1, 1.0, True), fleet.info(), fleet.compute_logprobs([[1]])):
             with pytest.raises(ActorDiedError, match=r"g0 \(0\) was killed") as raised:
                 await call
-        assert "the first of 3 deaths; at most 2 restarts are made" in raised.value.__notes__[0]
+        assert "the first of 3 deaths in the last hour, and at most 2 restarts are allowed" in raised.value.__notes__[0]
         assert states(fleet) == ["retired"] and str(await fleet.end()) == "g0 (0) was killed"
 
 
@@ -683,7 +683,9 @@ def test_restarts_pause_longer_and_longer_and_end_with_the_first_error():
     now = HOUR - 1.0
     with pytest.raises(RuntimeError, match="^0\n") as raised:
         restarts.pause_after(RuntimeError("9"))
-    assert raised.value.__notes__ == ["the first of 10 deaths; at most 9 restarts are made; the last one: 9"]
+    assert raised.value.__notes__ == [
+        "this is the first of 10 deaths in the last hour, and at most 9 restarts are allowed in that time; the last death: 9"
+    ]
     now = 2 * HOUR
     assert restarts.pause_after(RuntimeError("10")) == 0.0 and restarts.total == 10
 

@@ -1,4 +1,7 @@
-"""The JSON bodies of requests, as SDK 0.38 sends them. A field that is unknown here is refused by name."""
+"""The JSON bodies of requests, as version 0.38 of the Tinker SDK sends them.
+
+A request with any other field is refused, and the error names the field.
+"""
 
 from typing import Any, Literal
 

@@ -1,6 +1,9 @@
-"""Logprobs of tokens that a request names for the positions of its prompt (target_prompt_logprobs). Knows no HTTP.
+"""target_prompt_logprobs: for each position of the prompt a request may list tokens, and it gets the logprob that each would have there.
 
-N tokens of the prompt, K tokens that are asked for at one position, C cells of the request: at most (N - 1) K.
+Knows no HTTP.
+
+Sizes: N tokens of the prompt, K cells in a row of the request, C cells (row, token) of the request: (N - 1) K if it is dense, the listed
+ones if it is sparse.
 """
 
 import asyncio
@@ -16,17 +19,23 @@ from controllers.serve.sampling import Weights
 NOTHING = -1
 """Value of a cell that asks for no token."""
 MAX_SCORED = 1024
-"""Largest number of different tokens of a request that are not the prompt's own. The generator reads the prompt once for each."""
+"""Largest number of distinct pairs (row, token) of a request whose token is not the prompt's token there. Each pair costs one pass over the
+prompt up to that position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Targets:
-    """The tokens that a request asks for. A token of row i takes the place of the prompt's token i + 1."""
+    """The tokens that a request asks for.
+
+    Row i asks for logprobs at position i + 1: how likely is each of these tokens after the prompt's tokens 0 to i?
+    """
 
     rows: np.ndarray  # [C]
     tokens: np.ndarray  # [C]; NOTHING where no token is asked for
     shape: tuple[int, int]  # (N - 1, K)
-    sparse: tuple[np.ndarray, np.ndarray] | None  # row pointers and columns, if the request lists its cells so
+    sparse: (
+        tuple[np.ndarray, np.ndarray] | None
+    )  # CSR row pointers and column indices if the request is sparse, None if it is dense
 
     @classmethod
     def read(cls, tensor: messages.TensorData, prompt: list[int], vocab_size: int) -> Self:
@@ -56,17 +65,19 @@ class Targets:
             )
         made = cls(rows=rows, tokens=tokens, shape=shape, sparse=sparse)
         if (count := len(made.foreign(prompt))) > MAX_SCORED:
-            raise ValueError(f"{name} asks for {count} tokens beside the prompt's own; it must be at most {MAX_SCORED}")
+            raise ValueError(
+                f"{name} asks for {count} tokens that are not the prompt's token at their position; at most {MAX_SCORED} are allowed"
+            )
         return made
 
     def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
-        """The different pairs (row, token) whose token is not the prompt's own."""
+        """The pairs (row, token) whose token is not the prompt's token there, without duplicates."""
         own = np.asarray(prompt[1:], np.int64)[self.rows] if len(self.rows) else self.rows
         wanted = (self.tokens != NOTHING) & (self.tokens != own)
         return sorted(set(zip(self.rows[wanted].tolist(), self.tokens[wanted].tolist(), strict=True)))
 
     async def scores(self, weights: Weights, prompt: list[int]) -> Cells:
-        """The logprobs at temperature 1, and 0 where no token is asked for."""
+        """The logprob of each cell, at temperature 1. A cell that asks for no token gets the value 0."""
         values = np.zeros(len(self.tokens), np.float32)
         if not (self.tokens != NOTHING).any():
             return Cells(values=values, shape=self.shape, sparse=self.sparse)

@@ -21,7 +21,8 @@ class Restarts:
         policy: RestartPolicy,
         clock: Callable[[], float] = time.monotonic,
         *,
-        note: str = "the first of {num_deaths} deaths; at most {limit} restarts are made; the last one: {last}",
+        note: str = "this is the first of {num_deaths} deaths in the last hour, and at most {limit} restarts are allowed in that time; "
+        "the last death: {last}",
     ) -> None:
         """note: text that is added to the first error when it is raised after several deaths."""
         self.policy, self.clock, self.note = policy, clock, note

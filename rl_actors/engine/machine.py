@@ -35,10 +35,13 @@ class Machine(Protocol):
         """torchtitan's config of the attention layers. kernel: TrainerConfig.attention."""
 
     def attention_masks(self, model: nn.Module, kernel: str, batch: PackedBatch) -> AttentionMasks:
-        """The argument of the attention layers that tells them the documents in a batch of whole rows."""
+        """The masks to pass to the attention layers for a batch of whole rows."""
 
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
-        """The same argument for the part of the rows that a context-parallel rank holds. masks: flex attention's masks for this part."""
+        """Turn flex attention's masks into the form that this machine's attention layers take.
+
+        masks: those for the part of the rows that a context-parallel rank holds.
+        """
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:
         """A copy of a host tensor on the device."""
@@ -47,7 +50,7 @@ class Machine(Protocol):
         """Raises ValueError if FSDP cannot keep its shards in pinned host memory."""
 
     def norms(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The 2-norm of each tensor, as a scalar tensor."""
+        """The 2-norm of each tensor, as a scalar tensor (shape [])."""
 
     def fuse(self, function: Callable) -> Callable:
         """The same function of tensors. It is compiled into few kernels if this makes it faster on the machine."""

@@ -41,8 +41,10 @@ class Experts(GroupedExperts):
 def wait_for_input(model: nn.Module) -> None:
     """Make the experts wait until the all-gather of their input is done.
 
-    In a sequence-parallel model a microbatch of one row reaches the experts while its all-gather still runs. torch's local_map drops
-    the gradient of such an input.
+    In a sequence-parallel model the ranks gather the positions of each row before the experts. With several rows torch has to rearrange the
+    gathered data, so it waits. With one row there is nothing to rearrange, and the experts get a tensor whose all-gather may still run. The
+    experts run inside torch's local_map. It takes the plain tensor out of such a tensor, and autograd does not know the plain one. So the
+    gradient would end there, and would not reach the layers before the experts.
     """
     for block in model.layers.values():
         if block.moe_enabled:
@@ -60,8 +62,8 @@ class RouterCounters:
     """Keeps padding out of torchtitan's counters of tokens per expert, and resets them at the end of a step.
 
     The counts drive the load-balancing bias. torchtitan also counts padding, whose amount depends on the packing. This class subtracts
-    the padding, so that the bias is the same for any split of the samples. The routers count only in training mode, so a forward call,
-    which runs in eval mode, adds nothing. A dense model has no counters.
+    the padding, so that the bias is the same for any split of the samples. The routers count only in training mode. A call that only computes
+    outputs, without a backward pass, runs in eval mode and adds nothing. A dense model has no counters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,7 +82,10 @@ class RouterCounters:
             moe.tokens_per_expert_E.zero_()
 
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
-        """Forward hook of a router. Subtracts the experts that were chosen for padding; the block then adds the experts of all positions."""
+        """Forward hook of a router: lowers the counter of every expert that a padding position chose.
+
+        After it, torchtitan's block counts all positions, padding included, so the padding cancels out.
+        """
         if not moe.training:
             return
         expert_ids_BLK = output[1]

@@ -331,7 +331,7 @@ def test_beyond_the_limit_the_run_ends_with_the_first_cause(run, tmp_path):
     assert str(error.value).endswith("ended during optim_step")
     [note] = error.value.__notes__
     assert note.startswith(
-        "this was the first of 2 deaths within an hour, but survival.max_restarts_per_hour=1; the last one: "
+        "this is the first of 2 deaths in the last hour, but survival.max_restarts_per_hour=1; the last death: "
     )
     assert "ended during push" in note
     assert json.loads(folder.outcome.read_text())["status"] == "failed"
