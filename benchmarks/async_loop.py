@@ -1,4 +1,4 @@
-"""Rollouts that run ahead of the trainer beside rollouts that wait for it, in an environment whose rewards take seconds.
+"""Rollouts that run ahead of the trainer compared with rollouts that wait for it, in an environment whose rewards take seconds.
 
 python -m benchmarks async_loop --staleness 0 2 --steps 60 --seconds 1
 

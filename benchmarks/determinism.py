@@ -104,9 +104,9 @@ def submit_others(client: GeneratorClient, count: int, vocab_size: int, num_toke
 def completion_differences(some: Sequence[Completion], others: Sequence[Completion]) -> dict[str, Any]:
     """Differences between two lists of completions of the same requests.
 
-    other_tokens: completions with other tokens. first_at: the first position, over all completions, at which a token differs.
-    logprobs_bit_equal: completions whose tokens and logprobs are the same. logprob_difference: the largest difference of logprobs at
-    positions before the first other token.
+    other_tokens: number of completions whose tokens differ. first_at: the first position, over all completions, at which a token differs.
+    logprobs_bit_equal: number of completions whose tokens and logprobs are the same. logprob_difference: the largest difference of logprobs at
+    positions before the first token that differs.
     """
     firsts, logprob_differences, num_equal = [], [0.0], 0
     for a, b in zip(some, others, strict=True):

@@ -3,8 +3,8 @@
 The undisturbed run is a run with the same flags in which nothing is killed or stopped.
 A round begins a short run of GRPO or PPO with the tiny model, synchronous or asynchronous. It sends SIGKILL or SIGSTOP to a process of one
 kind at a random moment. In about half of the rounds a second process is killed a few seconds later. The run must end with status 0, with all
-steps, and at the same position in the data as the undisturbed run. It must have trained on as many problems, and on none twice. A synchronous
-run must have trained on the same problems. No process and no shared memory may be left.
+steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as that run, and on none
+twice. A synchronous run must have trained on the same problems. No process and no shared memory may be left.
 
 The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits them in rounds with one
 signal, sent after the actors have started. The median must not be above the limit, and the longest time not above twice the limit. After a
@@ -49,7 +49,7 @@ its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
 """Seconds between two looks at the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
-# Seconds between the end of a run and the check of its shared memory. A new semaphore has a name there for a moment; it is nothing left behind.
+# Seconds between the end of a run and the check of its shared memory. A new semaphore has a name there for a moment, which is no leak.
 SHARED_MEMORY_PAUSE = 2.0
 LONGEST_START = (
     8.0  # seconds between the start of a run and a death before its first step, at most; the shortest runs take 13 s
@@ -68,7 +68,7 @@ class Round:
     mode: str
     after_step: int  # -1: while the actors start
     delay: float  # seconds after the record of that step
-    second: str = ""  # the kind of the process that is killed as the second one; "" if there is none
+    second: str = ""  # kind of the second process that is killed; "" if only one dies
     second_delay: float = 0.0
 
     @property

@@ -1,4 +1,4 @@
-"""Speed of a trainer's offload and onload, beside plain copies of as many bytes through pinned memory in the same run.
+"""Speed of a trainer's offload and onload, compared with plain copies of the same number of bytes through pinned memory in the same run.
 
 The trainer is one rank in this process, with the weights, gradients and Adam's state of a model in float32. The gradients are zeros, made
 without a forward pass. A round moves everything to the host and back, and then makes the plain copies in blocks of BLOCK bytes. The shortest

@@ -253,9 +253,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=1024 if has_gpus else 64, help="completions of a step")
     parser.add_argument("--prompt-tokens", type=int, default=128 if has_gpus else 16)
     parser.add_argument("--new-tokens", type=int, default=256 if has_gpus else 24, help="longest completion")
-    parser.add_argument(
-        "--steps", type=int, default=WARM_UP + 4, help="steps, of which the first two and the last do not count"
-    )
+    parser.add_argument("--steps", type=int, default=WARM_UP + 4, help="steps; the first two and the last do not count")
     parser.add_argument("--repeats", type=int, default=3, help="times that every part is timed alone")
     given = parser.parse_args()
     if given.steps < WARM_UP + 2 or given.repeats < 1:

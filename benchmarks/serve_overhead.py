@@ -98,7 +98,7 @@ def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    repeats: int  # timed calls of each side; ten times as many of the smallest
+    repeats: int  # timed calls of each side; the call with one sample or request is timed ten times as often
     samples: int  # of the large step
     requests: int  # number of requests that are sent at once
     prefix: str  # of the names of results
@@ -169,7 +169,10 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=list(parts), help=" or ".join(parts), metavar="PART")
     parser.add_argument("--model", choices=[TINY, "tiny", *MODELS], default=TINY)
     parser.add_argument(
-        "--repeats", type=int, default=3, help="timed calls of each side; ten times as many of the smallest"
+        "--repeats",
+        type=int,
+        default=3,
+        help="timed calls of each side; the call with one sample or request is timed ten times as often",
     )
     parser.add_argument("--samples", type=int, default=1024, help="samples of the large step")
     parser.add_argument("--requests", type=int, default=256, help="requests for samples at once")

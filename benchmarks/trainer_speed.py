@@ -132,9 +132,10 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
 
 
 def mfu(row: Row, tokens_per_second: float) -> float | None:
-    """Model FLOPs utilization: the share of the GPUs' peak that goes into the model's own operations. None on a CPU and for an unknown GPU.
+    """Model FLOPs utilization: FLOP/s of the model's matrix products and attention, divided by the peak of all GPUs. None on a CPU and for an
+    unknown GPU.
 
-    The peak is that of the dtype in which products are computed, so the share cannot exceed 1.
+    The peak is that of the dtype in which products are computed, so the result cannot exceed 1.
     """
     if not row.num_gpus:
         return None

@@ -1,4 +1,4 @@
-"""Speed of the transfer of weights from a trainer to a generator, beside a plain copy of as many bytes in the same run.
+"""Speed of the transfer of weights from a trainer to a generator, compared with a plain copy of the same number of bytes in the same run.
 
 On a CPU one process writes a snapshot and another one reads it, as a rank and a worker of vLLM do. vLLM's own work on the weights is left
 out. One thread copies the tensors, as in a push. The plain copy moves the same number of bytes as one tensor, with all threads: one process
@@ -7,10 +7,10 @@ The snapshot is read in three ways: from shared memory, by TCP and point to poin
 uses gloo. All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push and a pull of a real trainer and a real generator, as their callers see them, and the parts of
-both. On a machine with GPUs it measures only these actors. It then times plain copies of as many bytes, there and back, because a push and a
-pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network, NCCL may
-use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not been run
-on a GPU yet.
+both. On a machine with GPUs it measures only these actors. It then times plain copies of the same number of bytes, there and back, because a
+push and a pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network,
+NCCL may use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not
+been run on a GPU yet.
 """
 
 import argparse
@@ -229,7 +229,7 @@ def _syncs(trainer, generator, mesh, rounds: int) -> list[tuple[float, float, Tr
 def report_actors(
     size: str, path: str, ranks: int, syncs: list[tuple[float, float, Transfer, Transfer]], plain: float | None
 ) -> None:
-    """path: as the config and the flags name it. plain: seconds of two plain copies of as many bytes, if they were measured."""
+    """path: as the config and the flags name it. plain: seconds of two plain copies of the same number of bytes, if they were measured."""
     _, _, push, pull = syncs[-1]
     figures: dict[str, float | str] = {
         "path": pull.path,

@@ -335,7 +335,7 @@ def _ppo_row(config: str, model: str, num_gpus: int, *arguments: str) -> TableRo
 
 def _bytes_row(size: str) -> TableRow:
     return TableRow(
-        what=f"weights of {size} GB that one process writes to shared memory and another one reads, beside a plain copy of as many bytes",
+        what=f"weights of {size} GB that one process writes to shared memory and another one reads, compared with a plain copy of the same number of bytes",
         num_gpus=0,
         command=("weight_sync", "--sizes"),
         argument=size,
@@ -370,7 +370,7 @@ def _network_row(model: str) -> TableRow:
 
 def _offload_row(model: str) -> TableRow:
     return TableRow(
-        what=f"offload and onload of weights, gradients and Adam's state beside plain copies of as many bytes: {_model(model)}",
+        what=f"offload and onload of weights, gradients and Adam's state compared with plain copies of the same number of bytes: {_model(model)}",
         num_gpus=1,
         command=("offload", model),
         line=f"offload, {model}",

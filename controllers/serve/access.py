@@ -34,13 +34,13 @@ WORK = frozenset(
         "copy_weights",
     }
 )
-"""Last parts of the paths of the calls that the rate limits. Other calls have no limit, because the SDK repeats many of them by itself."""
+"""Last parts of the paths of the calls whose rate is limited. Other calls have no limit, because the SDK repeats many of them by itself."""
 KEY_LINE = re.compile(r"([A-Za-z0-9_.@-]+)\s+([0-9a-f]{64})")
 LONGEST_WAIT = 60.0  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """SHA-256 of a key -> its owner. A line of the file has both: "alice 9f86d0…". Raises ValueError naming a wrong line.
+    """SHA-256 of a key -> its owner. A line of the file has first the owner: "alice 9f86d0…". Raises ValueError naming a wrong line.
 
     Lines that are empty or begin with # are left out. An owner may have several keys.
     """
@@ -68,7 +68,7 @@ def hash_of(key: str) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class Bucket:
-    """The tokens of one owner. A request for work takes one, and tokens come back at a constant rate."""
+    """The rate limit of one owner, as a token bucket. A request for work takes one token, and tokens come back at a constant rate."""
 
     tokens: float
     filled: float  # time.monotonic of the last refill
@@ -138,7 +138,7 @@ class Access:
             self._note(scope, owner, status, time.perf_counter() - begin)
 
     def _owner(self, scope: Scope) -> str | None:
-        """The owner of the key of a request; None if the key is none of ours."""
+        """The owner of the key of a request; None if the server does not know the key."""
         if self.owners is None:
             return self.anyone
         digest = hash_of(Headers(scope=scope).get("x-api-key", ""))

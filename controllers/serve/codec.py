@@ -1,9 +1,9 @@
-"""The protobuf messages of Tinker's protocol, as SDK 0.38 sends and reads them. Knows no HTTP and no actors.
+"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. Knows no HTTP and no actors.
 
 Arrays travel as raw little-endian bytes. The fields of a message have the SDK's field numbers. The table MESSAGES is our own description
 of them.
 
-T positions of one datum, K targets of one position, N tokens of a prompt.
+T positions of one datum, N tokens of a prompt, K targets of one position (in TopK: likeliest tokens), P positions of a prompt or a completion.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,7 +83,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """Number of a DType -> numpy's. No SDK sends bfloat16."""
 MAX_ELEMENTS = 1 << 28
-"""Largest number of elements of a sparse tensor, which is made dense. A few bytes could otherwise ask for all memory."""
+"""Largest number of elements of a sparse tensor, which is made dense. Without this limit a request of a few bytes could take all memory."""
 NO_LOGPROB = -99999.0
 """Logprob in a cell of a top-k table that has no token."""
 
@@ -287,7 +287,7 @@ def _numbers(data: bytes, dtype: np.dtype, name: str) -> np.ndarray:
 
 
 def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str, float]) -> bytes:
-    """A ForwardBackwardOutput. logprobs: [T] or [T, K] for each datum; neighbours with the same K share a record."""
+    """A ForwardBackwardOutput. logprobs: [T] or [T, K] for each datum; neighbouring datums with the same K share a record."""
     message = CLASSES["ForwardBackwardOutput"](loss_fn_output_type="ArrayRecord")
     for rows in _runs_of_one_shape(logprobs):
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(rows))
@@ -302,7 +302,7 @@ def write_forward_backward(logprobs: Sequence[np.ndarray], metrics: Mapping[str,
 
 
 def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Neighbours whose shapes agree after the first dimension."""
+    """Runs of neighbouring arrays whose shapes agree after the first dimension."""
     run: list[np.ndarray] = []
     for row in rows:
         if run and row.shape[1:] != run[0].shape[1:]:
@@ -317,8 +317,8 @@ def _runs_of_one_shape(rows: Sequence[np.ndarray]) -> Iterator[list[np.ndarray]]
 class TopK:
     """The likeliest tokens at each of some positions. A cell without a token has the id 0 and NO_LOGPROB."""
 
-    token_ids: np.ndarray  # [N, K] int32
-    logprobs: np.ndarray  # [N, K] float32
+    token_ids: np.ndarray  # [P, K] int32
+    logprobs: np.ndarray  # [P, K] float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,7 +337,7 @@ class Cells:
 
     values: np.ndarray  # flat
     shape: tuple[int, int]
-    sparse: tuple[np.ndarray, np.ndarray] | None = None  # row pointers and columns, int64; None: all cells are listed
+    sparse: tuple[np.ndarray, np.ndarray] | None = None  # CSR row pointers and column indices, int64; None: dense
 
 
 def write_sample(

@@ -23,7 +23,7 @@ from controllers.serve.start import start_server
 API_KEY = "tml-local"
 """A key that the SDK accepts, for a server without keys."""
 SHUTDOWN_SECONDS = 5
-"""Seconds that open connections have to end when the server stops."""
+"""Seconds in which open connections must end when the server stops."""
 
 
 def main() -> None:

@@ -37,7 +37,7 @@ class ServeConfig:
     max_samples: int = 1024
     """Largest num_samples of one request."""
     max_waiting: int = 20_000
-    """Largest number of unanswered requests. While there are as many, a new request for samples gets a 429, and the SDK sends it again later."""
+    """Largest number of unanswered requests. At this number a new request for samples gets a 429, and the SDK sends it again later."""
 
     def for_base(self, directory: Path) -> None:
         """Set the model of trainer and generator from the directory of the base model."""
@@ -72,7 +72,7 @@ class ServeConfig:
 
 
 def tokenizer_id(directory: str) -> str:
-    """The directory in a form that the SDK does not cut: it cuts a name with exactly two slashes at the second one."""
+    """The directory in a form that the SDK leaves whole. The SDK cuts a name with exactly two slashes at the second slash."""
     path = Path(directory).absolute()
     if ":" in str(path):
         raise ValueError(f"the base model is in {path}, but the SDK cuts the path of a tokenizer at ':'")

@@ -18,14 +18,15 @@ def _points() -> deque[float]:
 class RunCurves:
     """The curves of one training run, newest points last."""
 
-    losses: deque[float] = field(default_factory=_points)  # of each forward_backward: loss:sum over number of datums
+    # For each forward_backward: loss:sum divided by the number of datums.
+    losses: deque[float] = field(default_factory=_points)
     grad_norms: deque[float] = field(default_factory=_points)  # of each optim_step
     num_steps: int = 0
 
 
 @dataclass(slots=True)
 class Rates:
-    """How fast some counters grow: a point for each time between two calls of `add`."""
+    """How fast some counters grow, per second: one point for each pair of successive calls of `add`."""
 
     before: tuple[float, Mapping[str, float]] | None = None  # seconds, counters
     per_second: dict[str, deque[float]] = field(default_factory=dict)

@@ -1,6 +1,6 @@
 """Requests for samples: their limits, and how a generator answers them. Knows no HTTP.
 
-N tokens of the prompt, C tokens of a completion.
+N tokens of the prompt.
 """
 
 from collections.abc import Mapping, Sequence

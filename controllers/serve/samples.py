@@ -35,10 +35,14 @@ def read_batch(call: ForwardBackwardCall) -> Batch:
         _require_inputs(f"datum {index}", call.loss_fn, kind, datum)
     ranks = {datum.inputs["target_tokens"].ndim for datum in data}
     if len(ranks) > 1:
-        raise ValueError("some target_tokens of the request are [T] and others [T, K]; one request has one kind")
+        raise ValueError(
+            "some target_tokens of the request have one dimension and others two; all datums of a request must have the same number"
+        )
     if ranks == {2}:
         if call.loss_fn != "cross_entropy":
-            raise ValueError(f"target_tokens is [T, K], which only cross_entropy takes; the loss is {call.loss_fn}")
+            raise ValueError(
+                f"target_tokens has two dimensions, which only cross_entropy takes; the loss is {call.loss_fn}"
+            )
         widths = [datum.inputs["target_tokens"].shape[1] for datum in data]
         return Batch(samples=[_with_many_targets(datum, max(widths)) for datum in data], loss=loss, widths=widths)
     return Batch(samples=[_with_one_target(datum, call.loss_fn) for datum in data], loss=loss, widths=None)

@@ -28,9 +28,9 @@ Key = TypeVar("Key", bound=Hashable)
 PATIENCE = 1.0
 """Seconds that requests for another version wait while new ones for the held version still start."""
 GATHER_SECONDS = 0.003
-"""Requests are gathered into one call of the generator until none has come for so long."""
+"""Requests are gathered into one call of the generator until none has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06
-"""Longest time for which requests are gathered into one call."""
+"""Largest number of seconds for which requests are gathered into one call."""
 LOADED_ADAPTERS = 64
 """Number of adapters that stay loaded after their last request. A generator that is started again loads all of them first."""
 
@@ -167,7 +167,7 @@ class VersionedGenerator:
 
     @contextlib.asynccontextmanager
     async def _holding(self, version: int) -> AsyncIterator[None]:
-        """The generator holds these whole weights in the `with` block. Raises the error of the pull if it fails."""
+        """Context manager in whose body the generator holds these whole weights. Raises RuntimeError with the text of the error if the pull fails."""
         if self._may_start(version):
             self.num_running += 1
         else:
@@ -250,7 +250,7 @@ class Weights:
 
 @dataclass(slots=True)
 class _Batch(Generic[Item, Result]):
-    closes: float  # time of the loop at which the batch begins at the latest
+    closes: float  # latest time on the loop's clock at which the call for the batch begins
     items: list[Item] = field(default_factory=list)
     results: list[asyncio.Future[Result]] = field(default_factory=list)
     beginning: asyncio.TimerHandle | None = None

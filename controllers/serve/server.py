@@ -65,7 +65,7 @@ class Server:
     # start and end
 
     def begin(self) -> None:
-        """Start the task that deletes expired weights again and again. Needs a running loop."""
+        """Start two tasks that repeat: one deletes expired weights, the other measures speeds. Needs a running loop."""
         self._repeating = [asyncio.create_task(self._sweep()), asyncio.create_task(self._measure())]
 
     async def close(self) -> None:
@@ -394,7 +394,7 @@ class Server:
         user_metadata: Mapping[str, str] | None,
         version: int | None = None,
     ) -> None:
-        """Note a checkpoint whose files are complete."""
+        """Add a checkpoint whose files are complete to the store."""
         self.store.put_checkpoint(
             Checkpoint(
                 path=checkpoint_path(run.id, kind, name),
@@ -559,7 +559,7 @@ def is_abandoned(store: Store, run: Run) -> bool:
 
 
 def _key(run_id: str, seq_id: int | None) -> tuple[str, str, int] | None:
-    """The key under which a request to a run is known if it is sent again; None if it has no number."""
+    """The key by which a request to a run is recognised if it is sent again; None if it has no seq_id."""
     return ("run", run_id, seq_id) if seq_id else None
 
 

@@ -290,5 +290,5 @@ def _checkpoint(row: dict[str, Any]) -> Checkpoint:
 
 
 def _owned(owner: str | None) -> tuple[str, list[Any]]:
-    """(condition, its arguments) for the rows of an owner; None: those of all."""
+    """(condition, its arguments) for the rows of an owner; owner=None: for all rows."""
     return ("1", []) if owner is None else ("owner = ?", [owner])

@@ -33,9 +33,8 @@ class Targets:
     rows: np.ndarray  # [C]
     tokens: np.ndarray  # [C]; NOTHING where no token is asked for
     shape: tuple[int, int]  # (N - 1, K)
-    sparse: (
-        tuple[np.ndarray, np.ndarray] | None
-    )  # CSR row pointers and column indices if the request is sparse, None if it is dense
+    # CSR row pointers and column indices if the request is sparse, None if it is dense
+    sparse: tuple[np.ndarray, np.ndarray] | None
 
     @classmethod
     def read(cls, tensor: messages.TensorData, prompt: list[int], vocab_size: int) -> Self:

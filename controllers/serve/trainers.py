@@ -360,6 +360,4 @@ def _last_use(home: Home) -> float:
 def require_no_gradients(resident: Resident) -> None:
     """Raises UserError if an open step has gradients, which no checkpoint can hold."""
     if resident.has_gradients:
-        raise UserError(
-            "the gradients of forward_backward wait for an optim_step; states are saved and loaded after it"
-        )
+        raise UserError("forward_backward has left gradients; call optim_step before you save or load a state")

@@ -2,7 +2,7 @@
 
 Each actor mesh of the service has only one client, in the service's process. The coordinator runs in the same process and passes the calls
 on to this client. It unpickles the arguments of a call itself. If they cannot be unpickled, only the call fails. If Monarch unpickled them,
-the coordinator would end.
+the failure would end the coordinator.
 """
 
 import pickle

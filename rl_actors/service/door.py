@@ -91,7 +91,7 @@ class Door:
     async def _attach(self, greeting: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         different = mismatch(own_versions(), greeting.get("versions"))
         if different:
-            await _send(writer, {"error": f"the versions differ (here: the service): {different}"})
+            await _send(writer, {"error": f"the versions differ: {different}"})
             return
         member = str(greeting.get("member"))
         try:

@@ -1,5 +1,5 @@
-"""The members of a service. A member is an actor mesh with its only client, which is in the service's process. It runs the calls of
-attached clients.
+"""The members of a service. A member is an actor mesh with its only client, which is in the service's process. The member runs
+the calls of attached clients.
 """
 
 import asyncio
@@ -90,7 +90,7 @@ class ModelMember:
         try:
             answers = await self._send(client, endpoint, arguments)
         except Exception:
-            # A call that was refused leaves the trainer idle, and then no step is open. A call that failed in the middle does not.
+            # A call that was refused leaves the trainer idle, and then no step is open. A call that failed in the middle does not leave it idle.
             if await self._is_idle():
                 self.step.leave(client)
             raise

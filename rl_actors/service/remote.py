@@ -236,7 +236,7 @@ def attach(
 
 
 def join_monarch(transport: str, own_host: str, certificates: str) -> None:
-    """Start Monarch in this process with the service's transport. own_host: the address of this machine that reaches the service."""
+    """Start Monarch in this process with the service's transport. own_host: the address of this machine at which the service reaches it."""
     prepare_this_process()
     if transport == "tls":
         tls.use_for_monarch(certificates)

@@ -29,13 +29,13 @@ def versions() -> dict[str, str]:
     }
 
 
-def mismatch(own: dict[str, str], other: object) -> str:
-    """The first difference between two answers of `versions`, as "torch 2.13.0 here, 2.12.0 there". Empty if there is none."""
-    if not isinstance(other, dict):
-        return f"versions {own} here, none there"
-    for name, version in own.items():
-        if other.get(name) != version:
-            return f"{name} {version} here, {other.get(name, 'none')} there"
+def mismatch(of_service: dict[str, str], of_client: object) -> str:
+    """The first difference between two answers of `versions`: "the service has torch 2.13.0, the client 2.12.0". Empty if there is none."""
+    if not isinstance(of_client, dict):
+        return f"the service has {of_service}, the client named none"
+    for name, version in of_service.items():
+        if of_client.get(name) != version:
+            return f"the service has {name} {version}, the client {of_client.get(name, 'named none')}"
     return ""
 
 
