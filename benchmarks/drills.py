@@ -42,7 +42,7 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 PROCESS_NAMES = {"store": "memory"}
 """Kind -> the name of its processes, for kinds whose processes have another name."""
 BARS = dict.fromkeys(KINDS, 40.0) | {"generator": 20.0, "engine": 20.0}
-"""Kind -> limit of the median seconds from a kill to the next step. The limit of the longest time is twice as high."""
+"""Kind -> limit of the median seconds from a kill to the next step. The longest time may be twice this limit."""
 CIRCUMSTANCES = ("one death", "two deaths", "start")
 """Kinds of rounds. Only rounds with one death have limits. A round in which a process dies while the actors start ("start") has none, because
 its seconds include the rest of the start."""

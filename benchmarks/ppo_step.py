@@ -228,7 +228,7 @@ async def measure(config: PPOConfig, folder: RunFolder, *, repeats: int) -> dict
 
 
 def figures(config: PPOConfig, steps: list[dict[str, Any]], parts: dict[str, float]) -> dict[str, Any]:
-    """The figures of a line of results. ratio: seconds of the slowest device over those of the step; 1 if that device never waits."""
+    """The figures of a line of results. ratio: seconds of the slowest device divided by the seconds of the step; 1 if that device never waits."""
     seconds = statistics.median(step["time/step"] for step in steps)
     of_devices = seconds_by_device(parts, devices(config))
     slowest = max(of_devices.values())

@@ -44,7 +44,7 @@ def kind(line: dict[str, Any]) -> str:
 
 @cache
 def gpus() -> tuple[str, ...]:
-    """Names of the GPUs that this process may use: the first names of nvidia-smi, as many as CUDA_VISIBLE_DEVICES names GPUs.
+    """Names of the GPUs that this process may use: the first N names that nvidia-smi prints, if CUDA_VISIBLE_DEVICES names N GPUs.
 
     The names are right only if all GPUs of the machine have the same name. torch could tell the names of the visible GPUs, but its CUDA
     context would take memory on the GPU that is measured.
