@@ -51,14 +51,14 @@ from rl_actors.metrics import HostCopy
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltModel:
     model: nn.Module  # the whole model; in a pipeline the modules of this rank's stages
-    stages: list[PipelineStage]  # this rank's stages; empty without a pipeline
+    stages: list[PipelineStage]  # this rank's stages; empty if there is no pipeline
     num_parameters: int  # of the whole model
     has_value_head: bool
     optimizers: OptimizersContainer  # in a trainer that only infers it is a NoOptimizers, which holds no optimizer
-    hyperparameters: Hyperparameters | None  # None without an optimizer
+    hyperparameters: Hyperparameters | None  # None if there is no optimizer
     parallel_dims: ParallelDims
     device: torch.device
-    weights_device: torch.device  # of parameters, gradients and optimizer state: the host with fsdp_cpu_offload
+    weights_device: torch.device  # of parameters, gradients and optimizer state: the CPU if fsdp_cpu_offload
     to_device: Callable[[torch.Tensor], torch.Tensor]
     to_host: type[HostCopy]
     # Turns a batch of whole rows into the part that this rank holds, with attention masks.
@@ -195,7 +195,7 @@ def build(config: TrainerConfig) -> BuiltModel:
     model = LocalModel(modules) if stages else modules[0]
     dist_utils.set_determinism(parallel_dims, device, debug, distinct_seed_mesh_dims=["pp"])
     _allocate(modules, device, machine, on_host=config.fsdp_cpu_offload)
-    if not config.hf_path:  # with hf_path the weights are loaded later
+    if not config.hf_path:  # if hf_path is set, the weights are loaded later
         initial_weights.draw(initialisers, model, config.seed)
     elif (
         config.head == "values" and model.lm_head is not None
@@ -264,7 +264,7 @@ def _model_config(
     for layer in model_config.layers:
         layer.attention.inner_attention = machine.attention(config.attention)
         # Every block has its own table of the rotary embedding. Tables of 40,960 positions would take 1.2 GB in all blocks of a Qwen3 0.6B,
-        # so they get only as many positions as samples may have.
+        # so the tables get only as many positions as samples may have.
         layer.attention.rope = replace(layer.attention.rope, max_seq_len=config.max_sequence_length)
     model_config = lora.convert(_float8(model_config, config, machine), config.lora)
     run = SimpleNamespace(training=training, parallelism=config.parallelism, debug=debug, compile=config.compile)
@@ -296,7 +296,7 @@ def _parallelize(
 ) -> tuple[list[PipelineStage], list[nn.Module]]:
     """Parallelize the model. It stays on the meta device.
 
-    Returns (this rank's pipeline stages, their modules), or without a pipeline ([], [the whole model]).
+    Returns (this rank's pipeline stages, their modules). If there is no pipeline, returns ([], [the whole model]).
     """
     options = {
         "parallel_dims": parallel_dims,

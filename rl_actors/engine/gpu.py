@@ -106,7 +106,7 @@ def require_cpu_offload() -> None:
 
 
 def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    if tensors[0].device.type == "cpu":  # with fsdp_cpu_offload
+    if tensors[0].device.type == "cpu":  # if fsdp_cpu_offload is set
         return cpu.norms(tensors)
     return torch._foreach_norm(tensors)
 

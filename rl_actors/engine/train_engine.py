@@ -121,8 +121,8 @@ class TrainEngine:
     ) -> RankOutput:
         """Logprobs of the targets, or the values of a value model, in float32. Accumulated gradients, weights and version do not change.
 
-        If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the column target_ids, it
-        has the logprobs of the column's K ids. If `entropy` is True, it has the entropy of the whole distribution.
+        If a loss is given, the output also has the metrics that forward_backward would report. If the samples have the column target_ids, the
+        output has the logprobs of the column's K ids. If `entropy` is True, the output has the entropy of the whole distribution.
         """
         loss = None if loss is None else resolve(loss)
         self.step.require("forward")

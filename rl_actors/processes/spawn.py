@@ -313,7 +313,8 @@ def _prepare_rank(name: str, logs: LogRoute | None) -> None:
     collector.keep()
     os.environ |= network.lead_gloo_to(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     # A terminal sends Ctrl-C, and a scheduler sends SIGTERM, to all processes of a program. The ranks ignore both, because the spawning
-    # process may still need them for a checkpoint. They end when the spawning process stops them, or when it ends itself.
+    # process may still need them for a checkpoint. They end when the spawning process stops them, or when the
+    # spawning process itself ends.
     libc = ctypes.CDLL(None)
     for number in (signal.SIGINT, signal.SIGTERM):
         libc.signal(number, ctypes.c_void_p(signal.SIG_IGN))

@@ -19,7 +19,7 @@ MONARCH_VARIABLES = {
     "HYPERACTOR_TLS_KEY": KEY,
     "HYPERACTOR_TLS_CA": AUTHORITY,
 }
-"""Variables from which Monarch 0.7 reads its certificates. Processes that it spawns inherit them."""
+"""Environment variables from which Monarch 0.7 reads the paths of its certificates. Processes that Monarch spawns inherit the variables."""
 
 
 def require_files(folder: str) -> Path:

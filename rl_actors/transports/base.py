@@ -254,7 +254,9 @@ async def publish(
 
 
 def published_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype in which a tensor is published: `dtype`, or the tensor's own if `dtype` is None or the tensor is not of floating point."""
+    """The dtype in which a tensor is published. It is `dtype`, or the tensor's own dtype if `dtype` is None or the tensor holds no
+    floating-point numbers.
+    """
     return tensor.dtype if dtype is None or not tensor.is_floating_point() else dtype
 
 

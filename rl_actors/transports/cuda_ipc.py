@@ -116,7 +116,7 @@ def device_of(gpu: str) -> torch.device | None:
 
 @contextlib.contextmanager
 def copies_end() -> Iterator[None]:
-    """Context manager that at its end, also after an error, waits for the copies that began inside it."""
+    """Context manager that waits, when its body ends or raises an error, until all copies that the body has begun are done."""
     try:
         yield
     finally:

@@ -132,7 +132,8 @@ class OpenSlots(OpenVersion):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) one at a time.
 
-        If one rank holds the whole tensor, it is a view of the rank's slot. Otherwise it is put together when the iterator reaches it.
+        If one rank holds the whole tensor, the tensor is a view of this rank's slot. Otherwise the tensor is put together when the iterator
+        reaches it.
         """
         for name, pieces in self.pieces():
             shape, dtype = self.manifest.tensors[name]

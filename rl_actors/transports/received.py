@@ -9,7 +9,7 @@ from rl_actors.transports.slots import Layout, pin_for
 
 
 class ReceivedSlot:
-    """The bytes of a slot in this process."""
+    """A slot that this process has received: its layout, and its tensors as views of the received bytes."""
 
     def __init__(self, layout: Layout, data: Tensor) -> None:
         self.layout, self.views = layout, layout.views(data)
