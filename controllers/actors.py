@@ -1,4 +1,4 @@
-"""The actors of a run: they are spawned, watched, replaced when they have died, and closed together. Trains nothing."""
+"""Spawns the actors of a run, watches them, replaces those that have died, and closes all of them. The training loops call them."""
 
 import asyncio
 import contextlib
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT = 5.0
-"""Seconds that each part of closing a run may take."""
+"""Seconds that each step of closing a run may take: ending the last checkpoint, ending the actors, closing the transport."""
 DEATH_TIMEOUT = 1.0
-"""Seconds to wait for the report of a death after a call has failed. If none comes and the store answers, no death caused the failure."""
+"""Seconds to wait, when a call has failed, for the report that an actor has died. If no report comes and the store answers, the call has
+failed for another reason."""
 END_TIMEOUT = 60.0
-"""Seconds in which the work of the run must end after a death."""
+"""Seconds in which the work of the run must end after the death of an actor."""
 BEYOND_LIMIT = "this is the first of {num_deaths} deaths in the last hour, but survival.max_restarts_per_hour={limit}; the last death: {last}"
 KILL_TIMEOUT = 30.0
 """Seconds in which killed processes must be gone."""
@@ -54,8 +55,8 @@ class Death(Exception):
 class Actors:
     """The transport, the trainers and the generator of a run. They are watched, replaced when they have died, and closed together.
 
-    A role is "trainer", "generator", "reference", "critic" or "store". The store is the process of the transport. A method that spawns a
-    role returns the role's client, and makes a new client only if the role has none.
+    The actors have names, called roles: "trainer", "generator", "reference", "critic" and "store". The store is the process of the
+    transport. A spawn method returns the client of its role, and makes a new client only if the role has none.
     """
 
     def __init__(self, config: "RunConfig", folder: RunFolder, *, verbose: bool) -> None:
@@ -72,15 +73,16 @@ class Actors:
             for model in self.models.values():
                 model.tokenizer_path = str(tokenizer_folder)
         self.tell: Callable[[str], None] = logger.info
-        """Function that gets a line of text at the death and the return of a generator."""
+        """Function that is called with a line of text when a generator dies, and again when the generator is back."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
-        self.deaths: dict[str, Exception] = {}  # role -> its error, for roles that have died and are not replaced yet
+        self.deaths: dict[str, Exception] = {}  # role -> error that reports its death, until the role is replaced
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # The hosts come before the transport, because Monarch must not be in use before they have set the address of this process.
+        # The hosts come before the transport, because `connect` sets the address of this process, and that must happen before the first use
+        # of Monarch.
         self.placement = config.hosts.connect(self.logs.directory)
-        # The transport's modules are imported while the processes of the actors start.
+        # Opening the transport imports modules. It goes on in the background while the processes of the actors start.
         self._open_transport()
 
     def _open_transport(self) -> None:
@@ -122,7 +124,7 @@ class Actors:
         return self._client("generator", spawn)
 
     def _client(self, role: str, spawn: Callable[[], AnyClient]) -> AnyClient:
-        """The client of a role. If there is none, it is spawned and from then on watched."""
+        """The client of a role. If the role has no client, one is spawned, and it is watched from then on."""
         if role not in self.clients:
             client = spawn()
             self.clients[role] = client
@@ -141,14 +143,17 @@ class Actors:
             self.report("store", ActorDiedError(await transport.death(silent_after), "store"))
 
     def report(self, role: str, death: Exception) -> None:
-        """Note that an actor has died. Does nothing for a generator, which its client replaces."""
+        """Note that an actor has died. The death of a generator is not noted, because the client of the generators replaces it."""
         if role == "generator":
             return
         self.deaths.setdefault(role, death)
         self._died.set()
 
     async def until_death(self, work: Coroutine[object, None, T]) -> T:
-        """The result of the work. Cancels the work and raises Death as soon as an actor has died. Raises the work's own error."""
+        """The result of the work. If an actor dies meanwhile, cancels the work and raises Death.
+
+        Raises the error of the work, if no death has caused the error.
+        """
         task = asyncio.ensure_future(work)
         dying = asyncio.ensure_future(self.first_death())
         try:
@@ -171,9 +176,10 @@ class Actors:
         return next(iter(self.deaths.values()))
 
     async def death_behind(self, error: Exception) -> Exception | None:
-        """The death that caused the error of a call. None if no death caused it.
+        """The death that caused the error of a call. None if no death caused the error.
 
-        A death may first show as an error of an actor that depends on the dead one: a rank of the same trainer, or a generator that pulls.
+        The first sign of a death may be an error of an actor that depends on the dead one: of another rank of the same trainer, or of a
+        generator that pulls weights.
         """
         if isinstance(error, ActorDiedError | ActorSilentError):
             names = {client.name: role for role, client in self.clients.items()}
@@ -189,7 +195,7 @@ class Actors:
         return None
 
     async def _store_error(self) -> str:
-        """The reason why the transport does not answer. Empty if it answers."""
+        """The reason why the transport does not answer. Empty if the transport answers."""
         try:
             transport = await self.transport
             question = asyncio.ensure_future(transport.get_object("latest"))
@@ -199,15 +205,16 @@ class Actors:
         return ""
 
     async def bury(self, others: Collection[str] = ()) -> set[str]:
-        """Kill what is left of the roles that have died, and kill the `others`. Returns all these roles, which can be spawned again.
+        """Kill what is left of the actors that have died, and kill the actors with the roles `others`.
 
-        If a host is gone, all roles are killed, and the hosts are started again. Raises ConnectionError if that is not possible.
+        If a host is gone, all actors are killed, and the hosts are started again. Raises ConnectionError if that is not possible.
+        Returns the roles of all killed actors. The roles can be spawned again.
         """
         roles = {*self.deaths, *others}
         lost = await asyncio.to_thread(self.placement.lost)
         if lost:
             roles |= self.clients.keys()
-        if "store" in roles:  # all actors must be spawned again, because they have the address of the old store
+        if "store" in roles:  # all actors have the address of the old store, so all must be spawned again
             roles |= self.clients.keys()
         self.deaths = {}
         ends = []
@@ -231,7 +238,7 @@ class Actors:
         return roles
 
     def _start_hosts_again(self, lost: Sequence[str]) -> None:
-        """Start the job of the hosts again. Raises ConnectionError if its workers would have the same addresses as before.
+        """Start the job of the hosts again. Raises ConnectionError if new workers would have the addresses of the old ones.
 
         Monarch 0.7 cannot connect a second time to an address, within the same program, after the worker there was killed.
         """
@@ -246,7 +253,7 @@ class Actors:
         self.placement = self.config.hosts.connect(self.logs.directory)
 
     async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Call `start`. If an actor dies meanwhile, call it again, as often as the config allows."""
+        """Call `start`. If an actor dies meanwhile, call `start` again, as often as the config allows."""
         while True:
             try:
                 return await self.until_death(self.start(setup))
@@ -262,19 +269,22 @@ class Actors:
         return set(self.clients) if shares else set()
 
     async def start(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn what is missing of trainer and generator, and wait until they are ready."""
+        """Spawn the trainer and the generator, each only if it is missing, and wait until all actors are ready."""
         trainer, generator = await self._spawn(setup)
         with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
-            # The report needs matplotlib. Here its import delays nothing, because the actors take longer.
+            # The report, which is written at the end, needs matplotlib. Its import delays nothing now, because the actors take longer.
             importing = asyncio.to_thread(import_module, "controllers.report")
             await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
         return trainer, generator
 
     async def _spawn(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
-        """Spawn trainer and generator. If they share a GPU, the trainer is ready first, because vLLM measures free memory at its start."""
+        """Spawn trainer and generator. If both share a GPU, the generator is spawned when the trainer is ready.
+
+        The reason is that vLLM measures the free memory when it starts.
+        """
         config = self.config
         if not config.has_generator:
-            # The controller of a config without a generator never uses the generator of its run.
+            # If a config has no generator, its controller never uses `run.generator`.
             return self.spawn_trainer(), cast(GeneratorClient, None)
         if config.turns.enabled or shares_gpu(config):
             trainer = self.spawn_trainer()
@@ -307,7 +317,7 @@ async def _end(task: asyncio.Task[T]) -> None:
     if running:
         raise TimeoutError(f"the work of the run did not end within {END_TIMEOUT:g} s after the death of an actor")
     if not task.cancelled():
-        task.exception()  # otherwise asyncio prints that nobody asked for it
+        task.exception()  # if nobody reads the exception, asyncio prints a warning
 
 
 def shares_gpu(config: "RunConfig") -> bool:

@@ -1,6 +1,6 @@
 """Advantages: pure functions from rewards [G, N] to advantages [G, N].
 
-They know nothing of tokens and losses, nor of which groups are kept.
+The functions know neither tokens nor losses. Other modules decide which groups are kept.
 
 G groups (prompts), N completions of each.
 """
@@ -20,7 +20,7 @@ def grpo(rewards_GN: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def dr_grpo(rewards_GN: Tensor) -> Tensor:
-    """reward - group mean: Dr. GRPO, arXiv 2503.20783. It leaves out GRPO's division, which favours very easy and very hard prompts.
+    """reward - group mean: Dr. GRPO, arXiv 2503.20783. Dr. GRPO leaves out GRPO's division, which favours very easy and very hard prompts.
 
     dr_grpo([[1, 0, 0, 1]]) -> [[0.5, -0.5, -0.5, 0.5]]
     """

@@ -1,7 +1,9 @@
-"""Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets the fields as the paper does, before all other flags.
+"""Presets of a GRPO config, by the name of their algorithm. `--algorithm dapo` sets fields of the config to the values of the DAPO paper.
+
+The other flags of the command line are applied after the preset, so they can change these values.
 
 A preset sets the loss and its bounds, the aggregation, the advantages, the KL divergence, the refills and the penalty on long completions.
-It leaves the other fields as they are, such as the correction, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
+A preset leaves all other fields as they are, such as the correction, loss.dual_clip, loss.beta, the entropy bonus and the learning rate.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +17,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Algorithm:
     paper: str
-    fields: "Callable[[RunConfig], Mapping[str, object]]"  # the fields of the preset: dotted names and values
+    fields: "Callable[[RunConfig], Mapping[str, object]]"  # gives the fields of the preset: dotted name -> value
 
     def apply(self, config: "RunConfig") -> Mapping[str, object]:
-        """Set the fields of the config, in place. Returns them."""
+        """Set the fields of the preset in this config, in place. Returns the fields and their values."""
         values = self.fields(config)
         for name, value in values.items():
             *path, last = name.split(".")
@@ -38,7 +40,7 @@ def _objective(
     advantage: str = "grpo",
     reference_kl: float = 0.0,
 ) -> dict[str, object]:
-    """The fields that every preset sets. Bounds that a loss does not have become None, so that no earlier choice is left in these fields."""
+    """The fields that every preset sets. If a loss has no bounds, ratio_low and ratio_high become None, so that no earlier choice stays there."""
     return {
         "loss.name": loss,
         "loss.ratio_low": ratio_low,

@@ -1,6 +1,6 @@
-"""Charts of the metrics of runs, as SVG for a page. PLANS lists the charts and their curves. Reads no file.
+"""Draws the metrics of runs as charts, in SVG for a page. PLANS lists the charts and their curves. This module reads no file.
 
-Charts are drawn in the light colours. In the page every colour is a CSS variable, which dark mode sets to another value.
+A chart is drawn in the colours LIGHT. Then each colour is replaced by a CSS variable, because the page has other colours in dark mode.
 """
 
 import io
@@ -225,7 +225,7 @@ def draw_spread(axes: Axes, records: Records) -> None:
     axes.fill_between(steps, low, high, color=LIGHT["blue"], alpha=0.13, linewidth=0)
     rewards = series(records, "reward/mean")[1]
     if rewards and min(rewards) >= 0 and max(rewards) <= 1:
-        axes.set_ylim(-0.03, 1.05)  # rewards are in [0, 1] here, but mean ± standard deviation goes beyond that
+        axes.set_ylim(-0.03, 1.05)  # rewards are in [0, 1] here, but mean ± standard deviation goes beyond [0, 1]
 
 
 def draw_times(axes: Axes, records: Records) -> None:
@@ -243,9 +243,9 @@ def draw_times(axes: Axes, records: Records) -> None:
 
 
 def timeline_chart(lines: Records) -> str:
-    """The spans of one step as a chart in SVG. Empty without spans.
+    """The spans of one step as a chart in SVG. Empty if there are no spans.
 
-    The step is the one of median length in the second half of the run. lines: the lines of timeline.jsonl.
+    The step is the one of median duration in the second half of the run. lines: the lines of timeline.jsonl.
     """
     later = sorted((line for line in lines[len(lines) // 2 :] if line["spans"]), key=lambda line: line["seconds"])
     if not later:
@@ -293,7 +293,7 @@ def ages_chart(records: Records) -> str:
 
 
 def new_chart(title: str, unit: str, size: tuple[float, float] = SIZE) -> tuple[Figure, Axes]:
-    """An empty chart over the steps. `size` is its width and height in inches."""
+    """An empty chart whose horizontal axis shows the steps. size: its width and height in inches."""
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel="step", ylabel=unit)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -323,8 +323,8 @@ def inline_svg(figure: Figure) -> str:
 def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
     """One chart as SVG.
 
-    With `records`, the records of one run, all curves belong to that run. The chart of the reward then also shows the reward's spread, and
-    a chart of all phases marks the supervised phase. Without `records` each curve belongs to another run.
+    records: the records of one run, if all curves belong to that run. The chart of the reward then also shows the reward's spread, and a
+    chart of all phases marks the supervised phase. Empty if each curve belongs to a run of its own.
     """
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:
@@ -402,9 +402,10 @@ def save_reward_png(records: Records, file: Path) -> None:
 
 
 def around_rewards(records: Records) -> Records:
-    """The records that the picture shows. If there are GRPO or PPO steps, at most half of the records are others.
+    """The records that reward.png shows. If there are GRPO or PPO steps, at most half of the records belong to other steps.
 
-    Supervised steps come first and have no reward. If all were shown, many of them would leave no room for the curve of rewards.
+    The other steps are supervised steps, which come first and have no reward. A run may have so many of them that they would leave no room
+    for the curve of rewards.
     """
     num_others = len(of_phases(records, *ROLLOUT_PHASES))
     return records[-2 * num_others :] if num_others else records

@@ -1,4 +1,4 @@
-"""Conversion of conversations to tokens by a model's own chat template. Knows nothing of problems, actors or losses."""
+"""Converts conversations to tokens by the model's own chat template. This module knows no problems, actors or losses."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 GENERATION_MARK = re.compile(r"\{%-?\s*generation\b")
-"""Mark that a template may put around the assistant's text, so that transformers can tell which tokens are the assistant's."""
+"""Beginning of the mark that a template may put around the assistant's text. transformers then tells which tokens are the assistant's."""
 
 FORMER_TURN = "former turn of the assistant"
 """Text that `continuation` puts in the place of the assistant's former turn, because the tokens of that turn are known already."""
@@ -19,22 +19,22 @@ FORMER_TURN = "former turn of the assistant"
 
 @dataclass(kw_only=True)
 class ChatConfig:
-    """Use of the model's chat template."""
+    """Says whether and how the model's chat template is used."""
 
     enabled: bool = False
-    """Make each prompt a user's message. A problem with messages of its own goes through the template in any case."""
+    """True: each prompt is a user's message and goes through the template. A problem that has messages goes through the template in any case."""
     system: str = ""
-    """System message before each conversation that has none."""
+    """System message that is put before each conversation without one. Empty: nothing is put there."""
     thinking: bool | None = None
     """Value of enable_thinking, which some templates read, such as Qwen3's. None: the template's default."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turns:
-    """The tokens of a conversation, up to the last trained one."""
+    """The tokens of a conversation, up to the last token that is trained."""
 
     tokens: list[int]
-    # True for the assistant's tokens. If the template has no marks, these include the token that ends a turn of the assistant.
+    # True for the assistant's tokens. If the template has no GENERATION_MARK, the token that ends a turn of the assistant is one of them.
     is_trained: list[bool]
 
 
@@ -55,7 +55,7 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the conversation and of the beginning of the assistant's next turn. A last turn of the assistant is left out."""
+        """The tokens of the conversation and of the beginning of the assistant's next turn. If the assistant has the last turn, it is left out."""
         conversation = self._with_system(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]
@@ -81,9 +81,9 @@ class ChatTemplate:
     def turns(self, messages: Sequence[Message]) -> Turns:
         """The tokens of the conversation for training. The tokens of every turn of the assistant are trained.
 
-        If the template has marks, they say which tokens these are. Without marks a turn begins where the template asks the assistant for
-        it, and ends with a stop token. Raises ValueError if the tokens up to such a turn are not the beginning of the whole conversation's
-        tokens, if a turn has no stop token, or if there is no turn to train on.
+        If the template has a GENERATION_MARK, the marks say which tokens are the assistant's. If it has none, a turn begins where the
+        template asks the assistant to begin, and ends with the next stop token. Raises ValueError if the tokens up to such a turn are not
+        the beginning of the whole conversation's tokens, if a turn has no stop token, or if there is no turn to train on.
         """
         conversation = self._with_system(messages)
         if GENERATION_MARK.search(self._text()):

@@ -1,7 +1,7 @@
 """Checkpoints of a run: the trainers' weights and the controller's own state.
 
-checkpoints/step-N/trainer holds the trainer's part, and checkpoints/step-N/state.json holds the controller's state. A run with
-a critic also has checkpoints/step-N/critic. checkpoints/step-N/checksums.json has the checksums of all these files.
+The folder checkpoints/step-N/trainer holds the trainer's weights and optimizer state, and checkpoints/step-N/state.json holds the
+controller's state. A run with a critic also has checkpoints/step-N/critic. checkpoints/step-N/checksums.json has the checksums of all files.
 state.json is written last, so a checkpoint with a state.json is complete.
 """
 
@@ -38,11 +38,12 @@ class Checkpoints:
         self._writing: asyncio.Task[None] | None = None
 
     async def save(self, trainers: Mapping[str, "TrainerClient"], state: State) -> None:
-        """Begin to write step-N, where N is state["step"], the number of steps done. Returns when all state is copied.
+        """Begin to write the checkpoint step-N, where N is state["step"], the number of steps done.
 
-        trainers: by the names of their folders in the checkpoint.
+        Returns when all state is copied, so training can go on while the copy is written. trainers: name of a folder in the checkpoint ->
+        the trainer whose state is written there.
 
-        First waits for the previous checkpoint. Raises RuntimeError or OSError if that one could not be written.
+        First waits until the previous checkpoint is on disk. Raises RuntimeError or OSError if the previous checkpoint could not be written.
         """
         await self.finish()
         path = self.folder / f"step-{state['step']}"
@@ -53,9 +54,9 @@ class Checkpoints:
         self._writing = asyncio.create_task(self._commit(saved, path, text))
 
     async def finish(self) -> None:
-        """Wait until the last checkpoint is on disk. If it could not be written, every call raises the error."""
+        """Wait until the last checkpoint is on disk. If the checkpoint could not be written, every call raises the error."""
         if self._writing is not None:
-            await asyncio.shield(self._writing)  # so that a caller that stops waiting does not cancel the writing
+            await asyncio.shield(self._writing)  # shield: the writing goes on if the caller is cancelled
 
     async def abandon(self) -> None:
         """Wait until the checkpoint being written ends, with or without an error. Called after an actor of the run has died.
@@ -78,7 +79,7 @@ class Checkpoints:
         saved = [result for result in results if not isinstance(result, BaseException)]
         for error in results:
             if isinstance(error, BaseException):
-                # If nobody waited for a failed writing, that trainer's next save_checkpoint would raise its error.
+                # All other writings are awaited now. If one of them failed and was not awaited, the next save_checkpoint would raise its error.
                 await asyncio.gather(*(part.wait() for part in saved), return_exceptions=True)
                 raise error
         return saved
@@ -98,8 +99,8 @@ class Checkpoints:
 def removable(steps: Sequence[int], *, keep: int, keep_every: int = 0) -> list[int]:
     """The steps whose checkpoints are to be removed. steps: the steps of all checkpoints, in ascending order.
 
-    The newest `keep` checkpoints are kept for now. With `keep_every`, a checkpoint is kept for good if it is at least `keep_every` steps
-    after step 0 and after the last checkpoint that is kept for good.
+    The newest `keep` checkpoints are kept until newer ones follow. If `keep_every` is above 0, some checkpoints are kept for good: the first
+    one at or after step `keep_every`, and then each first one that is at least `keep_every` steps after the last one kept for good.
     removable([25, 50, 75, 100, 125], keep=1, keep_every=50) -> [25, 75]
     """
     removed, last_for_good = [], 0
@@ -167,8 +168,9 @@ def read(path: Path) -> State:
 
 
 def find(path: Path, step: int | None = None) -> Path:
-    """The complete checkpoint of `step` in a run's folder, or the newest one. If `path` is a complete checkpoint, it is returned.
+    """The complete checkpoint of `step` in the run's folder `path`. If `step` is None, the newest complete checkpoint there.
 
+    `path` may also be a complete checkpoint itself. If `step` is None, it is then returned.
     Raises ValueError if there is no such checkpoint, or if its files have changed since they were written.
     """
     if step is None and (path / STATE).is_file():

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files. They are written before state.json, and compared before the checkpoint is read. Knows no trainers."""
+"""Checksums of a checkpoint's files. They are written before state.json, and compared before the checkpoint is read."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ def write(folder: Path, others: Mapping[str, str]) -> None:
 
 
 def fault(folder: Path) -> str:
-    """The first fault of a checkpoint's files. Empty if there is none, or if the checkpoint has no checksums.json."""
+    """Says what is wrong with the first damaged file of a checkpoint. Empty if no file is damaged, or if there is no checksums.json."""
     file = folder / FILE
     try:
         if not file.exists():
@@ -46,7 +46,9 @@ def fault(folder: Path) -> str:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file whole or not at all. It is on disk when this function returns. A reader finds the former content or the new content.
+    """Write a file whole or not at all: a reader finds the former content or the new content, never a part.
+
+    The new content is on disk when this function returns.
 
     Raises OSError naming the file.
     """

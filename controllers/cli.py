@@ -1,5 +1,6 @@
-"""Command line of a run. It turns flags into a checked config and the path of the run's folder. It starts nothing, and
-writes nothing but models that it downloads.
+"""Command line of a run: turns flags into a checked config and the path of the run's folder. This module starts nothing.
+
+It writes only the models that it downloads.
 
 A config is any dataclass with `steps: int`, `seed: int`, `presets`, `short_flags` and two methods. `with_local_models()` returns the
 config with directories in the place of ids of models, and `validate()` checks the config. Both raise ValueError for a config that
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
     from controllers.run import RunConfig
 
 FIXED_ON_RESUME = ("seed", "environment", "chat", "alphabet", "sft_steps", "trainer.model", "trainer.hf_path")
-"""Fields that a resumed run cannot change. With other values the saved weights might not fit the model, or the run might have trained on some
-of the new held-out problems already."""
+"""Fields that a resumed run cannot change. If they changed, the saved weights might not fit the model, or the run might have trained on
+problems that are held out now."""
 
 Configs = Mapping[str, "Callable[[], RunConfig]"]
 Annotation = object  # a class, `int | None`, `list[int]`: annotations have no narrower common type
@@ -38,7 +39,7 @@ Annotation = object  # a class, `int | None`, `list[int]`: annotations have no n
 class Invocation:
     config: "RunConfig"
     config_name: str
-    output_dir: Path  # folder of the run; the same folder as `resume`, if that is given
+    output_dir: Path  # folder of the run; equal to `resume` if the run is resumed
     resume: Path | None
     eval_only: Path | None
     dry_run: bool
@@ -126,7 +127,9 @@ def _parse(
 
 
 def _chosen(prog: str, argv: list[str]) -> Namespace:
-    """The flags that choose the config. They are read first, because the other flags edit the chosen config. Later all flags are read together.
+    """The flags that choose the config. They are read first, because the other flags edit the chosen config.
+
+    Other flags are left unread here. Later all flags are read together.
 
     Raises ValueError for flags that exclude each other, and for an --eval-only that is not a folder.
     """
@@ -155,7 +158,7 @@ def _about(short_flags: Mapping[str, str]) -> str:
 
 
 def _apply_preset(config: "RunConfig", name: str) -> None:
-    """Set the fields of a preset, and print them with the preset's paper. They go to stderr, because --dry-run prints only JSON to stdout."""
+    """Set the fields of a preset, and print the fields and the preset's paper to stderr. --dry-run prints only JSON to stdout."""
     if name not in config.presets:
         near = difflib.get_close_matches(name, config.presets) or list(config.presets)
         known = f"did you mean {' or '.join(near)}?" if near else "this controller has none"
@@ -212,7 +215,10 @@ def _base(configs: Configs, config: str | None, resume: Path | None, eval_only: 
 
 
 def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
-    """A dataclass for tyro: a field for each flag that is not a field of the config, and the config, whose flags have the fields' dotted names."""
+    """A dataclass for tyro. It has one field for the config, and one field for each flag that belongs to no field of the config.
+
+    The flags of the config are the dotted names of its fields.
+    """
     names = ", ".join(configs)
     flags = [
         _flag("config_name", str, name, f"One of {names}, or a .json, .yaml or .toml file.", shown="config"),
@@ -222,12 +228,13 @@ def _flags(configs: Configs, name: str, base: "RunConfig") -> type:
             "eval_only",
             Path | None,
             None,
-            "Folder of a checkpoint, or of a run for its newest checkpoint. Score it and stop. Without --config the config of that run is used.",
+            "Score a checkpoint and stop: the one in this folder, or the newest one of the run in this folder. If --config is left out, that "
+            "run's config is used.",
         ),
         _flag("save_config", Path | None, None, "Write the config to this .json, .yaml or .toml file before the run."),
         _flag("dry_run", bool, False, "Check everything, print the config and stop."),
         _flag("plan", bool, False, "Print the layout, the memory of a rank and which process runs where, and stop."),
-        _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, and not only in files."),
+        _flag("verbose", bool, False, "Show the logs of libraries and actors on the terminal, too, not only in files."),
         ("config", Annotated[type(base), tyro.conf.arg(name="")], field(default_factory=lambda: base)),
     ]
     return make_dataclass("Flags", flags)

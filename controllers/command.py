@@ -1,4 +1,4 @@
-"""The command `rl-actors`. It starts the programs of this package by name, each with its own arguments, and does nothing else.
+"""The command `rl-actors`. It starts a program of this package by name, and passes the other arguments on to the program.
 
 rl-actors grpo --config tiny
 """
@@ -22,7 +22,7 @@ LOOPS = {
     "sft": "train on the answers of problems",
     "dpo": "train on pairs of a chosen and a rejected answer",
 }
-"""Controllers and their meanings. launch.main starts them."""
+"""Controllers, each with a line for the help. launch.main starts a controller."""
 
 PROGRAMS = {
     "serve": ("controllers.serve_actors", "own a trainer and a generator, to which programs attach"),
@@ -30,7 +30,7 @@ PROGRAMS = {
     "compare": ("controllers.compare", "draw the curves of runs over each other"),
     "requirements": ("controllers.command:requirements", "print the lock, or the overrides and excludes for uv"),
 }
-"""Other programs and their meanings. A program is a module with a function `main`, or a function as module:function."""
+"""Other programs: name -> (module, line for the help). `main` of the module is the program, unless the entry is module:function."""
 
 COMMAND = "rl-actors"
 
@@ -51,7 +51,8 @@ def main() -> None:
         print(f"{COMMAND}: error: there is no command {name}; did you mean {' or '.join(near)}?", file=sys.stderr)
         sys.exit(2)
     sys.argv = [f"{COMMAND} {name}", *arguments[1:]]
-    # A user's module:function may lie in the current folder. The folder comes last, so that a `configs` there is not taken for ours.
+    # A user's module:function may lie in the current folder, so Python must search that folder. It comes last in the search, so that a
+    # package `configs` in it is not taken for the package of this project.
     sys.path.append(os.getcwd())
     try:
         require_own_packages()
@@ -89,7 +90,7 @@ def usage() -> str:
 
 
 def require_own_packages() -> None:
-    """Raise ImportError, naming both paths, if `controllers` or `configs` is another package than the one beside rl_actors."""
+    """Raise ImportError, naming both paths, if Python finds another `controllers` or `configs` than the package beside rl_actors."""
     own = Path(rl_actors.__file__).parents[1]
     for name in ("controllers", "configs"):
         spec = find_spec(name)
@@ -103,7 +104,7 @@ def require_own_packages() -> None:
 def requirements() -> None:
     """Print a file of requirements. cpu and cuda are the locks: every package with its version, for pip install --no-deps -r.
 
-    The other files are options of uv, which resolves the extras of rl-actors beside packages of your own.
+    The other files are for options of uv. With them uv can install the extras of rl-actors together with packages of your own.
     """
     folder = files("rl_actors") / "requirements"
     parser = argparse.ArgumentParser(prog=f"{COMMAND} requirements", description=requirements.__doc__)

@@ -1,4 +1,4 @@
-"""Comparison of runs: one HTML page with their curves over each other, and a table on the terminal. Reads only the folders of runs.
+"""Compares runs: one HTML page whose charts have a curve for each run, and a table on the terminal. Reads only the folders of the runs.
 
 python -m controllers.compare RUN RUN [RUN …] [--output compare.html]
 """
@@ -27,16 +27,17 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. The name of a run is the last part of its path. If two names would be equal, all names have more parts of the paths.
+    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, every name also has the parent folders
+    that it takes to tell the runs apart.
 
     Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
     """
     paths = [folder.resolve() for folder in folders]
     repeated = [str(path) for path in paths if paths.count(path) > 1]
     if repeated:
-        raise ValueError(f"{repeated[0]} is named twice; a comparison needs different runs")
+        raise ValueError(f"{repeated[0]} is named twice; a comparison needs distinct runs")
     if len(paths) > len(COLORS):
-        raise ValueError(f"{len(paths)} runs; a chart has colours for at most {len(COLORS)}")
+        raise ValueError(f"{len(paths)} runs are too many; a chart has colours for at most {len(COLORS)}")
     num_parts = 1
     while len({path.parts[-num_parts:] for path in paths}) < len(paths):
         num_parts += 1
@@ -71,7 +72,7 @@ def summary(runs: dict[str, RunFiles]) -> list[Row]:
 
 
 def differences(runs: dict[str, RunFiles]) -> list[Row]:
-    """Fields of the configs that are not the same in all runs."""
+    """One row for each field of the configs whose value is not the same in all runs."""
     configs = [dict(leaves(run.config)) for run in runs.values()]
     rows: list[Row] = []
     for name in dict.fromkeys(name for config in configs for name in config):

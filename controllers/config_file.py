@@ -1,4 +1,4 @@
-"""Files of configs in JSON, YAML and TOML. pydantic checks their values. Knows no command line.
+"""Reads and writes configs as files of JSON, YAML and TOML. pydantic checks the values. cli.py has the command line.
 
 A file holds the fields of the config's dataclasses under their names. A missing field takes its default. TOML has no null, so a TOML file
 leaves out every field that is None.
@@ -39,14 +39,14 @@ def from_json(cls: type[Config], text: str) -> Config:
 
 
 def from_values(cls: type[Config], values: object) -> Config:
-    """A config from the values of a file. Types are strict: "3" and true are no integers.
+    """A config from the values of a file. A value must have the field's type: neither "3" nor true is taken for an integer.
 
     Raises ValueError with a line for each wrong field.
     """
-    # A dataclass without pydantic settings of its own takes those of the model around it.
+    # The configs have no pydantic settings. The model around a config has the settings, and pydantic applies them to the config, too.
     around = create_model("ConfigFile", __config__=ConfigDict(extra="forbid", strict=True), config=(cls, ...))
     try:
-        # The values go through JSON, because pydantic's strict mode takes a list for a tuple and a string for a path only in JSON.
+        # The values go through JSON, because pydantic's strict mode accepts a list for a tuple, or a string for a path, only in JSON.
         text = json.dumps({"config": values}, default=_refuse_date)
         return around.model_validate_json(text).config  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -63,7 +63,7 @@ def read(cls: type[Config], file: Path) -> Config:
 
 
 def write(config: "DataclassInstance", file: Path) -> None:
-    """Write the config to a file in the format of the file's ending. `read` reads it."""
+    """Write the config to a file in the format of the file's ending. `read` can read the file."""
     values = json.loads(to_json(config))
     if file.suffix == ".toml":
         values = _without_none(config, values)
@@ -101,7 +101,7 @@ class _Format:
 
 
 class _StrictYaml(yaml.SafeLoader):
-    """YAML without two surprises: a repeated key is an error, and `1e-3` is a number."""
+    """YAML with two changes: a repeated key is an error instead of a silent replacement, and `1e-3` is a number instead of a text."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen = set()
@@ -152,10 +152,10 @@ def _path_to_str(value: object) -> str:
 
 
 def _without_none(config: "DataclassInstance", values: dict[str, object], prefix: str = "") -> dict[str, object]:
-    """The values that are not null.
+    """The values that are not null, because TOML has no null.
 
-    Raises ValueError for a null inside a value, and for a field that is None although its default is not, because `read` would take the
-    default.
+    Raises ValueError for a null inside a list or a mapping. Also raises ValueError for a field that is None while its default is not,
+    because `read` would give the missing field its default.
     """
     kept: dict[str, object] = {}
     for each in dataclasses.fields(config):
@@ -196,7 +196,7 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """Names of the fields of the dataclass at the end of a path of field names and keys. Empty if the path leads through a list."""
+    """Names of the fields of the dataclass to which a path of field names and keys leads. Empty if the path leads through a list."""
     for part in path:
         if get_origin(cls) is dict:  # the part is a key
             cls = get_args(cls)[1]

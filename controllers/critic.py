@@ -1,4 +1,4 @@
-"""The critic of a PPO run: a value model in processes of its own. It gives values and is trained on returns. Knows nothing of policies.
+"""The critic of a PPO run: a value model in processes of its own. It computes values and is trained on returns. ppo.py trains the policy.
 
 T positions of a sample.
 """
@@ -28,13 +28,15 @@ FOLDER = "critic"
 @dataclass(kw_only=True)
 class CriticConfig:
     schedule: ScheduleConfig = field(default_factory=lambda: ScheduleConfig(learning_rate=1e-5))
-    """Learning rate by step, counted from the first step after the supervised ones. 1e-5 is verl's default, ten times its policy's rate."""
+    """Learning rate of each step, counted from the first step after the supervised steps. 1e-5 is verl's default for a critic, and ten times
+    verl's rate for a policy."""
     gpu: int | None = None
     """Index of the first GPU of the critic's ranks. None: the trainer's GPUs. On a CPU this field has no effect."""
     clip: float | None = 0.5
-    """Largest change of a value in one step. A larger change lowers the loss no further. 0.5 is the choice of verl and OpenRLHF. None: no limit."""
+    """Limit on the change of a value in one step. A change beyond the limit does not lower the loss. 0.5 is the choice of verl and OpenRLHF.
+    None: no limit."""
     warmup_steps: int = 0
-    """Steps before the first policy step. They train only the critic, on returns of the fixed policy (VC-PPO, arXiv 2503.01491)."""
+    """Steps before the first step of the policy. These steps train only the critic, while the policy stays as it is (VC-PPO, arXiv 2503.01491)."""
 
     def validate(self) -> None:
         self.schedule.validate()
@@ -74,7 +76,8 @@ class Critic:
         """Advantages and returns of the samples, from their rewards and the result of `values`.
 
         An action is a position whose loss weight is not 0. rewards: [T] of every sample, the reward for each action. is_cut_off: True for
-        a sample that was ended by a limit, not by the policy or the environment. gae.bootstrap says whether its last state has a value.
+        a sample that was ended by a limit, not by the policy or the environment. gae.bootstrap says whether the last state of such a sample
+        has the critic's value or 0.
         """
         values = [row[:-1] for row in values_of_states]
         is_action = [sample.columns["loss_weights"] != 0 for sample in samples]
@@ -94,7 +97,7 @@ class Critic:
         return Judged(for_policy=for_policy, for_critic=for_critic)
 
     async def values(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """[T + 1] for each sample: the value of the state before each target, and that of the state after the last one."""
+        """[T + 1] for each sample: the value of the state before each target, and then the value of the state after the last target."""
         rows: list[Tensor] = []
         with_last_states = [_with_last_state(sample) for sample in samples]
         with self.timer("values"):
@@ -129,13 +132,13 @@ class Critic:
 
 
 def _with_last_state(sample: Sample) -> Sample:
-    """The sample with one more position, which reads the last target. Its own target can be any token, because only its value is used."""
+    """The sample with one more position, whose input is the last target. The new position may have any target, because only its value is used."""
     tokens = torch.cat([sample.tokens, sample.targets[-1:]])
     return replace(sample, tokens=tokens, targets=torch.cat([sample.targets, sample.targets[-1:]]), columns={})
 
 
 async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, has_begun: bool) -> Critic:
-    """Start the critic with the weights of the policy and a head of zeros, or with the critic of the checkpoint that is resumed.
+    """Start the critic. A new critic has the weights of the policy and a head of zeros. A resumed critic has the weights of the checkpoint.
 
     has_begun: True if the run is resumed and has already trained the critic.
     """
@@ -153,11 +156,11 @@ async def start_critic(run: Run[Any], config: CriticConfig, gae: GAEConfig, *, h
 async def _load(run: Run[Any], trainer: TrainerClient, *, has_begun: bool) -> None:
     if has_begun:
         newest = checkpoints.newest(run.folder.checkpoints)
-        assert newest is not None  # the state of the run comes from it
+        assert newest is not None  # has_begun is read from the state in this checkpoint
         await trainer.load_checkpoint(str(newest / FOLDER))
         return
     path = str(run.folder.path / "policy_before_critic")
     saved = await run.trainer.save_checkpoint(path, optimizer=False)
     await saved.wait()
     await trainer.load_checkpoint(path, optimizer=False)
-    await asyncio.to_thread(shutil.rmtree, path)  # as large as the model, and never read again
+    await asyncio.to_thread(shutil.rmtree, path)  # the folder is as large as the model and is not read again

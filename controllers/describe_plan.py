@@ -1,4 +1,7 @@
-"""Plan of a run before it starts: the layout, the memory of a rank, the device of each process, and the memory of the machine."""
+"""Describes a run before it starts, and refuses a run that needs more memory than there is.
+
+The description names the layout, the memory of a rank, the device of each process, and the memory that all processes need.
+"""
 
 import itertools
 import os
@@ -30,9 +33,12 @@ ADVICE_WITHOUT_A_GPU = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Memory of one GPU, or of a machine without GPUs, and the bytes that each process takes of it."""
+    """The memory of one GPU, or of a machine without GPUs, and the bytes that each process takes there."""
 
-    place: str
+    place: str  # "GPU 0" or "this machine"
+    phase: str = (
+        ""  # what the run does meanwhile, such as "generating"; empty if the processes always hold the same memory
+    )
     capacity: int  # bytes
     taken: dict[str, int]  # process -> bytes
 
@@ -69,26 +75,39 @@ def describe(config: "RunConfig") -> str:
         *_generator(config),
     ]
     if not config.hosts.addresses:
-        lines += ["totals, without the memory of libraries:", *(_demand_line(demand) for demand in demands(config))]
+        lines += [
+            "totals, not counting the memory of libraries:",
+            *(_demand_line(demand) for demand in demands(config)),
+        ]
     return "\n".join(lines)
 
 
 def require_memory(config: "RunConfig", *, trains: bool = True) -> None:
     """Raise ValueError if the processes of a run take more memory than a GPU has, or than the machine has if it has no GPU.
 
-    trains: False for an evaluation, which has only the generator. With hosts nothing is checked, because their memory is not known here.
+    trains: False for an evaluation, which starts only the generator. If hosts.addresses is set, nothing is checked, because the memory of
+    the other machines is not known here.
     """
     if config.hosts.addresses:
         return
     for demand in demands(config, trains=trains):
         if not demand.fits:
             advice = ADVICE_FOR_A_GPU if torch.cuda.is_available() else ADVICE_WITHOUT_A_GPU
-            needed = f"the run takes {size_text(demand.total)} ({demand.parts()}), without the memory of libraries"
-            raise ValueError(f"{needed}, but {demand.place} has {size_text(demand.capacity)}; {advice}")
+            # The phase is "generating", "training the critic", "in forward_backward" or "in optim_step".
+            when = f"while {demand.phase}" if demand.phase and not demand.phase.startswith("in ") else demand.phase
+            needed = f"{size_text(demand.total)} {when}".rstrip()
+            raise ValueError(
+                f"{demand.place} has {size_text(demand.capacity)}, but its processes need {needed} ({demand.parts()}), not counting the "
+                f"memory of CUDA and other libraries; {advice}"
+            )
 
 
 def demands(config: "RunConfig", *, trains: bool = True) -> list[Demand]:
-    """The memory that a run takes: a Demand for each GPU that the run uses and each phase of a step, or one for a machine without GPUs."""
+    """The memory that a run takes.
+
+    On a machine with GPUs there is a Demand for each GPU that the run uses and for each phase of a step. A machine without GPUs has one
+    Demand for all processes.
+    """
     models = config.models() if trains else {}
     phases = _phases(config) if trains else [_Phase(name="", held={})]
     if torch.cuda.is_available():
@@ -118,7 +137,7 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
             for name, gpus in gpus_of_generators.items():
                 if gpu in gpus and not phase.sleeps:
                     taken[name] = round(config.generator.gpu_memory_utilization * capacity)
-            found.append(Demand(place=f"GPU {gpu}{phase.name}", capacity=capacity, taken=taken))
+            found.append(Demand(place=f"GPU {gpu}", phase=phase.name, capacity=capacity, taken=taken))
     return found
 
 
@@ -126,20 +145,21 @@ def _demands_of_gpus(config: "RunConfig", models: dict[str, TrainerConfig], phas
 class _Phase:
     """A part of a step in which the processes hold the same memory."""
 
-    name: str  # end of Demand.place; empty without turns
+    name: str  # Demand.phase; empty if trainer and generator do not take turns
     held: dict[str, int]  # model -> bytes of a rank
-    sleeps: bool = False  # whether the generator has given its memory back
+    sleeps: bool = False  # True: the generator sleeps, so it holds no memory
 
 
 def _phases(config: "RunConfig") -> list[_Phase]:
-    """The phases of a step. There is only one, unless trainer and generator take turns."""
+    """The phases of a step. If trainer and generator do not take turns, a step has only one phase."""
     totals = {name: memory_estimate.memory(model).total for name, model in config.models().items()}
     if not config.turns.enabled:
         return [_Phase(name="", held=totals)]
     held, parts = memory_estimate.memory(config.trainer).on_device(), config.turns.parts
     weights = held.parameters + held.buffers
     kept = (0 if "weights" in parts else weights) + (0 if "optimizer" in parts else held.optimizer)
-    # If a step has several optimizer steps, the optimizer's state stays on the GPU from the first of them until the generator's turn.
+    # An optimizer step brings the optimizer's state to the GPU, where the state stays until the last optimizer step of the training step.
+    # So if a training step has several optimizer steps, all backward passes but the first have the state on the GPU.
     meets_optimizer = config.versions_per_step > 1 or "optimizer" not in parts
     passes = weights + held.gradients + held.activations + (held.optimizer if meets_optimizer else 0)
     steps = weights + held.gradients + held.optimizer
@@ -148,35 +168,39 @@ def _phases(config: "RunConfig") -> list[_Phase]:
     if config.critic_takes_turns():
         others["critic"] = 0
         waiting = weights + (0 if "optimizer" in parts else held.optimizer)
-        found = [_Phase(name=" training the critic", held={**totals, "trainer": waiting}, sleeps=True)]
+        found = [_Phase(name="training the critic", held={**totals, "trainer": waiting}, sleeps=True)]
     return [
-        _Phase(name=" generating", held={**others, "trainer": kept}),
+        _Phase(name="generating", held={**others, "trainer": kept}),
         *found,
-        _Phase(name=" in forward_backward", held={**others, "trainer": passes}, sleeps=True),
-        _Phase(name=" in optim_step", held={**others, "trainer": steps}, sleeps=True),
+        _Phase(name="in forward_backward", held={**others, "trainer": passes}, sleeps=True),
+        _Phase(name="in optim_step", held={**others, "trainer": steps}, sleeps=True),
     ]
 
 
 def _turns(config: "RunConfig") -> list[str]:
-    """Lines about the memory of a trainer rank in each phase, and about the trainer's parts on the host while the generator works."""
+    """Lines about a run whose trainer and generator take turns. Other runs have no such lines.
+
+    The lines say what a rank of the trainer holds in each phase, and what it keeps in the host's memory while the generator works.
+    """
     if not config.turns.enabled:
         return []
     held = memory_estimate.memory(config.trainer).on_device()
     sizes = {"weights": held.parameters + held.buffers, "optimizer": held.optimizer}
     on_host = {part: sizes[part] for part in config.turns.parts if part in sizes}
     lines = ["trainer and generator take turns; a rank of the trainer then holds:"]
-    lines += [f"  {phase.name.strip():<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
+    lines += [f"  {phase.name:<20} {size_text(phase.held['trainer'])}" for phase in _phases(config)]
     listed = ", ".join(f"{part} {size_text(size)}" for part, size in on_host.items()) or "nothing"
     return [*lines, f"  {'on the host':<20} {listed}, while the generator works; pinned memory if there is a GPU"]
 
 
 def _demand_line(demand: Demand) -> str:
     verdict = "" if demand.fits else ": too much"
-    return f"  {demand.place:<12} {demand.parts()} of {size_text(demand.capacity)}{verdict}"
+    where = f"{demand.place} {demand.phase}".rstrip()
+    return f"  {where:<12} {demand.parts()} of {size_text(demand.capacity)}{verdict}"
 
 
 def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> list[str]:
-    lines = ["memory of the fullest rank, without the memory of libraries:"]
+    lines = ["memory of the fullest rank, not counting the memory of libraries:"]
     on_device = held.on_device()
     for name in ("parameters", "gradients", "optimizer", "buffers", "activations"):
         size = getattr(held, name)
@@ -188,9 +212,10 @@ def _memory_of_a_rank(trainer: TrainerConfig, held: memory_estimate.Memory) -> l
 
 
 def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
-    """One line for each of the first RANKS_SHOWN ranks, with its index in every dimension whose degree is above 1.
+    """One line for each of the first RANKS_SHOWN ranks of a model. A line has the rank's index in every dimension whose degree is above 1.
 
-    The index in the last dimension changes from each rank to the next. With expert parallelism neighbouring ranks hold different experts.
+    The index in the last dimension changes fastest: ranks 0 and 1 differ in it. If expert parallelism splits the experts, neighbouring
+    ranks hold distinct experts.
     """
     layout, expert = model.layout(), model.parallelism.expert_parallel_degree
     order = ["pipeline_parallel", *(kind for kind in layout if kind != "pipeline_parallel")]
@@ -210,18 +235,21 @@ def _ranks(name: str, model: TrainerConfig, hosts: HostsConfig) -> list[str]:
 
 
 def _checkpoints(config: "RunConfig") -> list[str]:
-    """A line with the size of a checkpoint on disk. In every layout a checkpoint holds all trained parameters and their optimizer state."""
+    """A line with the size of a checkpoint on disk. A run that writes no checkpoints has no such line.
+
+    The size does not depend on the layout, because every checkpoint holds all trained parameters and their optimizer state.
+    """
     if not config.checkpoint_every:
         return []
     wholes = [_whole_model(model) for model in config.models().values()]
-    # The size of the gradients is used for the trained parameters, because both are equally large.
+    # The trained parameters are as large as their gradients. `whole.parameters` would also count parameters that are not trained.
     size = sum(whole.gradients + whole.optimizer for whole in wholes)
     every, kept = config.checkpoint_every, config.keep_checkpoints
     return [f"checkpoints: {size_text(size)} each on disk, every {every} steps; the newest {kept} are kept"]
 
 
 def _gpus_of_generators(config: "RunConfig") -> dict[str, range]:
-    """The replicas of the generator and their GPUs: {"generator-0": range(2, 4), "generator-1": range(4, 6)}."""
+    """The GPUs of each replica of the generator: {"generator-0": range(2, 4), "generator-1": range(4, 6)}."""
     if not config.has_generator:
         return {}
     all_gpus, each = config.generator.gpus(), config.generator.tensor_parallel
@@ -241,7 +269,7 @@ def _generator(config: "RunConfig") -> list[str]:
 
 
 def _partners(config: "RunConfig") -> list[str]:
-    """Lines about the ranks of the models beside the trainer, with the memory of each."""
+    """Lines about the ranks of the reference and the critic. Each line also has the largest memory that a rank of the model needs."""
     lines = []
     for name, model in config.models().items():
         if name != "trainer":
@@ -251,14 +279,14 @@ def _partners(config: "RunConfig") -> list[str]:
 
 
 def _held_by_generator(config: "RunConfig") -> int:
-    """Bytes that a generator takes on a CPU, for its weights and the key-value cache of each of its ranks."""
+    """Bytes that a generator takes on a machine without GPUs: its weights, and a key-value cache for each of its ranks."""
     num_parameters = _whole_model(config.trainer).parameters // memory_estimate.FLOAT32
     caches = config.generator.tensor_parallel * (config.generator.kv_cache_bytes or KV_CACHE_BYTES)
     return num_parameters * BYTES[config.generator.dtype] + caches
 
 
 def _whole_model(trainer: TrainerConfig) -> memory_estimate.Memory:
-    """The memory that the trainer would take in one process."""
+    """The memory that the model would take if it were not split over processes."""
     degrees = {f"{name}_degree": 1 for name in (*DEGREES, "expert_parallel")}
     return memory_estimate.memory(replace(trainer, parallelism=replace(trainer.parallelism, **degrees)))
 

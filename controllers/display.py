@@ -1,4 +1,7 @@
-"""Terminal output of a run: a live panel, or one line a step with --verbose or without a terminal. Measures nothing."""
+"""Shows a run on the terminal as a live panel. With --verbose, or if the output is no terminal, it prints one line a step.
+
+This module only shows numbers; metrics.py computes them.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -41,7 +44,7 @@ PANEL_COLUMNS = (
     ("trainer", 4, "busy/trainer", ".0%"),
     ("generator", 4, "busy/generator", ".0%"),
 )
-"""Columns of the live panel, which has room for more of them than a line."""
+"""Columns of the live panel. It has room for more columns than a line."""
 
 
 class LineDisplay:
@@ -87,7 +90,7 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Begin a new estimate of the time that is left, because steps of this phase may take longer than earlier steps."""
+        """Estimate the time that is left from the steps of this phase only, because they may take longer than earlier steps."""
         began = self._task.start_time
         self.steps.remove_task(self._task.id)
         self.steps.add_task(phase, total=self.total_steps)
@@ -121,7 +124,7 @@ class LiveDisplay(LineDisplay):
     def __init__(self, console: Console, total_steps: int | None):
         super().__init__(console, total_steps)
         self._known = self.record  # the last value of each key
-        redirect = console.file is sys.stdout  # other prints then appear above the panel instead of inside it
+        redirect = console.file is sys.stdout  # True: what others print appears above the panel instead of inside it
         self._live = Live(
             console=console, get_renderable=self._panel, redirect_stdout=redirect, redirect_stderr=redirect
         )

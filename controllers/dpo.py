@@ -25,7 +25,7 @@ def _no_pairs() -> EnvironmentConfig:
 @dataclass(kw_only=True)
 class DPOConfig(RunConfig):
     environment: EnvironmentConfig = field(default_factory=_no_pairs)
-    """The pairs. answer_column is the column of the chosen answers, and rejected_column is the column of the rejected ones."""
+    """The pairs. answer_column names the column of the chosen answers, and rejected_column the column of the rejected answers."""
     beta: float = 0.1
     """The reward of a completion is beta times log(policy / reference). A larger beta keeps the policy nearer to the reference."""
     pairs_per_step: int = 64
@@ -66,14 +66,14 @@ class DPOConfig(RunConfig):
         for name, value in {"environment": self.environment, **self.validation}.items():
             if value.rejected_column != self.environment.rejected_column or not value.rejected_column:
                 raise ValueError(
-                    f"{name}.rejected_column={value.rejected_column!r}; every set of problems must name a column, the same one in all sets"
+                    f"{name}.rejected_column={value.rejected_column!r}; it must not be empty, and it must be the same in all sets of problems"
                 )
 
     def validate_resumed(self, folder: RunFolder) -> None:
         has_begun = checkpoints.newest(folder.checkpoints) is not None
         if has_begun and not self.trainer.hf_path and not folder.reference.is_dir():
             raise ValueError(
-                f"{folder.reference} is not there; it holds the weights that the run began with, which are the reference"
+                f"{folder.reference} is missing, so this run cannot be resumed; the folder held the weights that the run began with, its reference"
             )
 
 
@@ -123,7 +123,10 @@ def _samples(run: Run[DPOConfig], problems: list[Problem]) -> list[Sample]:
 
 
 async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, list[Sample]]:
-    """The pairs of every validation set, by the prefix of its metrics. The reference's logprobs never change, so they are added here."""
+    """The pairs of every validation set: prefix of the set's metrics -> samples.
+
+    The samples get the reference's logprobs here, once, because these never change.
+    """
     found = {}
     for one in run.validation_sets:
         found[one.metric("dpo/")] = await reference.with_logprobs(_samples(run, one.problems))
@@ -131,7 +134,7 @@ async def _held_out(run: Run[DPOConfig], reference: FrozenPolicy) -> dict[str, l
 
 
 async def _validate(run: Run[DPOConfig], step: int, loss: DPO, held_out: dict[str, list[Sample]]) -> dict[str, float]:
-    """Compute and print the loss and the metrics of held-out pairs at the trainer's weights."""
+    """Compute and print the loss and the metrics of the held-out pairs with the trainer's current weights."""
     values: dict[str, float] = {}
     with run.timer("validate"):
         for prefix, samples in held_out.items():

@@ -1,4 +1,7 @@
-"""Rollouts of a task with episodes: problems -> episodes of several turns -> groups. Queue and training treat these groups like others."""
+"""Rollouts of a task with episodes: problems -> episodes of several turns -> groups.
+
+The queue and the training loops treat these groups like groups of single completions.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from rl_actors import Completion, GeneratorClient
 
 
 class EpisodeRollouts(Rollouts):
-    """Plays group_size episodes of every problem, all at once. Their seeds depend only on the run's seed and the problem's index."""
+    """Plays group_size episodes of every problem at the same time. The seeds depend only on the run's seed and the problem's index."""
 
     def __init__(
         self,
@@ -72,7 +75,7 @@ class EpisodeRollouts(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Sampled):
-    """The policy of one episode. It raises an error of the generator as GenerationError, so that the queue has the problem played again."""
+    """The policy of one episode. An error of the generator becomes a GenerationError, so that the queue has the problem played again."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         try:

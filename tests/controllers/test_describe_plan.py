@@ -103,7 +103,9 @@ def two_gpus(monkeypatch):
 
 def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus):
     config = qwen3_8b()
-    first, second = describe_plan.describe(config).split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    first, second = (
+        describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
+    )
     held = describe_plan.size_text(memory(config.trainer).total)
     assert first == f"  GPU 0        trainer-0 {held} + generator-0 35.0 GiB of 140.0 GiB"
     assert second == f"  GPU 1        trainer-1 {held} of 140.0 GiB"
@@ -113,7 +115,7 @@ def test_the_plan_says_what_each_gpu_holds_and_whether_that_is_too_much(two_gpus
         f"  GPU 0        trainer-0 {held} + generator-0 119.0 GiB of 140.0 GiB: too much\n"
         in describe_plan.describe(config)
     )
-    refusal = "the run takes 216.9 GiB .*, but GPU 0 has 140.0 GiB; to take less, lower --trainer.tokens-per-row"
+    refusal = "GPU 0 has 140.0 GiB, but its processes need 216.9 GiB .*; to take less, lower --trainer.tokens-per-row"
     with pytest.raises(ValueError, match=refusal):
         describe_plan.require_memory(config)
     config.generator.gpu = 2
@@ -154,7 +156,7 @@ def test_the_plan_of_turns_has_the_peak_of_every_phase(two_gpus):
     weights = held.parameters + held.buffers
     passes = weights + held.gradients + held.activations
     size = describe_plan.size_text
-    totals = describe_plan.describe(config).split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    totals = describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
     assert totals == [
         f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 91.0 GiB of 140.0 GiB",
         f"  GPU 0 in forward_backward trainer-0 {size(passes)} of 140.0 GiB",
@@ -168,7 +170,9 @@ def test_the_plan_of_turns_has_the_peak_of_every_phase(two_gpus):
     config.turns.offload = ("optimizer", "weights")
     assert "  GPU 0 generating generator-0 91.0 GiB of 140.0 GiB\n" in describe_plan.describe(config)
     config.turns.enabled = False
-    with pytest.raises(ValueError, match=r"the run takes .* \(trainer-0 .* \+ generator-0 91.0 GiB\)"):
+    with pytest.raises(
+        ValueError, match=r"GPU 0 has 140.0 GiB, but its processes need .* \(trainer-0 .* \+ generator-0 91.0 GiB\)"
+    ):
         describe_plan.require_memory(config)
 
 
@@ -190,7 +194,7 @@ def test_ppo_fits_two_gpus_of_141_gb_with_a_tenth_left_and_two_pushed_versions(t
     describe_plan.require_memory(config)
     config.critic.gpu = config.reference.gpu = config.generator.gpu = 0
     if make is qwen3_4b_ppo:
-        with pytest.raises(ValueError, match="the run takes .* but GPU 0 has 131.3 GiB"):
+        with pytest.raises(ValueError, match="GPU 0 has 131.3 GiB, but its processes need .*"):
             describe_plan.require_memory(config)
 
 
@@ -203,7 +207,7 @@ def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_
     size = describe_plan.size_text
     held, critic = memory(config.trainer), memory(config.models()["critic"])
     weights = held.parameters + held.buffers
-    lines = describe_plan.describe(config).split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    lines = describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
     assert (
         lines
         == [
@@ -214,9 +218,12 @@ def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_
         ]
     )
     config.critic.gpu = 1  # no other model is on this GPU, so the critic keeps its memory
-    places = {demand.place: list(demand.taken) for demand in describe_plan.demands(config)}
-    assert places["GPU 1 generating"] == places["GPU 1 in optim_step"] == ["critic-0"]
-    assert "GPU 0 training the critic" not in places
+    places = {(demand.place, demand.phase): list(demand.taken) for demand in describe_plan.demands(config)}
+    assert places["GPU 1", "generating"] == places["GPU 1", "in optim_step"] == ["critic-0"]
+    assert ("GPU 0", "training the critic") not in places
+    config.generator.gpu_memory_utilization = 0.85
+    with pytest.raises(ValueError, match=r"GPU 0 has 140.0 GiB, but its processes need .* GiB while generating \("):
+        describe_plan.require_memory(config)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs shares their memory, not its own")
@@ -235,7 +242,9 @@ def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch)
     monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total)
     describe_plan.require_memory(config)
     monkeypatch.setattr(describe_plan, "_machine_memory", lambda: demand.total - 1)
-    with pytest.raises(ValueError, match="but this machine has .*; to take less, choose a smaller model"):
+    with pytest.raises(
+        ValueError, match="this machine has .*, but its processes need .*; to take less, choose a smaller model"
+    ):
         describe_plan.require_memory(config)
 
 
@@ -261,7 +270,7 @@ def test_the_plan_of_ppo_has_every_rank_on_the_gpus_that_the_config_names(two_gp
     assert f"  reference-0  GPU 0, with at most {size['reference']}" in lines
     assert f"  critic-0     GPU 1, with at most {size['critic']}" in lines
     share = describe_plan.size_text(round(config.generator.gpu_memory_utilization * (140 << 30)))
-    first, second = text.split("\ntotals, without the memory of libraries:\n")[1].splitlines()
+    first, second = text.split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
     assert first == f"  GPU 0        trainer-0 {size['trainer']} + reference-0 {size['reference']} of 140.0 GiB"
     assert second.startswith(f"  GPU 1        critic-0 {size['critic']} + generator-0 {share} of 140.0 GiB")
 

@@ -204,7 +204,7 @@ def test_a_run_is_resumed_only_with_the_weights_that_it_began_with(tmp_path, mon
     with pytest.raises(SystemExit) as stopped:
         launch.main("controllers.dpo")
     assert stopped.value.code == 2
-    assert f"{folder.reference} is not there" in capsys.readouterr().err
+    assert f"{folder.reference} is missing" in capsys.readouterr().err
 
 
 def test_the_alphabet_of_a_file_of_pairs_has_the_characters_of_rejected_answers(tmp_path, monkeypatch, capsys):

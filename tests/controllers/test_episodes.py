@@ -448,7 +448,9 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
     assert set(sample.columns) == {"loss_weights"}  # cross entropy takes no other
     assert trained == tokenizer.encode(f"c{expression}") + eos + tokenizer.encode(problem.answer) + eos
     game = GuessingGame(seed=0, num_held_out=10)
-    with pytest.raises(ValueError, match="GuessingGame has no method demonstration, so it has no supervised phase"):
+    with pytest.raises(
+        ValueError, match="GuessingGame has no method demonstration, so a run cannot have supervised steps"
+    ):
         asyncio.run(player.demonstrate(game, game.problem(0)))
 
 

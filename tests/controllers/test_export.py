@@ -119,5 +119,5 @@ def test_what_cannot_be_exported_is_refused_in_one_line(make_run, export_fails, 
     for arguments, message in cases:
         assert message in export_fails(*arguments), arguments
     (run / "config.json").unlink()
-    assert "config.json is not there, so nothing says which model" in export_fails(run, new)
+    assert "config.json is missing; only this file says which model" in export_fails(run, new)
     assert not new.exists() and (taken / "thesis.txt").exists()

@@ -39,8 +39,8 @@ def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_with_what
         value = ["run"] if flag == "--output-dir" else []
         status, out, err = command_line("--config", "qwen3_4b", flag, *value)
         assert (status, out) == (2, ""), err
-        assert "error: the run takes 1" in err and "trainer-0 102.5 GiB + generator-0 " in err
-        assert "but this machine has " in err and "--trainer.tokens-per-row" in err
+        assert "error: this machine has " in err and "trainer-0 102.5 GiB + generator-0 " in err
+        assert ", but its processes need 1" in err and "--trainer.tokens-per-row" in err
         assert not (tmp_path / "run").exists()
 
 
@@ -49,7 +49,7 @@ def test_the_plan_of_a_config_larger_than_the_memory_is_printed_and_refused(comm
     status, out, err = command_line("--config", "qwen3_4b", "--plan")
     assert status == 2
     assert "  total        102.5 GiB\n" in out and "trainer-0 102.5 GiB + generator-0 " in out
-    assert "error: the run takes 1" in err and "but this machine has " in err
+    assert "error: this machine has " in err and ", but its processes need 1" in err
 
 
 def test_the_tiny_config_fits(command_line, tmp_path):
