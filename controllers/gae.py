@@ -1,7 +1,7 @@
-"""Advantages and returns from rewards and values: generalised advantage estimation (arXiv 1506.02438). Knows nothing of tokens or losses.
+"""Advantages and returns from rewards and values: generalised advantage estimation (arXiv 1506.02438).
 
-An action is a token that the policy sampled. Other positions, such as those of a prompt or of an environment's answer, are skipped: the
-state after an action is the state before the next action, and skipped positions add no discount.
+An action is a position whose token the policy sampled. Other positions, such as those of a prompt or of an environment's answer, are skipped:
+the state after an action is the state before the next action, and skipped positions add no discount.
 
 N sequences, T_n positions of sequence n, T the largest of them, A_n actions of sequence n.
 """
@@ -19,10 +19,10 @@ STD_EPS = 1e-8
 @dataclass(kw_only=True)
 class GAEConfig:
     gamma: float = 1.0
-    """Discount. A reward that comes n actions later is multiplied by gamma^n. 1: no discount, as is usual with one reward at the end."""
+    """Discount. A reward that comes n actions later is multiplied by gamma^n. 1: no discount, which is usual if the only reward comes at the end."""
     actor_lambda: float = 0.95
-    """λ of the policy's advantages. 1: returns minus values, without bias. Lower: less variance, and more trust in the values. 0.95 is the
-    choice of VC-PPO (arXiv 2503.01491)."""
+    """λ of the policy's advantages. If it is 1, the advantages are returns minus values, which have no bias. A lower λ gives less variance, but
+    errors of the values then bias the advantages. 0.95 is the choice of VC-PPO (arXiv 2503.01491)."""
     critic_lambda: float = 1.0
     """λ of the returns that the value model learns. 1: the discounted sum of the rewards, which has no bias (VC-PPO)."""
     length_adaptive: float = 0.0
@@ -30,8 +30,8 @@ class GAEConfig:
     of 1 / α actions or fewer has λ = 0. 0: every sequence has actor_lambda."""
 
     bootstrap: bool = True
-    """True: if a limit has cut a sequence off, its last state has the critic's value, as if the sequence went on (arXiv 1712.00378).
-    False: the last state has the value 0, as at any other end."""
+    """The value of the last state of a sequence that a limit has cut off. True: the critic's value, as if the sequence went on (arXiv
+    1712.00378). False: 0, as for a sequence that has ended by itself."""
     whiten: bool = True
     """True: the advantages are shifted and scaled to mean 0 and standard deviation 1, over all actions of a step's batch."""
 
@@ -59,13 +59,13 @@ def estimate(
     """(advantages, returns) of every sequence, each [T_n] float64; 0 at positions that are no actions.
 
     values: [T_n], the value of the state before each position's token. rewards: [T_n], the reward for each action. is_action: [T_n] bool.
-    last_values: the value of the state after the last action, for a sequence that was cut off; 0 for one that has ended.
+    last_values: for each sequence the value of the state after its last action; 0 if the sequence has ended by itself.
     Numbers at positions that are no actions are not read, so they may be NaN.
 
-    For action a let d_a = r_a + γ V_{a+1} - V_a, where last_values has the V after the last action. Then
+    For action a let d_a = r_a + γ V_{a+1} - V_a, where V_{a+1} of the last action is the number in last_values. Then
     advantage_a = sum_{k >= 0} (γ λ)^k d_{a+k}, and return_a is V_a plus the same sum with the critic's λ.
 
-    Two actions without a discount, λ = 1, values 0.5 and 0.75, one reward 1 at the end: advantages 0.5 and 0.25, returns 1 and 1.
+    Example: two actions, γ = 1, λ = 1, values 0.5 and 0.75, rewards 0 and 1. Then the advantages are 0.5 and 0.25, and the returns 1 and 1.
 
     Raises ValueError if the lists or the tensors of a sequence differ in length, or if a sequence has no action.
     """
@@ -73,7 +73,7 @@ def estimate(
     if not values:
         return [], []
     action_NT = _padded(is_action).bool()
-    # The numbers elsewhere are replaced, not multiplied by 0, because 0 * NaN is NaN.
+    # The numbers at other positions may be NaN. They are replaced by 0, because NaN multiplied by 0 is NaN.
     values_NT = torch.where(action_NT, _padded(values), 0.0)
     rewards_NT = torch.where(action_NT, _padded(rewards), 0.0)
     last_N = torch.tensor(last_values, dtype=torch.float64)
@@ -88,7 +88,8 @@ def estimate(
 def _advantages(
     values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
-    """The advantages, computed from the last position to the first. Positions that are no actions pass on the next action's numbers."""
+    """The advantages, computed from the last position to the first. A position that is no action
+    hands the numbers of the next action on to the position before it."""
     found_NT = torch.zeros_like(values_NT)
     next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)
     for t in reversed(range(values_NT.shape[1])):
@@ -103,8 +104,8 @@ def _advantages(
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
     """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance divides by the number of actions minus 1.
 
-    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become different numbers. A single action
-    becomes 0.
+    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become unequal. If there is only one action, its
+    number becomes 0.
     """
     if not rows:
         return []

@@ -1,4 +1,7 @@
-"""A gate: the held-out reward that a run must have reached by some step. A run that misses it ends there. Measures nothing."""
+"""A gate: the held-out reward that a run must have reached by some step. A run that misses its gate ends at that step.
+
+This module only compares; validation.py measures the reward.
+"""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +17,7 @@ class GateMissedError(Exception):
 
 
 class Gate:
-    """The accuracy of the first validation at or after `step` must be at least `reward`. Later validations do not count."""
+    """The first validation at or after `step` must have an accuracy of at least `reward`. Later validations do not count."""
 
     def __init__(self, step: int, reward: float) -> None:
         self.step, self.reward = step, reward
@@ -35,7 +38,7 @@ class Gate:
         return found
 
     def check(self, step: int, metrics: Mapping[str, object]) -> None:
-        """Look at the metrics of a step. Raises GateMissedError if they miss the gate."""
+        """Compare the metrics of a step with the gate. Raises GateMissedError if the accuracy is too low."""
         found = metrics.get(METRIC)
         if self.is_passed or step < self.step or not isinstance(found, float):
             return
@@ -46,7 +49,7 @@ class Gate:
         self.is_passed = True
 
     def end(self) -> None:
-        """Raises GateMissedError if the run has ended without a validation that the gate asks for."""
+        """Call this when the run has ended. Raises GateMissedError if no validation came at or after the step of the gate."""
         if not self.is_passed:
             raise GateMissedError(
                 f"the run has ended without a validation at or after step {self.step}, which the gate asks for"

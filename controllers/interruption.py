@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM. The first signal ends a run between two steps, the second one ends it at once. Knows no actors and no checkpoints."""
+"""Handles Ctrl-C and SIGTERM. The first signal ends a run between two steps. A second signal ends the run at once."""
 
 import asyncio
 import contextlib
@@ -10,19 +10,20 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
-"""Seconds after the first signal in which another signal counts as the same one. `timeout` signals a process and then also its group."""
+"""Seconds after the first signal in which further signals are ignored. `timeout` signals a process and then also the process's group, so the
+process gets two signals for one."""
 
 
 class Interrupted(BaseException):
-    """The end of a run between two steps, because of a signal. It is not an Exception, so no `except Exception` takes it for a failure."""
+    """Raised between two steps to end the run, because a signal has come. It is no Exception, so no `except Exception` takes it for a failure."""
 
 
 class Interruption:
     """Handles the signals that a run gets.
 
-    While the run trains, the first signal asks for its end between two steps. Rollouts that are being made are dropped. A step that is
-    being trained is finished, and then `raise_if_asked` raises Interrupted. A second signal, or a signal while the run does not train,
-    cancels the run's task. A signal within REPEATED_WITHIN seconds of the first one counts as the first one.
+    A first signal that comes while the run trains asks for the end of the run between two steps. Rollouts that are being made are dropped. A
+    step that is being trained is finished, and then `raise_if_asked` raises Interrupted. A second signal, or a first one while the run does
+    not train, cancels the run's task. Further signals within REPEATED_WITHIN seconds of the first one are ignored.
     """
 
     def __init__(self, tell: Callable[[str], None] = print) -> None:
@@ -55,7 +56,7 @@ class Interruption:
 
     @contextlib.contextmanager
     def training(self) -> Iterator[None]:
-        """In this `with` block the first signal ends the run between two steps."""
+        """Context manager. A first signal in its body ends the run between two steps, not at once."""
         self._is_training = True
         try:
             yield
@@ -63,12 +64,12 @@ class Interruption:
             self._is_training = False
 
     def raise_if_asked(self) -> None:
-        """Raise Interrupted if a signal has asked for the end of the run. The caller loses nothing if the run ends here."""
+        """Raise Interrupted if a signal has asked for the end of the run. Call this where nothing is lost if the run ends."""
         if self.received is not None:
             raise Interrupted(self.received.name)
 
     async def drop_if_asked(self, work: Coroutine[Any, Any, T]) -> T:
-        """Await work that a signal may drop, because a resumed run does it again. Raises Interrupted if it is dropped."""
+        """Await work that a signal may cancel, because a resumed run does the work again. Raises Interrupted if a signal has cancelled the work."""
         if self.received is not None:
             work.close()
             raise Interrupted(self.received.name)

@@ -1,7 +1,8 @@
-"""Control of the KL divergence from a reference.
+"""Keeps the policy near a reference by the KL divergence between the two.
 
-A penalty reduces the reward of every token. A coefficient changes so that the divergence stays near a target. Starts no reference;
-reference.py does. `rl_actors.KL` has the estimators and the term of the loss.
+`penalised_rewards` subtracts a penalty from the reward of every token. KLControlConfig changes the coefficient of the divergence from step
+to step, so that the divergence stays near a target. reference.py starts the reference. `rl_actors.KL` has the estimators and the term of
+the loss.
 
 N sequences, T_n positions of sequence n.
 """
@@ -21,11 +22,11 @@ class KLControlConfig:
     """Rule by which the coefficient of the KL divergence changes from step to step (arXiv 1909.08593, section 2.2)."""
 
     target: float | None = None
-    """Mean KL divergence of a token, in nats, that the coefficient steers to. None: the coefficient is fixed."""
+    """Mean KL divergence of a token, in nats, near which the divergence should stay. None: the coefficient never changes."""
     gain: float = 0.1
-    """Relative change of the coefficient for a relative error of 1. 0.1 is the paper's value."""
+    """Relative change of the coefficient in a step for each unit of the relative error, divergence / target - 1. 0.1 is the paper's value."""
     max_error: float = 0.2
-    """Largest relative error that counts, above and below the target. 0.2 is the paper's value."""
+    """Limit of the relative error, above and below the target. A larger error counts as this one. 0.2 is the paper's value."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""
@@ -36,7 +37,7 @@ class KLControlConfig:
         if self.gain * self.max_error >= 1:
             raise ValueError(
                 f"kl_control.gain={self.gain} times kl_control.max_error={self.max_error} is {self.gain * self.max_error:g}; it must be "
-                "below 1, or the coefficient could become 0 or negative"
+                "below 1, because otherwise the coefficient could become 0 or negative"
             )
 
     def next_coefficient(self, coefficient: float, divergence: float) -> float:
@@ -44,7 +45,7 @@ class KLControlConfig:
 
         coefficient * (1 + gain * e), where e = divergence / target - 1, limited to [-max_error, max_error].
 
-        target 0.01, gain 0.1, coefficient 1: a divergence of 0.02 gives 1.02, one of 0.009 gives 0.99.
+        Example: target 0.01, gain 0.1, max_error 0.2, coefficient 1. A divergence of 0.02 gives 1.02, and a divergence of 0.009 gives 0.99.
 
         Raises ValueError if the divergence is not a number.
         """
@@ -69,10 +70,11 @@ def penalised_rewards(
 ) -> list[Tensor]:
     """rewards - kl.coefficient * kl_t at every action, 0 at other positions; each [T_n].
 
-    kl_t is the estimate at token t from the logprobs of the policy that sampled it and of the reference. Numbers at positions that are no
+    kl_t is the estimate at token t. It is computed from the token's logprob under the policy that sampled the token, and from that under the
+    reference. Numbers at positions that are no
     actions are not read, so they may be NaN.
 
-    Two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, k1 with coefficient 0.1: -0.05 and 1.
+    Example: two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, estimator k1, coefficient 0.1 -> -0.05 and 1.
     """
     estimates = token_divergences(logprobs, ref_logprobs, is_action, kl)
     penalised = []

@@ -1,8 +1,8 @@
-"""The part of a controller's program around its training: command line, checks, start, end and exit status. Trains nothing.
+"""Everything that a controller's program does before and after its training: command line, checks, start, end and exit status.
 
-The program parses the command line, checks the config, opens the run, and closes the run whatever happens. The exit status is 0 if the
-run reached its last step (or if --eval-only, --plan or --dry-run has done its work), 1 if the run failed, 2 if the config cannot run, 3
-if the run missed its gate, 130 after Ctrl-C and 143 after SIGTERM.
+The program parses the command line, checks the config, opens the run, calls the controller's `train`, and closes the run whatever happens.
+The exit status is 0 if the run reached its last step, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
+config cannot run, 3 if the run missed its gate, 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 import asyncio
@@ -40,21 +40,21 @@ from rl_actors.processes.output import route_logs, route_process_output
 from rl_actors.vllm.start import require_machine
 
 PROBLEMS_CHECKED = 1000
-"""Number of training problems that are checked before a run: whether they are short enough, and whether the tokenizer can encode them. All
+"""Number of training problems that are checked before a run. They must be short enough, and the tokenizer must be able to encode them. All
 held-out problems are checked, too."""
 
 SHUTDOWN_TIMEOUT = 15.0  # seconds
 
 
 def main(controller: str) -> None:
-    """Parse the command line of a controller module, do what the command line asks, and exit. Training is the module's `train`.
+    """Parse the command line of a controller module, do what the command line asks, and exit. The module's function `train` trains.
 
     A controller cannot import the package `configs`, because `configs` imports the controllers. This function finds the configs by the
     controller's name.
     """
     running = sys.modules["__main__"]
     if running.__spec__ is not None and running.__spec__.name == controller:
-        # Without this entry, `configs` would import the running module a second time, under its own name.
+        # The running module has the name __main__. `configs` imports it by its own name, which would load it a second time without this entry.
         sys.modules[controller] = running
     prog = started_as(controller)
     configs = import_module("configs").CONFIGS
@@ -82,15 +82,15 @@ def main(controller: str) -> None:
     status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
     if status:
         print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
-    # Shut Monarch down here. At the interpreter's exit it would wait only one second, which is too short on a busy machine, and then
-    # print a traceback.
+    # Monarch is shut down here. If it were left to the interpreter's exit, Monarch would wait only one second, which is too short on a busy
+    # machine, and then print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
     sys.exit(status)
 
 
 def _require_devices(invocation: cli.Invocation, controller: str) -> None:
-    """Raise ValueError if this machine lacks the devices or the memory of the run, or if the controller cannot evaluate."""
+    """Raise ValueError if this machine has not the devices or the memory for the run, or if --eval-only finds no generator in the config."""
     config = invocation.config
     if not invocation.eval_only and not config.hosts.addresses:
         for name, model in config.models().items():
@@ -104,9 +104,9 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation, with the folder of a checkpoint as eval_only. Before a resume, also set damaged checkpoints aside and check the run.
+    """The invocation, in which eval_only is the folder of a checkpoint. If a run is resumed, also set damaged checkpoints aside and check the run.
 
-    Raises ValueError if eval_only holds no whole checkpoint or cannot be written to, or if the run cannot be resumed with this config.
+    Raises ValueError if eval_only holds no whole checkpoint or cannot be written to, or if the config does not allow to resume the run.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -123,7 +123,7 @@ def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
 
 
 def _resume_text(prog: str, folder: RunFolder, config: RunConfig) -> str:
-    """A line with the command that continues the run and with the step at which it continues. Empty if the run cannot be continued."""
+    """A line with the command that continues the run and the step at which the run continues. Empty if the run cannot be continued."""
     command = f"{prog} --resume {shlex.quote(str(folder.path))}"
     newest = checkpoints.newest(folder.checkpoints)
     if newest is not None:
@@ -150,7 +150,7 @@ def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[Valid
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. An alphabet "auto" is replaced by the characters of the problems, and vocab_size by the size of that alphabet's tokenizer."""
+    """The config. If its alphabet is "auto", the characters of the problems become the alphabet, and vocab_size becomes that of its tokenizer."""
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)
@@ -194,10 +194,10 @@ def _require_fits(problem: Problem, tokenizer: Tokenizer, config: RunConfig) -> 
 
 
 def _scorer(config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]) -> Scorer:
-    """The scorer of the run. Raises ValueError for a reward that cannot be sent to a process, if the config asks for processes."""
+    """The scorer of the run. Raises ValueError if rewards are to be computed in processes and a reward cannot be sent to a process."""
     environments: dict[str, AnyEnvironment] = {"environment": environment}
     environments |= {f"validation.{each.name}": each.environment for each in validation_sets if each.name}
-    # Without a generator there are no completions to score.
+    # If the run has no generator, there are no completions to score.
     return Scorer.of(config.environment, environments if config.has_generator else {})
 
 
@@ -217,7 +217,7 @@ def _run(
         terminal = sys.stdout if output is None else output.terminal
         route_logs(log_file, label="controller", verbose=invocation.verbose)
         try:
-            scorer.start()  # after the routing, because the scorer's processes inherit the output of this one
+            scorer.start()  # after route_process_output, because the scorer's processes inherit this process's output
         except ValueError as error:
             print(f"error: {error}", file=terminal)
             return 2
@@ -234,7 +234,7 @@ def _run(
             print(f"The run ends: {error}.", file=terminal)
             return MISSED_STATUS
         except BaseException as error:
-            # The terminal shows the traceback, with a note of the actor and the rank. The log file gets it, too.
+            # The terminal and the log file both get the traceback, whose note names the actor and the rank.
             logging.getLogger(__name__).error("the run failed", exc_info=error)
             print("".join(traceback.format_exception(error)), file=terminal)
             print(f"The run failed: {type(error).__name__}: {error}. Logs: {log_file.parent}", file=terminal)
@@ -242,7 +242,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, by itself or after a signal, and has closed everything. Returns the exit status."""
+    """Wait until the work has ended, by itself or after a signal. By then it has closed everything. Returns the exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:
@@ -297,7 +297,7 @@ async def _train(
                 with interruption.training():
                     await _train_until_asked(run, train)
     finally:
-        # Imported here, because matplotlib takes half a second, which would delay the start of the actors.
+        # This import stands here because matplotlib takes half a second, which would delay the start of the actors.
         from controllers.report import write_report
 
         write_report(folder.path)
@@ -315,7 +315,7 @@ def _prepare(folder: RunFolder, config: RunConfig) -> None:
 
 
 async def _load(run: Run, checkpoint: Path) -> None:
-    """Restore the random states and the trainer from a checkpoint. The controller's state of this checkpoint is in run.state already."""
+    """Restore the random states and the trainer from a checkpoint. run.state holds the controller's state of this checkpoint already."""
     checkpoints.restore_random_states(run.state["random"])
     with run.log.setup(f"resuming from {checkpoint}"):
         await run.trainer.load_checkpoint(str(checkpoint / "trainer"))
@@ -324,8 +324,8 @@ async def _load(run: Run, checkpoint: Path) -> None:
 async def _train_until_asked(run: Run, train: Train) -> None:
     """Train to the end, and wait until the last checkpoint is on disk.
 
-    Raises Interrupted after a signal, when the checkpoint of the last finished step is on disk (unless checkpoint_every=0). Raises
-    ValueError, naming step and environment, for a reward or an episode that fails.
+    If a signal asks for the end, writes a checkpoint of the last finished step (unless checkpoint_every=0), and then raises Interrupted.
+    Raises ValueError, naming step and environment, for a reward or an episode that fails.
     """
     try:
         await train_to_end(run, train)
@@ -350,7 +350,7 @@ async def _evaluate(
     scorer: Scorer,
     terminal: TextIO,
 ) -> int:
-    """Score a checkpoint on the held-out problems, with a generator that loads an export of it. Nothing but logs is left on disk."""
+    """Score a checkpoint on the held-out problems. A generator loads an export of the checkpoint. Only logs are left on disk."""
     # This import stands here because it loads torchtitan, which the controller of a training run does not need.
     from rl_actors.engine.export import export_checkpoint, policy_version
 

@@ -1,4 +1,6 @@
-"""Fields of a config that choose the policy loss: the loss with its options, the correction and the aggregation. Computes no loss.
+"""Fields of a config that choose the policy loss: the loss with its options, the correction and the aggregation.
+
+rl_actors.losses computes the losses.
 
 `--loss cispo --loss.ratio-high 4 --correction icepop --aggregation sequence_mean`
 """
@@ -35,7 +37,7 @@ POLICY_LOSSES: dict[str, type[PolicyLoss]] = {
 }
 CORRECTIONS: dict[str, type[Correction]] = {"tis": TruncatedImportanceSampling, "icepop": IcePop}
 SHARED_OPTIONS = ("kl", "entropy_coefficient", "correction", "sequence_mean")
-"""Fields that every policy loss has. They have flags of their own."""
+"""Fields that every policy loss has. LossConfig leaves them out, because other fields of the config set them."""
 
 Aggregation = Literal["token_mean", "sequence_mean", "sequence_sum", "constant"]
 
@@ -47,9 +49,9 @@ class LossConfig:
     ] = "ppo"
     """Policy loss. docs/algorithms.md has the formulas and papers."""
     ratio_low: float | None = None
-    """Lower bound of the probability ratio, for ppo, cispo and gspo. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
+    """For ppo, cispo and gspo: lower bound of the probability ratio. None: 0.8 for ppo, 0 for cispo, 1 - 3e-4 for gspo."""
     ratio_high: float | None = None
-    """Upper bound of the probability ratio, for ppo, cispo and gspo. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
+    """For ppo, cispo and gspo: upper bound of the probability ratio. None: 1.28 for ppo, 4 for cispo, 1 + 4e-4 for gspo."""
     dual_clip: float | None = None
     """For ppo and gspo: lower bound of a token's objective if its advantage A is negative. The bound is dual_clip * A. None: no bound."""
     beta: float | None = None
@@ -58,7 +60,7 @@ class LossConfig:
     def build(
         self, *, kl: KL | None, entropy_bonus: float, correction: Correction | None, sequence_mean: bool
     ) -> PolicyLoss:
-        """The loss. Raises ValueError for an option that the loss does not have, or that is out of its limits."""
+        """The loss. Raises ValueError for an option that the loss does not have, or whose value is out of its limits."""
         cls = POLICY_LOSSES[self.name]
         options = _options("loss", self.name, self, cls, SHARED_OPTIONS)
         if cls is PPO:
@@ -71,9 +73,9 @@ class LossConfig:
 @dataclass(kw_only=True)
 class CorrectionConfig:
     name: Annotated[Literal["none", "tis", "icepop"] | None, tyro.conf.arg(name="")] = None
-    """Correction for a generator whose probabilities differ from the trainer's. q is p_trainer / p_generator of a token. tis: truncated
-    importance sampling multiplies the objective by min(q, cap). icepop: tokens with q outside [low, high] are dropped. None: tis if
-    rollouts.max_staleness is above 0, otherwise none."""
+    """Correction for the difference between the generator's and the trainer's probability of a token. q is p_trainer / p_generator. tis,
+    truncated importance sampling: the objective is multiplied by min(q, cap). icepop: tokens with q outside [low, high] are dropped. none:
+    no correction. None (the default): tis if rollouts.max_staleness is above 0, otherwise none."""
     cap: float | None = None
     """For tis: the largest factor. None: 2."""
     low: float | None = None
@@ -81,16 +83,17 @@ class CorrectionConfig:
     high: float | None = None
     """For icepop: the largest q of a token that is kept. None: 5."""
     reweights: bool | None = None
-    """For icepop: multiply the objective of a kept token by q. None: False."""
+    """For icepop. True: the objective of a kept token is multiplied by q. None: False."""
     level: Level | None = None
-    """q that the correction uses. token: q of each token. sequence: the geometric mean of q over the completion. None: token."""
+    """Which q the correction uses. token: each token has its own q. sequence: all tokens have the geometric mean of q over the completion.
+    None: token."""
 
     def chosen(self, *, is_stale: bool) -> str:
         """The name of the correction. is_stale: True if a step may train on completions of older weights."""
         return self.name or ("tis" if is_stale else "none")
 
     def build(self, *, is_stale: bool) -> Correction | None:
-        """The correction, or None. Raises ValueError for an option that the correction does not have, or that is out of its limits."""
+        """The correction, or None. Raises ValueError for an option that the correction does not have, or whose value is out of its limits."""
         name = self.chosen(is_stale=is_stale)
         cls = CORRECTIONS.get(name)
         options = _options("correction", name, self, cls, ())
@@ -103,7 +106,7 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
     token_mean: the number of trained tokens, so that every token counts the same (DAPO, arXiv 2503.14476).
     sequence_mean: the number of samples; the loss has already divided each sample's part by its length (GRPO, arXiv 2402.03300).
     sequence_sum: the number of samples (RLOO, arXiv 2402.14740).
-    constant: the number of samples times max_tokens; it does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
+    constant: the number of samples times max_tokens, which does not depend on the lengths of completions (Dr. GRPO, arXiv 2503.20783).
     """
     if aggregation == "token_mean":
         return num_loss_tokens(samples)
@@ -115,7 +118,7 @@ def grad_divisor(aggregation: Aggregation, samples: Sequence[Sample], max_tokens
 def _options(
     flag: str, chosen: str, config: LossConfig | CorrectionConfig, cls: type | None, shared: Sequence[str]
 ) -> dict:
-    """The options that were given. Raises ValueError for an option that `cls` does not have, and names the options that it has."""
+    """The options that the user has set. If `cls` does not have one of them, raises ValueError with the names of the options of `cls`."""
     known = [] if cls is None else [each.name for each in fields(cls) if each.name not in shared]
     given = {each.name: getattr(config, each.name) for each in fields(config) if each.name != "name"}
     given = {name: value for name, value in given.items() if value is not None}

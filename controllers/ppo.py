@@ -49,11 +49,11 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        # First, because the default group size of 1 is possible only with this rule.
+        # This comes first, because only the rule gae allows the default group size of 1.
         if self.rollouts.advantage != "gae":
             raise ValueError(
-                f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae' (a preset of --algorithm sets another rule; "
-                "--advantage gae beside it sets this one)"
+                f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "
+                "rule; --advantage gae beside the preset sets it back"
             )
         super().validate()
         self.gae.validate()
@@ -68,7 +68,7 @@ class PPOConfig(GRPOConfig):
 
 
 async def train(run: Run[PPOConfig]) -> None:
-    """Take the supervised steps, if there are any, then the PPO steps. The first critic.warmup_steps PPO steps train only the critic."""
+    """Take the supervised steps, if there are any, then the PPO steps. The first critic.warmup_steps of the PPO steps train only the critic."""
     config = run.config
     if config.validate_first and not run.state:  # a resumed run has a state
         await sync(run)
@@ -93,7 +93,7 @@ async def train(run: Run[PPOConfig]) -> None:
                 batch = await run.interruption.drop_if_asked(rollouts.next_batch(version))
             values = batch.metrics()
             await run.turns.to_trainer()
-            # Critic, policy and reference have processes of their own, so they work at the same time.
+            # Critic, trainer and reference have processes of their own, so they can work at the same time.
             states, (samples, rewards, measured) = await asyncio.gather(
                 critic.values(batch.samples), with_rewards(run, batch, reference, kl)
             )
@@ -127,7 +127,7 @@ async def train_both(
     policy_rate: float | None,
     step: int,
 ) -> dict[str, float]:
-    """Train critic and policy, with their learning rates. policy_rate=None: only the critic. Returns their metrics."""
+    """Train critic and policy. If policy_rate is None, train only the critic. Returns the metrics of both."""
     fit = critic.fit(minibatches(run.config, judged.for_critic, step), critic_rate)
     if policy_rate is None:
         return await fit
@@ -138,7 +138,7 @@ async def train_both(
 async def train_policy(
     run: Run[PPOConfig], batch: RolloutBatch, judged: Judged, kl: KL, learning_rate: float, step: int
 ) -> dict[str, float]:
-    """Take the optimizer steps of the policy. Returns their metrics."""
+    """Take the policy's optimizer steps on this batch. Returns the metrics of these steps."""
     config = run.config
     parts = minibatches(config, judged.for_policy, step)
     updates = await train_step(run, parts, config.make_loss(kl), learning_rate)
@@ -147,9 +147,9 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """The parts of epochs_per_step passes over the samples. Each pass shuffles them and divides them into at most updates_per_step parts.
+    """The samples of each optimizer step. Each of epochs_per_step passes shuffles all samples and divides them into at most updates_per_step parts.
 
-    The order depends only on the run's seed and the step. So policy and critic get the same parts, and a resumed run repeats them.
+    The order depends only on the run's seed and the step. So policy and critic get the same parts, and a resumed run gets them again.
     """
     draw = Random(f"{config.seed} {step}")
     part_size = math.ceil(len(samples) / config.updates_per_step)
@@ -173,8 +173,8 @@ async def token_rewards(
 ) -> tuple[list[Tensor], dict[str, float]]:
     """The reward for every token, [T] of each sample, and metrics.
 
-    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. With
-    reference_kl_in="reward" each sampled token's reward is reduced by kl.coefficient times its estimated KL divergence from the reference.
+    A turn's reward is at the turn's last token. The completion's penalties are at the completion's last token. If
+    reference_kl_in is "reward", each sampled token's reward is reduced by kl.coefficient times its estimated KL divergence from the reference.
     """
     of_completions = [row for group in batch.groups for row in group.rewards_per_token]
     rows = []

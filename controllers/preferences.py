@@ -1,6 +1,6 @@
-"""Preference pairs as samples, and the loss of direct preference optimisation. Starts nothing.
+"""Preference pairs as samples, and the loss of direct preference optimisation.
 
-The samples of pairs stand in the order chosen, rejected, chosen, rejected, …  T positions of one sample, P pairs.
+In a list of samples the pairs stand in the order chosen, rejected, chosen, rejected, …  T positions of one sample, P pairs.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from rl_actors.metrics import Partials
 
 
 def pair(problem: Problem, rejected_column: str) -> list[Problem]:
-    """Two problems: the given one, and the same with the rejected answer.
+    """Two problems: the given one, and a copy whose answer is the rejected one.
 
     Raises ValueError, naming the prompt, if there is no rejected answer.
     """
@@ -39,7 +39,7 @@ class DPO:
     """Direct preference optimisation, Rafailov et al., arXiv 2305.18290, eq. 7: the sum over pairs of -log sigmoid(margin).
 
     log pi and log ref are the sums of a completion's logprobs under the policy and under the reference. The reward of a completion is
-    beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion less that of the rejected one. The gradient is
+    beta * (log pi - log ref). The margin of a pair is the reward of the chosen completion minus the reward of the rejected one. The gradient is
     -beta * sigmoid(-margin) at each logprob of the chosen completion, and beta * sigmoid(-margin) at each logprob of the rejected one.
     The loss goes to TrainerClient.forward_backward_custom, because a pair may be split over microbatches and ranks. Samples need the
     columns loss_weights and ref_logprobs.
@@ -53,7 +53,9 @@ class DPO:
     def __call__(self, samples: list[Sample], logprobs: list[Tensor]) -> tuple[Tensor, Partials]:
         """The loss and the sums of its metrics. logprobs: [T] for each sample. Raises ValueError for an odd number of samples."""
         if len(samples) % 2:
-            raise ValueError(f"{len(samples)} samples are no pairs; samples alternate between chosen and rejected")
+            raise ValueError(
+                f"{len(samples)} samples are no pairs; the samples must alternate between chosen and rejected"
+            )
         rewards = []
         for sample, logprobs_T in zip(samples, logprobs, strict=True):
             ratios_T = logprobs_T - torch.as_tensor(sample.columns["ref_logprobs"])

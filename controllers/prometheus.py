@@ -1,4 +1,4 @@
-"""Numbers as the text that Prometheus reads, and a port where it reads them. Knows neither actors nor servers."""
+"""Writes numbers as the text that Prometheus reads, and serves the text at a port."""
 
 import logging
 import socket
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 REQUEST_TIMEOUT = 10.0
-"""Seconds in which a program must send its request. It has as many seconds to take the answer."""
+"""Seconds in which a program must send its request. The program then has as many seconds to take the answer."""
 
 Labels = tuple[tuple[str, str], ...]
 """(name, value) of each label of a number."""
@@ -19,7 +19,7 @@ Labels = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The numbers of one name. A name that ends in _total is a counter, any other a gauge."""
+    """All numbers that have one name. If the name ends in _total, the numbers are a counter, otherwise a gauge."""
 
     name: str
     about: str = ""  # one line that explains the numbers
@@ -55,7 +55,7 @@ class MetricsPort:
     """Answers `GET /metrics` at one address until `close`, on threads of its own."""
 
     def __init__(self, host: str, port: int, read: Callable[[], str]) -> None:
-        """port: 0 takes a free one. read: gives the text; it is called on any thread. Raises OSError naming the address."""
+        """port: 0 stands for any free port. read: function that returns the text; any thread may call it. Raises OSError naming the address."""
         server_class = type("Server", (_Server,), {"address_family": _family(host)})
         try:
             self._server = server_class((host, port), read)

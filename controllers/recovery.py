@@ -1,9 +1,9 @@
-"""Survival inside a run: after the death of an actor the run goes on from its newest complete checkpoint. Trains nothing itself.
+"""Recovers a run inside its process: after the death of an actor the run goes on from its newest complete checkpoint.
 
-A recovery is a resume in the same process. The dead actor is replaced. The others stay, unless they share GPUs or the store has died. The
-random states, the trainers and the controller's state become those of the checkpoint. Then the training function is called again. It
-publishes the weights and brings the generators to their version. Steps since the checkpoint train on the rollouts that they had before
-(see survival.RecordedQueue). Without a checkpoint the run begins again from the weights that its seed or hf_path gives.
+A recovery is a resume in the same process. The dead actor is replaced. The other actors stay, unless they share GPUs with it or the store has
+died. The random states, the trainers and the controller's state become those of the checkpoint. Then the training function is called again.
+It publishes the weights, and the generators load them. The steps after the checkpoint are repeated on the rollouts that they had before (see
+survival.RecordedQueue). If there is no checkpoint, the run begins again from the weights that its seed or hf_path gives.
 
 An error that no death has caused ends the run.
 """
@@ -22,9 +22,9 @@ Train = Callable[[Run[Any]], Awaitable[None]]
 
 
 async def train_to_end(run: Run[Any], train: Train) -> None:
-    """Train to the last step, and write the last checkpoint. Goes on after deaths of actors, as often as the config allows.
+    """Train to the last step, and write the last checkpoint. If an actor dies, recover and go on, as often as the config allows.
 
-    Raises the first death of the last hour if that hour had too many deaths, and every error that no death has caused.
+    If the last hour had too many deaths, raises the first of them. Raises every error that no death has caused.
     """
     if run.actors is None:
         await _train(run, train)
@@ -51,7 +51,10 @@ async def _go_on(run: Run[Any], actors: Actors, train: Train) -> None:
 
 
 async def _pause(run: Run[Any], actors: Actors, death: Exception) -> None:
-    """Report the death, end the actors that are to be replaced, and wait. Raises the hour's first death if there were too many."""
+    """Report the death, end the actors that are to be replaced, and wait.
+
+    If the last hour had too many deaths, raises the first of them.
+    """
     pause = actors.restarts.pause_after(death)
     run.recoveries.begin(run.log.restart, death=death, step=run.log.last_step)
     limit = run.config.survival.max_restarts_per_hour

@@ -1,6 +1,6 @@
-"""The reference policy, and the KL divergence from it. Trains nothing.
+"""The reference policy, and the KL divergence of the trained policy from it.
 
-The reference policy is the policy at the start of GRPO, PPO or DPO. A model that only infers holds it.
+The reference policy is the policy at the start of GRPO, PPO or DPO. A second model holds it and is never trained.
 
 G groups (problems), N completions of each, T positions of a sample.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class FrozenPolicy:
-    """A policy that does not change. It computes the logprobs of samples, and can add them to the samples as a column."""
+    """A policy that does not change. It computes the logprobs of samples, and can add these logprobs to the samples as a column."""
 
     model: ReferenceClient
     samples_per_forward: int
@@ -58,14 +58,14 @@ class Reference(FrozenPolicy):
     async def penalise(self, groups: Sequence[Group]) -> list[Group]:
         """The groups with rewards R = r - kl.coefficient * sum_t kl_t, where r is the reward before this penalty.
 
-        r is the task's reward, less the penalty on long completions if there is one.
+        r is the task's reward, minus the penalty on long completions if there is one.
         kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one number for the whole
         completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage that
-        divides the reward by a standard deviation divides the penalty, too. With k1 the penalty is the log ratio of the whole completion,
-        and the expected gradient is that of the KL divergence. With k2 and k3 it is not.
+        divides the reward by a standard deviation divides the penalty, too. If the estimator is k1, the penalty is the log ratio of the whole
+        completion, and the expected gradient is that of the KL divergence. If the estimator is k2 or k3, the expected gradient is another one.
 
-        One group, two completions of two tokens, rewards 1 and 0, k1, old - ref 0.5 and 0 at each token, coefficient 0.1:
-        R = 0.9 and 0.
+        Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
+        minus the reference's is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
         """
         samples: list[Sample] = []
         for group in groups:
@@ -92,10 +92,10 @@ def divergences(samples: Sequence[Sample], ref_logprobs: Sequence[Tensor], kl: K
 
 
 async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> FrozenPolicy:
-    """Start a model that only infers, with the policy that a phase of the run begins with.
+    """Start a model that is never trained. It holds the policy with which a phase of the run begins.
 
-    is_saved: True if the policy is kept in run/reference. False if trainer and reference read it from hf_path.
-    has_begun: False if the phase begins now; the trainer's current weights are then saved in run/reference if is_saved is True. True if the
+    is_saved: True if the folder run/reference keeps the policy. False if trainer and reference both read the policy from hf_path.
+    has_begun: False if the phase begins now; if is_saved is True, the trainer's current weights are then saved in run/reference. True if the
     phase began before the run was resumed; run/reference then has the weights already.
     """
     model = run.spawn_reference()
@@ -112,7 +112,7 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
 
 
 async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -> Reference:
-    """Start a model with the policy that GRPO or PPO begins with."""
+    """Start a model that holds the policy with which GRPO or PPO begins."""
     config = run.config
     frozen = await start_frozen(run, has_begun=has_begun, is_saved=_is_saved(config, sft_steps))
     return Reference(
@@ -125,11 +125,11 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
 
 
 def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
-    """Raises ValueError if GRPO has begun in the run of this folder and the weights that it began with were not saved."""
+    """Raises ValueError if the run in this folder has begun GRPO or PPO, but has not saved the weights from before."""
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:
-        return  # GRPO has not begun. The weights are saved when it begins.
+        return  # GRPO or PPO has not begun. The weights are saved when it begins.
     if _is_saved(config, state["sft_steps"]) and not folder.reference.is_dir():
         raise ValueError(
             f"reference_kl={config.reference_kl} needs the weights that GRPO or PPO began with, but {folder.reference} is not there: "
@@ -138,5 +138,5 @@ def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
 
 
 def _is_saved(config: "GRPOConfig", sft_steps: int) -> bool:
-    """False if GRPO begins with the weights of hf_path, which the reference can read again."""
+    """True if the reference's weights must be saved. False if GRPO or PPO begins with the weights of hf_path, which the reference can read."""
     return bool(sft_steps or not config.trainer.hf_path)

@@ -1,4 +1,6 @@
-"""Report of a run: report.html and reward.png. Both are made only from the files of the run's folder. report.html needs no other file.
+"""Writes the report of a run: report.html and reward.png. Both are made only from the files in the run's folder.
+
+A browser shows report.html without any other file.
 
 python -m controllers.report RUN_FOLDER
 """
@@ -17,7 +19,8 @@ from controllers.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, 
 from controllers.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
-"""Number of completions above which a page leaves out steps, so that a browser opens the page at once. rollouts.jsonl has all steps."""
+"""Largest number of completions on a page, so that a browser opens the page at once. A page with more would leave out steps; rollouts.jsonl
+has all of them."""
 
 UNITS = {
     "step": "steps",
@@ -60,7 +63,7 @@ def number(value: float | None) -> str:
 
 
 def page(template: str, **values: object) -> str:
-    """The HTML of a template of this package. All texts are escaped, but the charts are not."""
+    """The HTML of a template of this package. All texts but the charts are escaped."""
     environment = Environment(
         loader=PackageLoader("controllers"),
         autoescape=True,
@@ -108,7 +111,7 @@ class RunFiles:
 
 
 def _read_json(file: Path) -> dict[str, object]:
-    """The object in a JSON file. Empty if there is no file. Raises ValueError, naming the file, if it is not JSON."""
+    """The object in a JSON file. Empty if the file does not exist. Raises ValueError, naming the file, if its text is not JSON."""
     if not file.exists():
         return {}
     try:
@@ -165,9 +168,9 @@ def minutes_text(seconds: float) -> str:
 
 
 def shown_steps(groups: Records) -> list[int]:
-    """Steps whose groups are on the page: as many evenly spaced steps as have at most COMPLETIONS_SHOWN completions together.
+    """The steps whose groups are on the page. The steps are evenly spaced, and together they have at most COMPLETIONS_SHOWN completions.
 
-    The last step is always shown, even if it has more completions than that.
+    The last step is always shown, even if this step has more completions.
     """
     num_completions: Counter[int] = Counter()
     for group in groups:
@@ -181,7 +184,7 @@ def shown_steps(groups: Records) -> list[int]:
 
 
 def shown_group(group: Record) -> dict[str, object]:
-    """The values of a group that the template shows. A conversation is empty for a task of single turns."""
+    """The values of a group that the template shows. If the task has single turns, every conversation is empty."""
     rewards = group["rewards"]
     cut_off = group.get("truncated") or [False] * len(rewards)
     conversations = group.get("conversations") or [[]] * len(rewards)

@@ -1,25 +1,24 @@
-"""The queue of rollouts that run ahead of the trainer. It chooses the groups of completions that the next step trains on.
+"""The queue of rollouts that run ahead of the trainer. It chooses the groups of completions on which the next step trains.
 
 The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
 `size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on. While a step trains on its
-groups, the others are being generated.
+groups, the generator works on the other groups.
 
-No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most
-`ahead` steps have changed the weights, each by at most `versions_per_step` versions. The config's max_staleness counts versions, so
-ahead = max_staleness // versions_per_step. A step that was skipped changes no weights, so groups are then younger than allowed. The queue
+No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most `ahead`
+steps have changed the weights, and each of them has advanced the version by at most `versions_per_step`. The config's max_staleness counts
+versions, so ahead = max_staleness // versions_per_step. A skipped step changes no weights, so groups may be younger than max_staleness. The queue
 computes the age of every group before each step, and raises RuntimeError if an age is above max_staleness.
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
-younger groups may overtake an unfinished one. The condition is that all groups left behind can still be trained on in time: for every k,
-at most k * size of them are due within the next k steps. If more would be left behind, the step waits.
+younger groups may overtake an unfinished one. A step may leave groups behind under one condition, so that all of them can still be trained on
+in time: for every k, at most k * size of them are due within the next k steps. If the condition does not hold, the step waits.
 
 The queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
-(ahead + 1) * size. So when every group has finished, the first `size` of them always satisfy the condition. Groups finish without the
-trainer, because a generator needs no new weights to go on. With ahead=0 a step trains on all groups that it drew. That is the synchronous
-loop.
+(ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do finish while a step waits,
+because the generator needs no new weights to go on. If ahead is 0, a step trains on all groups that it drew, which is the synchronous loop.
 
 A group whose rewards are all equal has no gradient. When all groups of a draw have finished, such groups are replaced by new problems, at
-most max_refills times. A replacement takes the place of a group that it replaces, so a draw never takes more places.
+most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups than before.
 """
 
 import asyncio
@@ -36,10 +35,10 @@ Found = TypeVar("Found")
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Place:
-    """A problem that was drawn, and its group when the group has finished."""
+    """A place in the queue: a problem that was drawn, and its group as soon as the group has finished."""
 
     index: int  # of the problem in the environment
-    step: int  # number of the step at whose start it was drawn; 1 for the first
+    step: int  # number of the step at whose start the problem was drawn; the first step is 1
     group: Group | None = None
 
     def is_trainable(self) -> bool:
@@ -47,7 +46,7 @@ class Place:
 
 
 def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list[Place] | None:
-    """The places that step number `step` trains on, or None if it must wait for more groups.
+    """The places on whose groups step number `step` trains, or None if the step must wait for more groups.
 
     places: the groups that are under way or wait for their step, in the order in which they were drawn.
     """
@@ -66,9 +65,9 @@ def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list
 
 @dataclass(slots=True, kw_only=True)
 class _Finished:
-    """Groups without a signal, and counts, since the last step."""
+    """What has happened since the last step."""
 
-    filtered: list[Place] = field(default_factory=list)  # groups without a signal
+    filtered: list[Place] = field(default_factory=list)  # places whose groups cannot be trained on (Group.has_signal)
     num_refills: int = 0
     num_retries: int = 0
 
@@ -76,8 +75,9 @@ class _Finished:
 class RolloutQueue:
     """Draws problems, has them completed and scored, and gives every step its batch. Use it in an `async with` block.
 
-    cursor: index of the first problem that was never drawn. pending: indices of problems that an earlier part of the run has drawn and that
-    were in no batch. They are completed again, before new ones: a checkpoint has no completions, because newer weights give better ones.
+    cursor: index of the first problem that was never drawn. pending: indices of problems that the run had drawn before it was resumed, and
+    that were in no batch. They are completed again, before new problems. A checkpoint does not keep their completions, because the newer weights
+    give better ones.
     """
 
     def __init__(
@@ -108,17 +108,17 @@ class RolloutQueue:
         await asyncio.gather(*self._draws, return_exceptions=True)
 
     def state(self) -> Record:
-        """The queue's part of a checkpoint."""
-        # Groups without a signal are in no batch yet, so a resumed run completes their problems again.
+        """The state of the queue for a checkpoint."""
+        # The filtered groups are in no batch yet, so a resumed run completes their problems again, too.
         unused = [place.index for place in [*self.places, *self.since.filtered]]
         return {"cursor": self.cursor, "pending": sorted(unused) + self.pending}
 
     async def next_batch(self, version: int) -> RolloutBatch:
         """Draw the problems that may be drawn now, and wait for groups_per_step groups with a signal.
 
-        The batch has fewer groups if max_refills refills did not find so many, and no samples if no group has a signal.
-        version: the version of the trainer's weights, which the generator has, too. Raises the error of a rollout that cannot be completed,
-        and RuntimeError if a token is older than max_staleness versions.
+        A group has a signal if it can be trained on. If max_refills refills did not find enough of them, the batch has fewer groups. If no group
+        has a signal, the batch has no samples. version: the version of the weights that trainer and generator have now. Raises the error of a
+        rollout that cannot be completed, and RuntimeError if a group is older than max_staleness versions.
         """
         self.step += 1
         room = (self.ahead + 1) * self.config.groups_per_step - len(self.places)
@@ -144,7 +144,7 @@ class RolloutQueue:
     def update(self) -> AbstractAsyncContextManager[None]:
         """Context manager for an update of the generator's weights.
 
-        With in_flight_updates=False it first waits for the running requests, and no new one begins until it ends.
+        If in_flight_updates is False, it first waits until no request is running, and no request begins before the update has ended.
         """
         return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
 
@@ -171,14 +171,14 @@ class RolloutQueue:
         return places
 
     def _start(self, places: list[Place]) -> None:
-        """Complete the problems in a task of their own."""
+        """Begin to complete the problems, in a task of their own."""
         if places:
             draw = asyncio.create_task(self._complete_all(places))
             draw.add_done_callback(lambda _: self._changed.set())
             self._draws.add(draw)
 
     async def _complete_all(self, places: list[Place]) -> None:
-        """Complete the problems of a draw, and replace groups without a signal."""
+        """Complete the problems of a draw. Groups that cannot be trained on are replaced by groups of new problems."""
         for num_refills in range(self.config.max_refills + 1):
             await self._complete(places)
             filtered = [place for place in places if not place.is_trainable()]
@@ -191,7 +191,7 @@ class RolloutQueue:
             places = self._draw(len(filtered))
 
     async def _complete(self, places: list[Place]) -> None:
-        """Complete the problems. One whose generation fails is asked for again. Raises the generator's error if the last retry fails."""
+        """Complete the problems. If the generator fails on some of them, ask for these again. Raises the generator's error if the last retry fails."""
 
         def deliver(position: int, group: Group) -> None:
             places[position].group = group

@@ -1,4 +1,4 @@
-"""Rollouts: problems -> completions -> rewards -> advantages -> samples. Trains nothing.
+"""Rollouts: problems -> completions -> rewards -> advantages -> samples.
 
 G groups (problems), N completions of each.
 """
@@ -28,26 +28,28 @@ SEEDS_PER_RUN = 1 << 20
 @dataclass(kw_only=True)
 class RolloutConfig:
     groups_per_step: int = 64
-    """Problems whose completions one step trains on."""
+    """Number of problems of a step. The step trains on the completions of these problems."""
     group_size: int = 16
-    """Completions of each problem."""
+    """Number of completions of each problem."""
     temperature: float = 1.0
     """Sampling temperature. The trainer computes its logprobs at the same temperature."""
     top_p: float = 1.0
-    """Share of the probability mass that is sampled from. Below 1 the trainer's logprobs cannot match the generator's."""
+    """Share of the probability mass from which tokens are sampled. Below 1 the trainer's logprobs cannot match the generator's, because the
+    trainer takes the probabilities of all tokens."""
     advantage: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "gae"] = "grpo"
-    """Rule that makes advantages from the rewards of a group. Only PPO takes gae: a value model makes the advantages, every group is
-    trained on, and a group may have one completion."""
+    """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. A value model then makes the advantages, every group
+    is trained on, and a group may have only one completion."""
     max_refills: int = 1
-    """Largest number of refills in a step. A refill replaces the groups whose rewards are all equal by groups of new problems."""
+    """Largest number of refills in a step. A refill takes groups of new problems in the place of the groups whose rewards are
+    all equal."""
     max_staleness: int = 0
-    """Largest age of a group when a step trains on it: the trainer's version minus the version that sampled the group's oldest token. The
-    generator runs ahead as far as this allows. 0: generation, training and weight sync take turns."""
+    """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
+    The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
     in_flight_updates: bool = True
-    """True: requests go on when the generator gets new weights, and every token has the version that sampled it. False: the update waits
-    for the requests that are running."""
+    """True: requests go on when the generator gets new weights, and every token has the version that sampled it. False: the generator
+    gets new weights only when no request is running."""
     max_retries: int = 2
-    """Number of times that a problem's completions are asked for again after a generator error. Then the run ends with the error."""
+    """How often a problem's completions are asked for again if the generator fails. If the last attempt fails, too, the run ends with its error."""
     overlong_buffer: int = 0
     """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
     punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
@@ -72,7 +74,7 @@ class RolloutConfig:
     def overlong(self, num_tokens: int, max_tokens: int) -> float:
         """The penalty on the reward of a completion of num_tokens tokens.
 
-        With overlong_buffer=4, overlong_penalty=1 and max_tokens=20 the penalty is 0 up to 16 tokens, 0.25 at 17 and 1 at 20.
+        Example: if overlong_buffer=4, overlong_penalty=1 and max_tokens=20, the penalty is 0 up to 16 tokens, 0.25 at 17 and 1 at 20.
         """
         excess = num_tokens - (max_tokens - self.overlong_buffer)
         return self.overlong_penalty * max(0, excess) / self.overlong_buffer
@@ -88,25 +90,26 @@ class Group:
     texts: list[str]
     task_rewards: list[float]
     rewards: list[float]  # task_rewards minus all penalties. Advantages are computed from these rewards.
-    overlong_penalties: list[float] = field(default_factory=list)  # empty without overlong_buffer
+    overlong_penalties: list[float] = field(default_factory=list)  # empty if overlong_buffer is 0
     components: dict[str, list[float]] = field(default_factory=dict)  # components of the task_rewards, by name
     num_retries: int = 0  # times that a reward was asked for again, or an episode was played again
     needs_difference: bool = True  # True: if all rewards are equal, the group has nothing to learn from
     # Divergence of each completion from the reference. Empty if the divergence is no penalty on the reward.
     divergences: list[float] = field(default_factory=list)
-    # One for each completion, which then has the tokens of all turns and of the replies between them. Empty for a task of single turns.
+    # The episode of each completion; the completion then has the tokens of all turns and of the replies between them. Empty for a task of
+    # single turns.
     episodes: list[PlayedEpisode] = field(default_factory=list)
 
     @property
     def is_action(self) -> list[list[bool]]:
-        """For each completion and each of its tokens: True if the policy sampled it."""
+        """For each completion and each of its tokens: True if the policy sampled the token."""
         if self.episodes:
             return [episode.is_action for episode in self.episodes]
         return [[True] * len(completion.tokens) for completion in self.completions]
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each completion that the policy sampled."""
+        """For each completion: the number of tokens that the policy sampled."""
         return [sum(row) for row in self.is_action]
 
     @property
@@ -131,7 +134,7 @@ class Group:
         return rows
 
     def to_samples(self, advantages: Sequence[float], temperature: float) -> list[Sample]:
-        """A sample of each completion, which trains the tokens that the policy sampled."""
+        """One sample for each completion. A sample trains the tokens that the policy sampled."""
         if self.episodes:
             pairs = zip(self.episodes, advantages, strict=True)
             return [episode.to_sample(advantage=advantage, temperature=temperature) for episode, advantage in pairs]
@@ -146,7 +149,7 @@ class Group:
         return min(min(completion.policy_versions) for completion in self.completions)
 
     def has_signal(self) -> bool:
-        """True if the group can be trained on. Equal rewards give zero advantages under every estimator that compares a group's rewards."""
+        """True if the group can be trained on. If all its rewards are equal, every rule but gae gives the advantage 0 to all its completions."""
         return not self.needs_difference or len(set(self.rewards)) > 1
 
 
@@ -159,11 +162,11 @@ class RolloutBatch:
     """The samples that one step trains on, and all groups that were generated for the step."""
 
     samples: list[Sample]  # the completions of the groups that have a signal
-    groups: list[Group]  # all groups, also those without a signal
+    groups: list[Group]  # all groups, also those that have no signal
     advantages: list[list[float]]  # one list for each group, one number for each completion
     num_refills: int
     num_retries: int  # groups whose completions were asked for again
-    version: int  # of the weights when the step begins
+    version: int  # version of the weights when the step begins
 
     @classmethod
     def of(
@@ -185,7 +188,7 @@ class RolloutBatch:
         return min(group.oldest_version for group in self.groups)
 
     def ages(self) -> list[int]:
-        """For each group that is trained on: the version of the weights when the step begins, minus that of the group's oldest token."""
+        """The age of each group that is trained on: the version when the step begins, minus the version that sampled the group's oldest token."""
         return [self.version - group.oldest_version for group in self.groups if group.has_signal()]
 
     def metrics(self) -> dict[str, float]:
@@ -257,7 +260,7 @@ class RolloutBatch:
 
 
 class GenerationError(Exception):
-    """The generator could not complete some problems. `reason` is its error."""
+    """The generator could not complete some problems. `reason` is the generator's error."""
 
     def __init__(self, reason: Exception) -> None:
         super().__init__(repr(reason))
@@ -265,7 +268,7 @@ class GenerationError(Exception):
 
 
 class Generating:
-    """Counts the calls of the generator that are running, and can hold back others."""
+    """Counts the running calls of the generator, and can keep new calls from beginning."""
 
     def __init__(self, timeline: Timeline) -> None:
         self.timeline = timeline
@@ -287,7 +290,7 @@ class Generating:
 
     @contextlib.asynccontextmanager
     async def paused(self, *, wait: bool) -> AsyncIterator[None]:
-        """Context manager in which no call runs. With wait=False it does nothing."""
+        """Context manager in whose body no call runs. If `wait` is False, it does nothing."""
         if not wait:
             yield
             return
@@ -302,7 +305,7 @@ class Generating:
 
 
 Deliver = Callable[[int, Group], None]
-"""Function that gets the index of a problem in a list, and the group of the problem."""
+"""Function that is called with the position of a problem in a list and with the group of the problem."""
 
 
 class Rollouts:
@@ -327,9 +330,10 @@ class Rollouts:
         self.generating = Generating(timeline or Timeline())
 
     async def complete(self, indices: Sequence[int], deliver: Deliver) -> None:
-        """Give `deliver` the groups of these problems, in the order in which they finish. With a penalty it gets all of them at the end.
+        """Give `deliver` the groups of these problems, in the order in which the groups finish.
 
-        Raises GenerationError if the generator fails. Groups that have finished by then are delivered. Raises the error of a reward.
+        If there is a penalty, `deliver` gets all groups at the end. Raises GenerationError if the generator fails, after `deliver` has got the
+        groups that have finished. Also raises the error of a reward.
         """
         finished: dict[int, Group] = {}
         keep = deliver if self.penalty is None else finished.__setitem__
@@ -370,7 +374,7 @@ class Rollouts:
                 async for place, completions in self.generator.generate_each(prompts, params):
                     tasks.create_task(score(place, completions))
         except (ValueError, TypeError):
-            raise  # the generator refuses the input, and would refuse it again
+            raise  # the generator refuses the input, so a retry would be refused, too
         except Exception as error:
             raise GenerationError(error) from error
 
@@ -387,7 +391,7 @@ class Rollouts:
     def penalised(
         self, totals: list[float], lengths: Sequence[int], max_tokens: int
     ) -> tuple[list[float], list[float]]:
-        """The rewards minus the penalties on long completions, and these penalties. The list of penalties is empty without overlong_buffer."""
+        """The rewards minus the penalties on long completions, and these penalties. If overlong_buffer is 0, the list of penalties is empty."""
         if not self.config.overlong_buffer:
             return totals, []
         overlong = [self.config.overlong(length, max_tokens) for length in lengths]
@@ -413,7 +417,7 @@ class Rollouts:
 
 
 def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(start, end) of each part of the list whose numbers follow each other: runs_of([3, 4, 9]) -> (0, 2), (2, 3)."""
+    """(start, end) of each stretch of consecutive numbers in the list: runs_of([3, 4, 9]) -> (0, 2), (2, 3)."""
     start = 0
     for end in range(1, len(indices) + 1):
         if end == len(indices) or indices[end] != indices[end - 1] + 1:
@@ -422,9 +426,9 @@ def runs_of(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[list[float]]:
-    """The advantages of the completions, one list for each group. They are computed by the rule config.advantage.
+    """The advantages of the completions by the rule config.advantage, one list for each group.
 
-    With the rule gae they are the rewards, from which PPO computes advantages when it has the values.
+    If the rule is gae, returns the rewards instead. PPO computes advantages from the rewards when it has the values.
     """
     if config.advantage == "gae":
         return [group.rewards for group in groups]
@@ -432,7 +436,7 @@ def group_advantages(groups: Sequence[Group], config: RolloutConfig) -> list[lis
 
 
 def to_samples(groups: Sequence[Group], config: RolloutConfig) -> list[Sample]:
-    """The completions of the groups with a signal as samples with advantages."""
+    """Samples with advantages, one for each completion of the groups that have a signal."""
     samples: list[Sample] = []
     for group, advantages in zip(groups, group_advantages(groups, config), strict=True):
         if group.has_signal():

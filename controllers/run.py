@@ -1,4 +1,4 @@
-"""The config that all runs share, and the parts of a run while it is open. Trains nothing."""
+"""RunConfig, the config that all training loops share, and Run, the objects of a run while the run is open."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ class AdamConfig:
     weight_decay: float = DEFAULT_PARAMS.weight_decay
     """Decoupled weight decay."""
     grad_clip_norm: float | None = DEFAULT_PARAMS.grad_clip_norm
-    """Largest norm of the gradient. A gradient with a larger norm is scaled down to it. None: no clipping."""
+    """Largest norm of the gradient. A larger gradient is scaled down to this norm. None: no clipping."""
 
     def params(self, *, learning_rate: float, grad_divisor: float) -> OptimParams:
         return OptimParams(learning_rate=learning_rate, grad_divisor=grad_divisor, **asdict(self))
@@ -80,19 +80,19 @@ class RunConfig:
     max_tokens: int = 128
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
-    """Characters of a character-level tokenizer that is made for the run. Empty: the tokenizer of trainer.hf_path. auto without
-    trainer.hf_path: the characters of the problems; their number also gives the size of the vocabulary. auto with trainer.hf_path: the
-    run takes the tokenizer and the size of the model from there."""
+    """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. auto, if
+    trainer.hf_path is empty: the characters of the problems, whose number also gives the size of the vocabulary. auto, if trainer.hf_path is
+    set: the run takes the tokenizer and the size of the model from trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task that takes several turns."""
     chat: ChatConfig = field(default_factory=ChatConfig)
-    """The model's chat template: whether prompts go through it, and how."""
+    """Says whether and how prompts go through the model's chat template."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
-    """Config of the generators. Their model and adapters are the trainer's."""
+    """Config of the generators. Its model and its adapters are replaced by those of the trainer's config."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The GPUs of the reference policy, in a run that has one."""
+    """The GPUs of the reference policy, if the run has a reference policy."""
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
@@ -113,39 +113,39 @@ class RunConfig:
     """Validate before the first step, too."""
     validation: Annotated[dict[str, EnvironmentConfig], SETS_AS_JSON] = field(default_factory=dict)
     """Further validation sets: environments by name, whose held-out problems are validated on. The flag takes one JSON object, such as
-    {"hard": {"task": "hard.jsonl"}}. The metrics are then validation/hard/accuracy and so on."""
+    {"hard": {"task": "hard.jsonl"}}. The metrics of this set are validation/hard/accuracy and so on."""
     gate: str = ""
     """STEP:REWARD, such as 40:0.9. If the first validation at or after that step has a lower held-out reward, the run ends there with exit
     status 3. Empty: no gate."""
     pass_at_k: PassAtKConfig = field(default_factory=PassAtKConfig)
-    """Measurement of pass@k on every set, beside the greedy accuracy."""
+    """Says whether and how pass@k is measured on every validation set, in addition to the greedy accuracy."""
     checkpoint_every: int = 25
-    """Steps between two checkpoints. The last step of a phase always writes one. 0: none is written, and the run cannot be resumed."""
+    """Steps between two checkpoints. The last step of a phase also writes one. 0: no checkpoint is written, so the run cannot be resumed."""
     keep_checkpoints: int = 2
     """Number of newest checkpoints that are kept."""
     keep_checkpoint_every: int = 0
     """Steps between two checkpoints that are kept for good. 0: none is kept for good."""
     trackers: tuple[TrackerName, ...] = ("tensorboard",)
-    """Services and files that get the metrics, beside metrics.jsonl. A tracker needs the package of its name."""
+    """Services and files that get the metrics, in addition to metrics.jsonl. A tracker needs the Python package that has its name."""
     tracker_project: str = "rl-actors"
     """Project or experiment of the run in trackers that have projects."""
     wandb_project: str | None = None
-    """Project of the run in trackers, in the place of tracker_project. It also adds wandb to the trackers. None: tracker_project and trackers
-    are used as they are."""
+    """Project of the run in trackers, instead of tracker_project. If it is set, wandb is one of the trackers, too. None: the fields
+    tracker_project and trackers are used as they are."""
 
     presets: ClassVar[Mapping[str, Algorithm]] = {}
-    """Values of --algorithm."""
+    """Values of --algorithm: name -> preset."""
     short_flags: ClassVar[dict[str, str]] = {
         "--model": "--trainer.hf-path",
         "--task": "--environment.task",
         "--hosts": "--hosts.addresses",
     }
-    """Short names on the command line, and the flags that they stand for."""
+    """Short name of a flag -> the whole flag."""
 
     def __post_init__(self) -> None:
         lora = self.trainer.lora
         base = self.generator.hf_path or (self.trainer.hf_path if lora.syncs_adapter else "")
-        # Copies, so that the generator's config shares no object with the trainer's.
+        # `replace` makes copies, so that the generator's config shares no object with the trainer's config.
         sleeps = self.generator.sleep_mode or self.turns.enabled
         self.generator = replace(
             self.generator, model=replace(self.trainer.model), lora=replace(lora), hf_path=base, sleep_mode=sleeps
@@ -179,7 +179,10 @@ class RunConfig:
         return models
 
     def critic_takes_turns(self) -> bool:
-        """True if turns are enabled and a critic shares GPUs with the trainer or the generator. Its memory is on the host while these work."""
+        """True if turns are enabled and a critic shares GPUs with the trainer or the generator.
+
+        The critic's memory is then on the host while trainer or generator work.
+        """
         critic = self.models().get("critic")
         if critic is None or not self.turns.enabled:
             return False
@@ -208,7 +211,7 @@ class RunConfig:
         )
 
     def with_all_answers(self, problem: Problem) -> list[Problem]:
-        """The problem once for each text that the run may train as its answer."""
+        """Copies of the problem, one for each text that the run may train as the answer."""
         return [problem]
 
     def with_local_models(self) -> Self:
@@ -247,7 +250,7 @@ class RunConfig:
         self._validate_models()
 
     def _validate_tokens(self) -> None:
-        """Check that there is a tokenizer, that max_tokens leaves room for a prompt, and that the adapters belong to the generator's model."""
+        """Check that there is a tokenizer, that max_tokens leaves room for a prompt, and that the generator has the model of the adapters."""
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "
@@ -294,7 +297,7 @@ Config = TypeVar("Config", bound=RunConfig)
 
 @dataclass(slots=True, kw_only=True)
 class Run(Generic[Config]):
-    """The parts of a run while it is open."""
+    """A run while it is open: its config, its clients and everything else that a training loop uses."""
 
     config: Config
     folder: RunFolder
@@ -305,20 +308,20 @@ class Run(Generic[Config]):
     generator: GeneratorClient
     checkpoints: Checkpoints
     spawn_reference: Callable[[], ReferenceClient]
-    """Spawns a model of the trainer's config that only infers. The end of the run closes it."""
+    """Spawns a model that has the trainer's config and is never trained. The model is closed at the end of the run."""
     spawn_critic: Callable[[], ValueTrainerClient]
-    """Spawns a value model with the trainer's config. The end of the run closes it."""
+    """Spawns a value model that has the trainer's config. The model is closed at the end of the run."""
     actors: Actors | None = None
     """The actors, which can be replaced while the run is open. None: a death of an actor ends the run."""
     partners: dict[str, TrainerClient] = field(default_factory=dict)
-    """Other trainers whose state belongs to the run's checkpoints, by the names of their folders there."""
+    """Other trainers whose state belongs to the run's checkpoints: name of the folder in a checkpoint -> trainer."""
     interruption: Interruption = field(default_factory=Interruption)
     scorer: Scorer = field(default_factory=Scorer)
     log: MetricsLogger = field(init=False)  # an evaluation has none
     timer: Timer = field(default_factory=Timer)
     turns: Turns = field(default_factory=SideBySide)
     state: State = field(default_factory=dict)
-    """Controller's state in the checkpoint that is resumed. Empty in a new run."""
+    """The controller's state in the checkpoint from which the run is resumed. Empty in a new run."""
     last_state: State = field(default_factory=dict)
     """Controller's state after the last step. Empty before the first step."""
     gate: Gate | None = None
@@ -345,7 +348,10 @@ class Run(Generic[Config]):
 
     @contextlib.asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Context manager in whose body the trainer works. It measures time/train. The generator must pull before it generates again."""
+        """Context manager in whose body the trainer works. It measures time/train.
+
+        Afterwards the generator must pull weights before it generates again.
+        """
         await self.turns.to_trainer()
         with self.timer("train"):
             yield
@@ -384,7 +390,7 @@ class Run(Generic[Config]):
             self.gate.check(step, values)
 
     def _new_transfers(self, push: Transfer | None) -> dict[str, float]:
-        """Metrics of the last push and the last pull, each only once: the first record after a push or a pull has them."""
+        """Metrics of the last push and of the last pull. Only the first record after a push or a pull has the transfer's metrics."""
         pull = self.generator.last_pull if self.config.has_generator else None
         if pull is not None and not pull.num_bytes:  # the generator had the version already
             pull = None
@@ -394,11 +400,11 @@ class Run(Generic[Config]):
     async def end_step(self, state: State, *, phase_step: int, is_last: bool) -> None:
         """Note the state after a step, and begin to write a checkpoint if one is due.
 
-        phase_step: number of the step in its phase. The checkpoint is complete on disk only later. Raises Interrupted if a signal has
-        asked for the end of the run, except after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
+        phase_step: number of the step in its phase. The checkpoint is complete on disk only later. If a signal has asked for the
+        end of the run, raises Interrupted, but not after the last step of a phase. Raises RuntimeError or OSError if the previous checkpoint could
         not be written.
         """
-        # A rollout that is dropped later may draw random numbers. So the random states are noted now, and not when the checkpoint is written.
+        # A rollout that is dropped later may draw random numbers, so the random states are noted now and not when the checkpoint is written.
         self.last_state = state | {"config": asdict(self.config), "random": random_states()}
         if is_last or (self.config.checkpoint_every and phase_step % self.config.checkpoint_every == 0):
             await self.save()
@@ -406,7 +412,7 @@ class Run(Generic[Config]):
             self.interruption.raise_if_asked()
 
     async def save(self) -> None:
-        """Begin to write a checkpoint of the last step, unless there is one or checkpoint_every=0."""
+        """Begin to write a checkpoint of the last step. Does nothing if the step has one already or if checkpoint_every is 0."""
         if not self.config.checkpoint_every or not self.last_state or self.last_state["step"] == self.saved_step:
             return
         with self.timer("checkpoint"):
@@ -436,7 +442,7 @@ def make_validator(
 
 
 def split(samples: Sequence[Sample], size: int) -> Iterator[Sequence[Sample]]:
-    """Yield parts of `size` samples in their order. The last part may be shorter."""
+    """Divide the samples, in their order, into lists of `size` samples. The last list may be shorter."""
     for start in range(0, len(samples), size):
         yield samples[start : start + size]
 
@@ -452,7 +458,7 @@ async def open_run(
     *,
     verbose: bool,
 ) -> AsyncIterator[Run[Config]]:
-    """Start transport, trainer and generator, and close them whatever happens."""
+    """Context manager. Starts transport, trainer and generator, gives the run, and closes everything whatever happens."""
     actors = Actors(config, folder, verbose=verbose)
     checkpoints = Checkpoints(folder.checkpoints, keep=config.keep_checkpoints, keep_every=config.keep_checkpoint_every)
     try:
@@ -494,7 +500,7 @@ async def open_generator(
     *,
     verbose: bool,
 ) -> AsyncIterator[GeneratorClient]:
-    """Start only the generator of a run, with the weights of the directory `model`. Close it whatever happens."""
+    """Context manager. Starts only the generator of a run, with the weights in the directory `model`, and closes it whatever happens."""
     logs = LogRoute(directory=folder.path.absolute() / "logs", tee=verbose)
     seed = config.seed + config.generator.seed
     generator = rl_actors.GeneratorClient.spawn(

@@ -1,4 +1,4 @@
-"""The paths of a run's files, and functions that read and write their JSON."""
+"""The paths of a run's files, and functions that read and write JSON."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ class RunFolder:
 
     @property
     def step_files(self) -> tuple[Path, ...]:
-        """The files with lines of steps."""
+        """The files whose lines each belong to a step."""
         return self.metrics, self.rollouts, self.validation, self.timeline
 
     @property
@@ -39,9 +39,9 @@ class RunFolder:
         return self.path / "logs" / f"{name}.log"
 
     def drop_after(self, step: int) -> None:
-        """Remove the lines of later steps from the files of `step_files`, and lines that a killed run wrote only in part.
+        """Remove from `step_files` the lines of steps after `step`, and lines that a killed run wrote only in part.
 
-        A new file replaces the old one by a rename, so a crash meanwhile loses nothing.
+        A new file replaces the old one by a rename, so nothing is lost if this process dies meanwhile.
         """
         for file in self.step_files:
             if not file.exists():
@@ -57,7 +57,7 @@ class RunFolder:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Context manager that gives a path to an OSError without one. The error of a write to a full disk does not name the file."""
+    """Context manager. If an OSError in its body names no file, the error gets this path. A write to a full disk raises such an error."""
     try:
         yield
     except OSError as error:
@@ -67,7 +67,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def read_jsonl(path: Path) -> list[Record]:
-    """The complete lines of a file of JSON lines. Without a file the list is empty."""
+    """The complete lines of a file of JSON lines. An empty list if the file does not exist."""
     if not path.exists():
         return []
     records = []

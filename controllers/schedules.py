@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step. They have no state, so a resumed run gets the same rates as one that was not interrupted.
+"""Learning rates as functions of the step. They have no state, so a resumed run gets the same rates as an uninterrupted run.
 
 Steps count from 1. A linear warm-up of W steps reaches the full rate at step W, and its first step has a rate above 0.
 """
@@ -14,8 +14,8 @@ Kind = Literal["constant", "linear_warmup_cosine", "linear_warmup_linear"]
 class Schedule:
     """The learning rate of a step: `schedule(step)`.
 
-    With a decay, the first step after the warm-up has the full rate. From then on the rate falls. At step total_steps + 1, and at all later
-    steps, it is min_ratio times the full rate.
+    If the kind has a decay, the first step after the warm-up has the full rate, and then the rate falls. At step total_steps + 1, and at all
+    later steps, it is min_ratio times the full rate.
     Schedule(kind="constant", learning_rate=1.0, warmup_steps=2, total_steps=9) -> 0.5, 1.0, 1.0, …
     Schedule(kind="linear_warmup_linear", learning_rate=1.0, warmup_steps=0, total_steps=4) -> 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, …
     """
@@ -36,7 +36,7 @@ class Schedule:
         return min(1.0, step / self.warmup_steps) if self.warmup_steps else 1.0
 
     def _decay(self, step: int) -> float:
-        """1 until the first step after the warm-up, then less at every step, and 0 after step total_steps."""
+        """A factor: 1 up to the first step after the warm-up, then less at every step, and 0 after step total_steps."""
         done = max(0, step - 1 - self.warmup_steps)  # number of steps of the decay before this one
         progress = min(1.0, done / max(1, self.total_steps - self.warmup_steps))
         if self.kind == "linear_warmup_cosine":
@@ -47,13 +47,13 @@ class Schedule:
 @dataclass(kw_only=True)
 class ScheduleConfig:
     kind: Kind = "constant"
-    """Rate after the linear warm-up: constant, or falling along half a cosine or along a straight line."""
+    """Course of the rate after the linear warm-up. The rate is constant, or falls along half a cosine, or falls along a straight line."""
     learning_rate: float = 1e-6
     """The highest rate."""
     warmup_steps: int = 0
     """Steps of the linear warm-up."""
     total_steps: int | None = None
-    """Number of the last step of the decay. None: the last step of the run."""
+    """Number of the last step of the decay. None: the number of steps of the run."""
     min_ratio: float = 0.0
     """The lowest rate, as a share of the highest."""
 

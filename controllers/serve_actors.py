@@ -1,4 +1,6 @@
-"""A service: the trainer and the generator of a config. Programs attach to them, call them, and leave. It trains nothing by itself.
+"""A service that owns the trainer and the generator of a config. Programs attach to them, call them, and leave.
+
+The service trains nothing by itself.
 
 python -m controllers.serve_actors --config tiny --address tcp://127.0.0.1:4400
 python -m controllers.serve_actors status tcp://127.0.0.1:4400
@@ -48,7 +50,7 @@ PROGRAM = "controllers.serve_actors"
 DEFAULT_ADDRESS = "tcp://127.0.0.1:4400"
 DEFAULT_METRICS = "127.0.0.1:0"
 METRICS_TIMEOUT = 5.0
-"""Seconds in which the service must tell its numbers."""
+"""Seconds in which the service must collect its numbers for Prometheus."""
 logger = logging.getLogger(__name__)
 
 
@@ -57,14 +59,14 @@ class Options:
     """The options of the service itself, from the command line."""
 
     address: Address
-    certificates: str  # folder; empty: without TLS
-    idle_timeout: float | None  # seconds without a client, after which the service ends; None: never
+    certificates: str  # folder of certificates; empty: the service does not use TLS
+    idle_timeout: float | None  # the service ends if it had no client for so many seconds; None: it never does
     has_generator: bool
-    metrics: tuple[str, int] | None  # host and port of the numbers for Prometheus; None: they are not served
+    metrics: tuple[str, int] | None  # host and port at which Prometheus reads numbers; None: no numbers are served
 
 
 def main() -> None:
-    """Serve, or send `status`, `stop` or `logs` to a running service."""
+    """Start a service, or ask a running one for its status, its logs or its end."""
     prog, argv = started_as(PROGRAM), sys.argv[1:]
     if argv and argv[0] in ("status", "stop", "logs"):
         sys.exit(_ask(prog, argv))
@@ -109,20 +111,23 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         help="serve without TLS on an interface that other machines reach; everyone there can run code as you",
     )
     parser.add_argument(
-        "--idle-timeout", type=float, metavar="SECONDS", help="end after this time without a client (default: never)"
+        "--idle-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="end if there was no client for this time (default: never)",
     )
     parser.add_argument(
         "--metrics",
         default=DEFAULT_METRICS,
         metavar="HOST:PORT",
-        help=f"numbers for Prometheus, without a password; port 0: any free port; none: no numbers (default: {DEFAULT_METRICS})",
+        help=f"where Prometheus reads numbers, without a password; port 0: any free port; none: nowhere (default: {DEFAULT_METRICS})",
     )
     parser.add_argument("--without-generator", action="store_true", help="serve only the trainer")
     return parser
 
 
 def _configs() -> cli.Configs:
-    """The configs of GRPO and PPO by name. Only those of PPO have a value model."""
+    """The configs of GRPO and PPO by name. Only the configs of PPO have a value model."""
     by_loop = import_module("configs").CONFIGS
     return by_loop["controllers.grpo"] | by_loop["controllers.ppo"]
 
@@ -132,7 +137,7 @@ def _config_flags(own: argparse.Namespace, rest: Sequence[str]) -> list[str]:
 
 
 def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
-    """The options. Raises ValueError for an address that --tls does not fit, or that is open to other machines without protection."""
+    """The options. Raises ValueError if --tls does not fit the address, or if other machines reach the address without protection."""
     address = Address.parse(own.address)
     if address.tls != bool(own.tls):
         raise ValueError(
@@ -163,12 +168,16 @@ def _options(own: argparse.Namespace, *, has_generator: bool) -> Options:
 
 
 def _require_servable(invocation: cli.Invocation, options: Options) -> None:
-    """Raises ValueError for a flag or a config that a service cannot serve."""
+    """Raises ValueError if a service cannot serve this config, or does not know one of the flags."""
     config = invocation.config
     if invocation.resume or invocation.eval_only:
-        raise ValueError("a service neither resumes nor evaluates a run; a client may call load_checkpoint")
+        raise ValueError(
+            "a service neither resumes nor evaluates a run, so leave out --resume and --eval-only; a client may call load_checkpoint"
+        )
     if config.alphabet == "auto":
-        raise ValueError("alphabet='auto' needs a task; name the characters, as in --alphabet 0123456789+=")
+        raise ValueError(
+            "alphabet='auto' takes the characters of a task, but a service has no task; name them, as in --alphabet 0123456789+="
+        )
     validation.require_gpus(config.trainer)
     if options.has_generator:
         validation.require_gpu(config.generator)
@@ -201,7 +210,7 @@ def _folder(invocation: cli.Invocation) -> Path:
 
 
 async def _run(invocation: cli.Invocation, options: Options, folder: RunFolder) -> int:
-    """Start the actors, open the door, and wait for the end."""
+    """Start the actors, let programs attach to them, and wait for the end of the service."""
     ending: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
     _watch_signals(ending)
     actors = Actors(invocation.config, folder, verbose=invocation.verbose)
@@ -225,7 +234,7 @@ async def _keep_door_open(
     folder: RunFolder,
     ending: "asyncio.Future[tuple[int, str]]",
 ) -> None:
-    """Serve at the address until `ending` has a result."""
+    """Let programs attach at the address until `ending` has a result."""
     loop = asyncio.get_running_loop()
     service = Service(members)
     coordinator = await asyncio.to_thread(spawn_coordinator, service)
@@ -257,7 +266,7 @@ async def _keep_door_open(
 
 
 def _open_metrics(service: Service, address: tuple[str, int] | None) -> MetricsPort | None:
-    """Serve the numbers of the service. Raises OSError if that is not possible."""
+    """Serve the numbers of the service to Prometheus. Raises OSError if the address cannot be used."""
     if address is None:
         return None
 
@@ -280,7 +289,7 @@ def _end(ending: "asyncio.Future[tuple[int, str]]", status: int, reason: str) ->
 
 
 async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> dict[str, Member]:
-    """Spawn the actors of the config. A trainer that shares a GPU with vLLM is up first, because vLLM measures the free memory."""
+    """Spawn the actors of the config. If trainer and vLLM share a GPU, vLLM starts later, because it measures the free memory."""
     generator = None
     if has_generator and not shares_gpu(config):
         generator = actors.spawn_generator()  # first, because it takes longer than the trainer
@@ -298,7 +307,7 @@ async def _start(actors: Actors, config: RunConfig, *, has_generator: bool) -> d
 
 
 def _ask(prog: str, argv: Sequence[str]) -> int:
-    """Ask a running service, and print its answer. Returns the exit status."""
+    """Send `status`, `stop` or `logs` to a running service, and print the answer. Returns the exit status."""
     parser = argparse.ArgumentParser(prog=f"{prog} {argv[0]}", allow_abbrev=False)
     parser.add_argument("address", nargs="?", default=DEFAULT_ADDRESS, help=f"default: {DEFAULT_ADDRESS}")
     parser.add_argument("--tls", default="", metavar="FOLDER", help="certificates, for an address tls://…")
