@@ -1,4 +1,4 @@
-"""The numbers of a service of actors for Prometheus."""
+"""The numbers that a service of actors (serve_actors.py) shows to Prometheus."""
 
 from controllers.prometheus import Family, Labels, text
 from rl_actors.service.counts import ServiceNumbers
@@ -31,10 +31,14 @@ def _of_calls(numbers: ServiceNumbers) -> list[Family]:
         seconds[*_actor(member), ("call", name)] = number
     return [
         Family(name=f"{PREFIX}calls_total", about="ended calls of clients", numbers=ended),
-        Family(name=f"{PREFIX}call_seconds_total", about="time of the ended calls, waits included", numbers=seconds),
+        Family(
+            name=f"{PREFIX}call_seconds_total",
+            about="time that the ended calls took, including their waits",
+            numbers=seconds,
+        ),
         Family(
             name=f"{PREFIX}calls_running",
-            about="calls without an answer so far, waiting ones included",
+            about="calls that have no answer yet, also those that wait",
             numbers={_actor(name): numbers.calls.running[name] for name in numbers.members},
         ),
         Family(

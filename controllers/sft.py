@@ -22,13 +22,15 @@ from rl_actors import CrossEntropy, Sample, num_loss_tokens
 @dataclass(kw_only=True)
 class SFTPhaseConfig:
     batch_size: int = 128
-    """Problems of one step."""
+    """Number of problems of one step."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """Stop when the mean probability that a sampled completion is the answer exceeds this value. 1: never stop."""
+    """The phase stops when the probability that a sampled completion is the answer, averaged over problems, exceeds this value. 1: it takes all
+    its steps."""
     stop_window: int = 5
-    """Number of last steps over which the answer's probability is averaged. Each step measures it on new problems, before training on them."""
+    """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on new problems before it
+    trains on them."""
 
     def validate(self) -> None:
         if self.batch_size < 1 or self.stop_window < 1:
@@ -55,7 +57,7 @@ class SFTConfig(RunConfig):
 
 
 class SFTPhase:
-    """Takes supervised steps on the training problems in their order. `state()` returns everything that a resumed run needs."""
+    """Takes supervised steps on the training problems in their order. A resumed run goes on from what `state()` has returned."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run, self.config = run, config
@@ -122,15 +124,15 @@ async def train(run: Run[SFTConfig]) -> None:
         if is_last or step % config.validate_every == 0:
             metrics |= await _validate(run, step)
         await run.record(step, metrics, phase="sft")
-        # The checkpoint follows the step's record. If the run is killed between the two, a resumed run repeats the step and writes its
-        # record again. In the other order the record would be missing.
+        # The checkpoint comes after the step's record. If the run is killed between the two, a resumed run repeats the step and writes the
+        # record again. If the checkpoint came first, such a run would never write the record.
         await run.end_step({"step": step, **phase.state()}, phase_step=step, is_last=is_last)
         if is_last:
             return
 
 
 async def _validate(run: Run[SFTConfig], step: int) -> dict[str, float]:
-    """Give the trainer's weights to the generator and score them."""
+    """Give the trainer's weights to the generator, and score them on the held-out problems."""
     with run.timer("sync"):
         await run.turns.to_trainer()
         version = await run.trainer.push_model_state_dict()

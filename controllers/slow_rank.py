@@ -1,26 +1,30 @@
-"""Names a rank of the trainer that is slower than the others. In every collective the others wait for it. Measures nothing."""
+"""Names a rank of the trainer that is slower than the other ranks, because all of them wait for the slow rank in every collective.
+
+This module only compares times; the trainer measures them.
+"""
 
 import statistics
 from collections.abc import Sequence
 
 SLOW = 1.5
-"""A rank is slow if it takes this many times as long as the median of the others."""
+"""A rank is slow if it takes at least this many times as long as the median of the other ranks."""
 STEPS = 3
-"""Number of steps in a row in which a rank must be slow, or must not be, before a line says so. One slow step may be a coincidence."""
+"""Number of steps in a row in which a rank must be slow before a line says so. One slow step may be a coincidence. As many steps without a
+slow rank must pass before a line says that the rank is no longer slow."""
 
 
 class SlowRank:
     """Compares the ranks after every step."""
 
     def __init__(self) -> None:
-        self._slow: int | None = None  # the rank that the last line has named
-        self._candidate: int | None = None  # the rank that the last steps would name
+        self._slow: int | None = None  # the rank that the last line has named as slow
+        self._candidate: int | None = None  # the rank that was slow in the last steps; None: no rank was slow
         self._num_steps = 0  # number of these steps
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
         """(metrics of the step, a line of text or "").
 
-        seconds: of each rank, for the same work, without waits for other ranks. None: not measured.
+        seconds: for each rank the time of the same work, without waits for other ranks. None: the time was not measured.
 
         >>> SlowRank().step([1.0, 1.0, 1.2, 2.1])
         ({'ranks/slowest': 3, 'ranks/slowest_ratio': 2.1}, '')
@@ -41,4 +45,4 @@ class SlowRank:
         former, self._slow = self._slow, candidate
         if candidate is None:
             return f"rank {former} of the trainer is no longer slow"
-        return f"rank {candidate} of the trainer is slow: {ratio:.1f} times the median of the others; they wait for it"
+        return f"rank {candidate} of the trainer is slow: {ratio:.1f} times the median of the other ranks, which wait for it"

@@ -1,4 +1,7 @@
-"""The limits within which a run survives the death of an actor, and the batches that a recovered run trains on again. Knows no actors."""
+"""The limits within which a run survives the death of an actor, and the batches on which a recovered run trains again.
+
+recovery.py uses both.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +17,7 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
 
 BYTES_PER_TOKEN = 200
-"""Estimated bytes of a recorded token: its id, logprob, version and text in the group, and its numbers in the tensors of the sample."""
+"""Estimated bytes of a recorded token. The group has its id, logprob, version and text, and the sample has its numbers in tensors."""
 
 
 @dataclass(kw_only=True)
@@ -23,17 +26,17 @@ class SurvivalConfig:
     """Largest number of restarts in an hour. At the next death the run ends with the error of the first death of that hour. 0: the first
     death ends the run."""
     backoff: float = 1.0
-    """Seconds between the second death of an hour and its restart. The pause doubles with every further death, up to a minute. After the
-    first death there is no pause."""
+    """Seconds of the pause before the restart after the second death of an hour. The pause doubles with every further death, up to a minute. After
+    the first death there is no pause."""
     silent_after: float = 30.0
-    """Seconds in which every process of an actor must answer, also while it runs a call. A process that does not answer is killed.
-    While a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
+    """Seconds in which every process of an actor must answer, also while the process runs a call. A process that does not answer is killed.
+    In addition, while a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
-    """Largest memory, in GB, of the rollouts since the last checkpoint. A recovered run trains on them again. If they take more, the oldest are
-    dropped, and the problems of the repeated steps are completed again."""
+    """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run trains on them again. If they take
+    more memory, the oldest rollouts are dropped, and a recovered run has the problems of those steps completed again."""
 
     def policy(self) -> RestartPolicy:
-        """The limits of the run's restarts. Each generator, which its client starts again, has the same limits of its own."""
+        """The limits of the run's restarts. Each generator has limits with the same values for itself, because its client restarts it."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )
@@ -52,7 +55,7 @@ class RecordedStep:
     """The batch of a step, and the controller's state at the moment when the step got the batch."""
 
     batch: RolloutBatch
-    state: State  # of the queue
+    state: State  # the queue's state
     random: State  # the global random states, because a reward may have drawn from them
 
     @property
@@ -73,11 +76,11 @@ class Recording:
             del self.steps[min(self.steps)]
 
     def forget(self, step: int) -> None:
-        """Drop the batches up to this step, because a complete checkpoint has it."""
+        """Drop the batches up to this step. Call this when a complete checkpoint of the step exists."""
         self.steps = {number: recorded for number, recorded in self.steps.items() if number > step}
 
     def after(self, step: int) -> dict[int, RecordedStep]:
-        """The batches of step + 1, step + 2 and so on, up to the first step that is missing. All other batches are dropped."""
+        """The batches of the steps step + 1, step + 2 and so on, before the first step without a batch. All other batches are dropped."""
         found: dict[int, RecordedStep] = {}
         while step + 1 in self.steps:
             step += 1
@@ -87,10 +90,10 @@ class Recording:
 
 
 class RecordedQueue:
-    """A RolloutQueue that first gives the recorded batches. It records every batch that the queue gives."""
+    """A RolloutQueue that first gives the recorded batches. Then it gives new ones, and records each of them."""
 
     def __init__(self, queue: RolloutQueue, recording: Recording, checkpoints: Checkpoints, *, steps_done: int) -> None:
-        """queue: at the place of the newest checkpoint, after steps_done steps."""
+        """queue: in the state of the newest checkpoint. steps_done: number of steps that this checkpoint has."""
         self.queue, self.recording, self.checkpoints, self.step = queue, recording, checkpoints, steps_done
         self.left = recording.after(steps_done)
         self.repeated: RecordedStep | None = None  # the step that is being repeated
@@ -106,7 +109,7 @@ class RecordedQueue:
         await self.queue.__aexit__(*error)
 
     async def next_batch(self, version: int) -> RolloutBatch:
-        """The recorded batch of the next step, or else the queue's."""
+        """The recorded batch of the next step. If there is none, a new batch of the queue."""
         self.step += 1
         self.recording.forget(self.checkpoints.saved_step)
         self.repeated = self.left.pop(self.step, None)
@@ -118,11 +121,11 @@ class RecordedQueue:
         return batch
 
     def state(self) -> State:
-        """The queue's part of a checkpoint."""
+        """The state of the queue for a checkpoint."""
         return self.queue.state() if self.repeated is None else self.repeated.state
 
     def update(self):
-        """As RolloutQueue.update."""
+        """See RolloutQueue.update."""
         return self.queue.update()
 
 
@@ -132,12 +135,13 @@ class Recoveries:
     def __init__(self) -> None:
         self.num_restarts = 0
         self.num_returns = 0  # of generators
-        self._returns: Sequence[GeneratorReturn] = ()  # those of the generators' client that have a line
-        self._line: Record | None = None  # of the restart that has not reached a step yet
+        self._returns: Sequence[GeneratorReturn] = ()  # returns of generators that have a line in restarts.jsonl
+        self._line: Record | None = None  # line of a restart after which no step has ended yet
         self._began = 0.0
 
     def begin(self, write: Callable[[Record], None], *, death: Exception, step: int) -> None:
-        """Note that a restart begins. step: the last recorded step. If the former restart reached no step, its line is written now."""
+        """Note that a restart begins. step: the last recorded step. If no step has ended since the
+        former restart, the line of the former restart is written now."""
         if self._line is not None:
             write(self._line | {"first_step": None, "seconds": None})
         self.num_restarts += 1
@@ -146,7 +150,7 @@ class Recoveries:
         self._line = {"restart": self.num_restarts, "time": now, "after_step": step, "cause": str(death)}
 
     def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
-        """Metrics of a step. Also writes the line of a restart if this is the first step after it."""
+        """Metrics of a step. If this is the first step after a restart, also writes the line of the restart."""
         found: dict[str, float] = {"restarts": self.num_restarts} if self.num_restarts else {}
         if self._line is not None:
             found["time/recovery"] = time.monotonic() - self._began
@@ -157,8 +161,11 @@ class Recoveries:
     def of_generators(
         self, write: Callable[[Record], None], returns: Sequence[GeneratorReturn], step: int
     ) -> dict[str, float]:
-        """Metrics of a step. Writes a line for each return that has none. returns: all returns that the generators' client has noted."""
-        # If a recovery has replaced the client, all its returns are new.
+        """Metrics of a step. Also writes a line for each return of a generator that has no line yet.
+
+        returns: all returns that the generators' client has noted.
+        """
+        # A recovery may have replaced the client. Then all returns of the new client are new.
         known = len(self._returns) if tuple(returns[: len(self._returns)]) == tuple(self._returns) else 0
         self._returns = returns
         for each in returns[known:]:

@@ -1,4 +1,7 @@
-"""The timeline of a step: the spans in which each actor has a call of the controller. Measures nothing inside an actor."""
+"""The timeline of a step: the spans of time in which an actor works on a call of the controller.
+
+The controller measures the spans from outside: it sees when a call begins and ends.
+"""
 
 import itertools
 import time
@@ -21,7 +24,7 @@ WORKERS = {
     "values": ("critic",),
     "critic": ("critic",),
 }
-"""Phase -> the actors that work in it. Other phases are waits of the controller."""
+"""Phase -> the actors that work in this phase. In all other phases the controller works or waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +36,14 @@ class Span:
 
 
 class Timeline:
-    """Records spans. A span that goes on when a step ends is divided: each step has its part."""
+    """Records spans. If a span lasts beyond the end of a step, it is divided between this step and the next."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()  # when the step began
         self._ended: list[Span] = []
-        self._open: dict[int, tuple[str, float]] = {}  # number of a span -> (its phase, when it or the step began)
+        self._open: dict[
+            int, tuple[str, float]
+        ] = {}  # number of a span -> (phase, when the span began, or the step if that was later)
         self._numbers = itertools.count()
 
     @contextmanager
@@ -52,7 +57,7 @@ class Timeline:
             self._end(*self._open.pop(number), time.perf_counter())
 
     def end_step(self) -> "StepTimeline":
-        """The spans of the step that ends now. The next step begins."""
+        """End the step, and begin the next one. Returns the spans of the step that has ended."""
         now = time.perf_counter()
         for number, (phase, start) in self._open.items():
             self._end(phase, start, now)

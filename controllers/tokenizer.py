@@ -1,6 +1,6 @@
-"""The tokenizer of a run. It comes from a Hugging Face directory, or it is character-level and made for a model with random weights.
+"""The tokenizer of a run. It comes from a Hugging Face directory, or it is a character-level tokenizer, made for a model with random weights.
 
-In a character-level tokenizer <pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order. It has no merges.
+In a character-level tokenizer <pad> is 0, <eos> is 1, and the characters of the alphabet follow in their order. Each character is one token.
 """
 
 import json
@@ -30,11 +30,13 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 
     repeated = sorted({character for character in alphabet if alphabet.count(character) > 1})
     if not alphabet or repeated:
-        raise ValueError(f"alphabet {alphabet!r} is empty or repeats {repeated}; it needs distinct characters")
+        raise ValueError(
+            f"alphabet {alphabet!r} is empty or repeats {repeated}; it needs at least one character, and no character twice"
+        )
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    # Without this decoder, decoding would put a space between two tokens.
+    # This decoder joins the tokens directly. Otherwise decoding would put a space between two tokens.
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS)])
     config = {
@@ -52,7 +54,8 @@ def build_character_tokenizer(directory: str | Path, alphabet: str) -> None:
 def alphabet_of(texts: Iterable[str]) -> str:
     """The characters of the texts in ascending order.
 
-    A digit adds all digits, and an ASCII letter adds all letters of its case, because other texts of the task may have them.
+    If a text has a digit, the result has all digits. If a text has an ASCII letter, the result has all letters of the same case. The reason is
+    that other texts of the task may have these characters.
 
     alphabet_of(["a+1"]) -> "+0123456789abcdefghijklmnopqrstuvwxyz"
     """
@@ -92,14 +95,15 @@ class Tokenizer:
         return self.hf.encode(text, add_special_tokens=False)
 
     def encode_prompt(self, problem: Problem) -> list[int]:
-        """The tokens that a completion of this problem continues. Messages, and prompts if chat.enabled, go through the chat template."""
+        """The tokens that a completion of this problem continues. Messages go through the chat template. So does a prompt if chat.enabled is set."""
         messages = self._messages(problem)
         return self.chat.prompt(messages) if messages else self.encode(problem.prompt)
 
     def encode_observation(self, observation: Observation, *, after: int | None = None) -> list[int]:
-        """The tokens that the policy reads before a turn. Token ids stay as they are.
+        """The tokens that the policy reads before a turn. If the observation is a list of token ids, these are the tokens.
 
-        after: the last token of the policy's former turn; None before its first turn. The chat template puts messages after that turn.
+        after: the last token of the policy's former turn; None before the first turn. Messages are written as the chat template writes them after
+        such a turn.
         """
         messages = observation
         if isinstance(observation, str):
@@ -114,7 +118,7 @@ class Tokenizer:
         return self.chat.continuation(messages, has_ended=after in self.stop_token_ids)
 
     def to_sample(self, problem: Problem) -> Sample:
-        """A sample that trains the answer and the token that ends it. In a conversation all turns of the assistant are trained.
+        """A sample that trains the answer and the token that ends the answer. If the problem has a conversation, it trains all turns of the assistant.
 
         If a conversation does not end with a turn of the assistant, the problem's answer is added as that turn.
         """
@@ -141,7 +145,7 @@ class Tokenizer:
 def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tokenizer:
     """The tokenizer of a local Hugging Face directory.
 
-    Raises ValueError if the directory holds no tokenizer, if no file of it names the token that ends a text, or if its chat template does
+    Raises ValueError if the directory holds no tokenizer, if none of its files names the token that ends a text, or if the chat template does
     not support the options of `chat`.
     """
     config = Path(directory) / "tokenizer_config.json"
@@ -158,7 +162,7 @@ def load_tokenizer(directory: str | Path, chat: ChatConfig | None = None) -> Tok
 def _load(directory: str | Path, *, is_ours: bool) -> "PreTrainedTokenizerBase":
     """is_ours: True for a tokenizer of build_character_tokenizer."""
     if is_ours:
-        # AutoTokenizer would choose this class, too. But its module imports torch's compiler and code of models, which takes a second.
+        # AutoTokenizer would choose this class, too. But the module of AutoTokenizer imports torch's compiler and models, which takes a second.
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)

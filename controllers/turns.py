@@ -1,8 +1,9 @@
-"""Trainer and generator in the memory of the same GPUs, one after the other. The choice is made once, when a run is opened.
+"""Lets trainer and generator use the memory of the same GPUs, one after the other. A run chooses once, at its start, whether they take turns.
 
-In the trainer's turn vLLM sleeps. The trainer's calls bring back what they need: forward_backward brings back the weights, and optim_step
-the optimizer's state. In the generator's turn the trainer's parts that TurnsConfig.offload names are in the host's memory. A critic on
-these GPUs works in the trainer's turn, before the trainer. Otherwise the critic is in the host's memory.
+While the trainer works, vLLM sleeps: it holds no memory of the GPUs. The trainer's calls bring back what they need: forward_backward brings
+back the weights, and optim_step brings back the optimizer's state. While the generator works, those parts of the trainer's state that
+TurnsConfig.offload names are in the host's memory. A critic on these GPUs works in the trainer's turn, before the trainer. At all other times
+the critic is in the host's memory.
 """
 
 import asyncio
@@ -25,18 +26,18 @@ U = TypeVar("U")
 @dataclass(kw_only=True)
 class TurnsConfig:
     enabled: bool = False
-    """Trainer and generator take turns in the memory of the GPUs that they share: the generator sleeps while the trainer works. A critic on
-    these GPUs takes turns with both. Needs rollouts.max_staleness=0. On a CPU the turns are the same, but save no memory."""
+    """True: trainer and generator take turns in the memory of the GPUs that they share, so the generator sleeps while the trainer works. A
+    critic on these GPUs takes turns with both. This needs rollouts.max_staleness=0. On a machine without GPUs the turns save no memory."""
     offload: tuple[Part, ...] = ("optimizer",)
-    """Parts of the trainer that are in pinned host memory while the generator works: optimizer, weights, gradients."""
+    """Parts of the trainer's state that are in pinned host memory while the generator works: optimizer, weights, gradients."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The parts that are on the host while the generator works."""
+        """The parts that are in the host's memory while the generator works. Empty if turns are not enabled."""
         return self.offload if self.enabled else ()
 
     def validate(self, *, has_generator: bool, trainer: range, generator: range) -> None:
-        """Raises ValueError or TypeError naming the value if trainer and generator cannot take turns.
+        """Raises ValueError or TypeError, naming the value, if trainer and generator cannot take turns.
 
         trainer, generator: the indices of their GPUs.
         """
@@ -46,8 +47,8 @@ class TurnsConfig:
         if self.enabled and not overlap(trainer, generator):
             first = f", from trainer.gpu={trainer.start} on" if trainer.start else ""
             raise ValueError(
-                f"turns.enabled=True, but the generator's GPUs, from generator.gpu={generator.start} on, are none of the trainer's "
-                f"{len(trainer)}{first}: both can keep their memory"
+                f"turns.enabled=True, but trainer and generator share no GPU, so both can keep their memory: the generator has "
+                f"{len(generator)} from generator.gpu={generator.start} on, the trainer {len(trainer)}{first}"
             )
 
 
@@ -57,26 +58,26 @@ def overlap(one: range, other: range) -> bool:
 
 
 class Turns(Protocol):
-    """Protocol of SideBySide and InTurn."""
+    """The protocol of SideBySide and InTurn. A training loop calls these methods whether or not there are turns."""
 
     async def to_trainer(self) -> None:
         """The trainer works from now on."""
 
     async def trained(self) -> None:
-        """The trainer has stepped. A push may follow, or more training."""
+        """The trainer has taken its optimizer steps. A push may follow, or more training."""
 
     async def to_generator(self) -> None:
-        """The generator works from now on. Its weights may be gone: a pull must follow."""
+        """The generator works from now on. It may have lost its weights, so a pull must follow."""
 
     def join(self, critic: TrainerClient) -> None:
         """The critic shares these GPUs from now on: it takes turns with trainer and generator."""
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        """Let critic and trainer work: at the same time, or the critic first if they take turns."""
+        """Let critic and trainer work. If they take turns, the critic works first, otherwise both work at the same time."""
         ...
 
     def borrowed(self) -> AbstractAsyncContextManager[None]:
-        """The trainer works in the body, in the middle of the generator's turn. Afterwards the generator has its weights again."""
+        """Context manager for the middle of the generator's turn. The trainer works in the body. Afterwards the generator has its weights again."""
 
     def metrics(self, infos: Sequence[TrainerInfo]) -> Record:
         """Bytes and seconds of the moves since the last call."""
@@ -108,18 +109,18 @@ class SideBySide:
 
 
 class InTurn:
-    """Trainer and generator take turns. The generator has the first one."""
+    """Trainer and generator take turns. The generator has the first turn."""
 
     def __init__(self, config: TurnsConfig, trainer: TrainerClient, generator: GeneratorClient, timer: Timer) -> None:
         self.trainer, self.generator, self.timer = trainer, generator, timer
         self.parts = config.parts
-        # A pull after every training replaces all weights, so they need no copy on the host (level 2). With an adapter a pull brings only
-        # the adapter, so the weights under it are copied to the host (level 1).
+        # vLLM's sleep levels. Level 2 drops the weights, because the pull after every training replaces all of them. If only an adapter is
+        # pulled, the weights under the adapter must not be lost, so level 1 copies them to the host.
         assert generator.config is not None
         self.level: Literal[1, 2] = 1 if generator.config.lora.syncs_adapter else 2
         self.critic: TrainerClient | None = None  # the critic that shares the GPUs
         self.is_trainers = False
-        self.slept, self.woken = DeviceMemory(), DeviceMemory()  # since the last record
+        self.slept, self.woken = DeviceMemory(), DeviceMemory()  # sums since the last record
         self.offloaded, self.onloaded = HostMove(), HostMove()  # the trainer's totals at the last record
 
     async def to_trainer(self) -> None:
@@ -129,8 +130,8 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # The optimizer's state goes now and not only before the generator's turn, so that another forward_backward has room. The weights
-        # stay, because a push needs them.
+        # The optimizer's state leaves the GPU now and not only before the generator's turn, so that another forward_backward has room. The
+        # weights stay, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 
@@ -146,7 +147,7 @@ class InTurn:
         self.critic = critic
 
     async def both(self, of_critic: Coroutine[object, None, T], of_trainer: Coroutine[object, None, U]) -> tuple[T, U]:
-        if self.critic is None:  # it has GPUs of its own
+        if self.critic is None:  # no critic takes turns: the critic has GPUs of its own
             return await _at_once(of_critic, of_trainer)
         try:
             first = await of_critic
@@ -170,7 +171,7 @@ class InTurn:
         await self.to_trainer()
         yield
         await self.to_generator()
-        if version >= 0:  # the trainer keeps its newest version for readers
+        if version >= 0:  # the generator had pulled weights; the trainer still offers that version
             with self.timer("sync"):
                 await self.generator.pull_model_state_dict(version)
 

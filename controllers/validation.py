@@ -1,4 +1,4 @@
-"""Validation: greedy accuracy and pass@k on sets of held-out problems, and some completions to read. Trains nothing.
+"""Validation: greedy accuracy and pass@k on sets of held-out problems, and some completions to read.
 
 The accuracy is the mean reward of greedy completions. For pass@k a completion passes if its reward is at least `PassAtKConfig.threshold`.
 """
@@ -40,7 +40,7 @@ SETS_AS_JSON = PrimitiveConstructorSpec(
     is_instance=lambda value: isinstance(value, dict),
     str_from_instance=lambda value: [json.dumps({name: asdict(config) for name, config in value.items()})],
 )
-"""Form of named sets on the command line: one JSON object."""
+"""Says how the command line takes and shows named sets: as one JSON object."""
 
 
 @dataclass(kw_only=True)
@@ -48,11 +48,11 @@ class PassAtKConfig:
     num_samples: int = 0
     """Number of completions of each held-out problem. pass@k is estimated from them. 0: pass@k is not measured."""
     k: tuple[int, ...] = (1, 4)
-    """Numbers of attempts. Each number k gives a metric validation/pass@k."""
+    """The values of k. Each k gives a metric validation/pass@k."""
     temperature: float = 1.0
     """Sampling temperature of these completions."""
     threshold: float = 1.0
-    """Smallest reward with which a completion passes."""
+    """A completion passes if its reward is at least this number."""
 
     def validate(self) -> None:
         if self.num_samples < 0:
@@ -61,7 +61,7 @@ class PassAtKConfig:
             raise ValueError(f"pass_at_k.k={self.k}; it must hold numbers of at least 1")
         if self.num_samples and max(self.k) > self.num_samples:
             raise ValueError(
-                f"pass_at_k.k={self.k} needs more than pass_at_k.num_samples={self.num_samples} completions"
+                f"pass_at_k.k={self.k} needs {max(self.k)} completions, but pass_at_k.num_samples={self.num_samples}"
             )
         if not 0.01 <= self.temperature <= 2:
             raise ValueError(f"pass_at_k.temperature={self.temperature}; it must be in [0.01, 2]")
@@ -91,7 +91,7 @@ class Scores:
 
 
 def validate_sets(sets: Mapping[str, EnvironmentConfig]) -> None:
-    """Raise ValueError, naming the set, for a name that cannot stand in a metric's name and for a wrong environment."""
+    """Raise ValueError, naming the set, for a name that a metric's name cannot contain, and for a wrong environment."""
     for name, config in sets.items():
         if not re.fullmatch(r"[\w.-]+", name):
             raise ValueError(f"validation has the name {name!r}; a name may have letters, digits, '_', '-' and '.'")
@@ -107,11 +107,13 @@ def _require_no_limits(config: EnvironmentConfig) -> None:
     for name in LIMITS_OF_RUN:
         if getattr(config, name) != getattr(default, name):
             given = f"{name}={getattr(config, name)}"
-            raise ValueError(f"{given} holds for all rewards of a run: set environment.{name}")
+            raise ValueError(
+                f"{given}: a set cannot have its own {name}, which holds for all rewards of a run; set environment.{name}"
+            )
 
 
 def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig], *, seed: int) -> list[ValidationSet]:
-    """The held-out problems of the run's own environment, and those of every named set. `seed` is added to the sets' seeds.
+    """The validation set of the run's own environment, and then every named set. `seed` is added to the seeds of the named sets.
 
     Raises ValueError, naming the set, for an environment that cannot be built.
     """
@@ -128,7 +130,7 @@ def build_sets(environment: AnyEnvironment, sets: Mapping[str, EnvironmentConfig
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Probability that at least one of k completions passes, estimated from num_samples completions of which num_passed passed.
 
-    It is the unbiased estimate 1 - C(n - c, k) / C(n, k) with n = num_samples and c = num_passed (Chen et al., "Evaluating large language
+    The estimate is unbiased: 1 - C(n - c, k) / C(n, k), where n = num_samples and c = num_passed (Chen et al., "Evaluating large language
     models trained on code", arXiv 2107.03374, eq. 1). pass_at_k(4, 1, 2) -> 0.5
     """
     if not 1 <= k <= num_samples:
@@ -166,7 +168,7 @@ class Validator:
         return Scores(metrics=metrics, samples=samples)
 
     async def _answers(self, one: ValidationSet, params: SamplingParams) -> tuple[list[list[str]], list[list[float]]]:
-        """Texts and rewards of the completions of every problem."""
+        """(texts, rewards) of the completions, each with one row for every problem."""
         environment = one.environment
         if isinstance(environment, EpisodeEnvironment):
             return await self._played(environment, one.problems, params)
@@ -179,7 +181,7 @@ class Validator:
     async def _played(
         self, environment: EpisodeEnvironment, problems: Sequence[Problem], params: SamplingParams
     ) -> tuple[list[list[str]], list[list[float]]]:
-        """Texts and rewards of params.n episodes of every problem."""
+        """(texts, rewards) of params.n episodes of every problem, each with one row for every problem."""
         async with TurnSender(self.generator, replace(params, n=1)) as sender:
             games = []
             for place in range(len(problems) * params.n):
@@ -205,7 +207,7 @@ class Validator:
     def _shown(
         self, one: ValidationSet, texts: list[list[str]], rewards: list[list[float]], passed: list[int]
     ) -> list[Record]:
-        """Evenly spaced problems of the set with their greedy completions."""
+        """Lines of validation.jsonl for evenly spaced problems of the set, with their greedy completions."""
         stride = max(1, len(one.problems) // SAMPLES_KEPT)
         shown: list[Record] = []
         for index in range(0, len(one.problems), stride)[:SAMPLES_KEPT]:

@@ -65,12 +65,12 @@ WRONG = {
     "validation has the name ''": ["--validation", '{"": {"task": "chain_sum"}}'],
     "validation.hard: task='hard.jsonl' is not a file": ["--validation", '{"hard": {"task": "hard.jsonl"}}'],
     "validation.hard: num_held_out=0; it must be at least 1": ["--validation", '{"hard": {"num_held_out": 0}}'],
-    "validation.hard: reward_workers=2 holds for all rewards of a run: set environment.reward_workers": [
+    "validation.hard: reward_workers=2: a set cannot have its own reward_workers, which holds for all rewards of a run; set environment.reward_workers": [
         *("--validation", '{"hard": {"task": "chain_sum", "reward_workers": 2}}')
     ],
     "hard.tusk is not a field; did you mean task?": ["--validation", '{"hard": {"tusk": "chain_sum"}}'],
     "pass_at_k.num_samples=-1; it must be at least 0": ["--pass-at-k.num-samples", "-1"],
-    "pass_at_k.k=(1, 8) needs more than pass_at_k.num_samples=4 completions": [
+    "pass_at_k.k=(1, 8) needs 8 completions, but pass_at_k.num_samples=4": [
         *("--pass-at-k.num-samples", "4", "--pass-at-k.k", "1", "8")
     ],
     "pass_at_k.k=(0,); it must hold numbers of at least 1": ["--pass-at-k.k", "0"],
