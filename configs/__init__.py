@@ -1,4 +1,4 @@
-"""Configs by name. A function makes each config. The function of a variant edits the result of another function."""
+"""Configs by name. Each config is made by a function. The function of a variant calls the function of another config and edits the result."""
 
 from configs import qwen3
 from configs.blank import blank, blank_sft

@@ -1,8 +1,8 @@
-"""GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have GPUs of their own or share them.
+"""GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have separate GPUs or share them.
 
-The weights are random and the task is that of the tiny run, so a run needs no download. With `--trainer.hf-path DIR` the weights are read
-from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
-`--trainer.hf-path DIR --alphabet ""` and an environment of your own. The config `qwen3` takes a model of any size.
+By default the weights are random and the task is that of the config `tiny`, so a run needs no download. `--trainer.hf-path DIR` reads the
+weights from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
+`--trainer.hf-path DIR --alphabet ""` and a task of your own. The config `qwen3` takes a model of any size.
 """
 
 from dataclasses import replace
@@ -42,9 +42,9 @@ class _Own(TypedDict):
 
 
 def qwen3() -> GRPOConfig:
-    """A model of your own. `--trainer.hf-path` takes a directory or a Hugging Face id, and the config.json there gives the size.
+    """GRPO with a model of your own. `--trainer.hf-path` takes a directory or a Hugging Face id, whose config.json gives the model's size.
 
-    Trainer and generator share one GPU. Without a GPU they run on the CPU.
+    Trainer and generator share one GPU. If there is no GPU, both run on the CPU.
     """
     return GRPOConfig(
         **_own(),
@@ -61,9 +61,9 @@ def qwen3_sft() -> SFTConfig:
 
 
 def qwen3_server() -> ServeConfig:
-    """A Tinker server of a model of your own: `--serve-as NAME=DIRECTORY`, a Hugging Face directory with a tokenizer.
+    """A Tinker server of a model of your own. `--serve-as NAME=DIRECTORY` names the model and its Hugging Face directory, with a tokenizer.
 
-    Trainers and generator share one GPU. Without a GPU they run on the CPU.
+    Trainers and generator share one GPU. If there is no GPU, all of them run on the CPU.
     """
     own = _own()
     return ServeConfig(name="qwen3", trainer=own["trainer"], generator=own["generator"])
@@ -90,7 +90,7 @@ def qwen3_0_6b() -> GRPOConfig:
 
 
 def qwen3_0_6b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.4 of its memory."""
+    """One GPU, of whose memory vLLM takes 0.4."""
     return _shared("0_6b", tokens_per_row=16_384, share=0.4)
 
 
@@ -100,7 +100,7 @@ def qwen3_1_7b() -> GRPOConfig:
 
 
 def qwen3_1_7b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.35 of its memory."""
+    """One GPU, of whose memory vLLM takes 0.35."""
     return _shared("1_7b", tokens_per_row=16_384, share=0.35)
 
 
@@ -110,15 +110,15 @@ def qwen3_4b() -> GRPOConfig:
 
 
 def qwen3_4b_one_gpu() -> GRPOConfig:
-    """One GPU: vLLM takes 0.3 of its memory. Weights, gradients and Adam's moments take 60 GiB in float32."""
+    """One GPU, of whose memory vLLM takes 0.3. Weights, gradients and Adam's moments take 60 GiB in float32."""
     return _shared("4b", tokens_per_row=8192, share=0.3)
 
 
 def qwen3_8b() -> GRPOConfig:
-    """Two GPUs: the trainer is on both, and vLLM takes 0.25 of the first one's memory.
+    """Two GPUs: the trainer is on both, and vLLM takes 0.25 of the memory of the first.
 
-    Weights, gradients and moments take 122 GiB, which leaves too little of one GPU for activations and vLLM.
-    The generator runs on a third GPU with `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
+    Weights, gradients and Adam's moments take 122 GiB, which leaves too little of one GPU for activations and vLLM.
+    To run the generator on a third GPU: `--generator.gpu 2 --generator.gpu-memory-utilization 0.85 --trainer.tokens-per-row 16384`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.25)
     config.trainer.parallelism.data_parallel_shard_degree = 2
@@ -130,7 +130,7 @@ def qwen3_8b_one_gpu() -> GRPOConfig:
 
     While vLLM generates, Adam's moments (61 GiB) are in the host's memory. The trainer's weights (31 GiB in float32) stay on the GPU.
     The host also holds two pushed versions of the weights (31 GiB together, in bfloat16).
-    A checkpoint copies weights and moments (92 GiB) to the host before it is written. A host with less memory needs `--checkpoint-every 0`.
+    A checkpoint copies weights and moments (92 GiB) to the host before it is written. If the host has less memory, use `--checkpoint-every 0`.
     """
     config = _shared("8b", tokens_per_row=8192, share=0.65)
     config.trainer.logprob_chunk_tokens = 4096

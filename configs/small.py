@@ -1,6 +1,6 @@
-"""Three-digit addition on one GPU, in minutes: a Qwen3 of 13 million parameters learns it from random weights.
+"""A Qwen3 of 13 million parameters learns three-digit addition from random weights, on one GPU, in minutes.
 
-Trainer and generator share the GPU. The same command line runs on a CPU, but takes hours.
+Trainer and generator share the GPU. The config also runs on a CPU, but that takes hours.
 """
 
 from configs.tiny import addition, sft_phase
@@ -42,7 +42,7 @@ def small() -> GRPOConfig:
         generator=generator,
         steps=100,
         updates_per_step=2,
-        # The temperature is higher than in tiny, because this model also gives its wrong answers a higher probability.
+        # The temperature is higher than in tiny, because this model is surer of its wrong answers.
         rollouts=RolloutConfig(groups_per_step=128, group_size=8, temperature=1.5),
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=1.5e-4, warmup_steps=2, min_ratio=0.1),
         sft=sft_phase(stop_at=0.35, learning_rate=6e-4, batch_size=256),

@@ -67,7 +67,8 @@ def sft_phase(stop_at: float, learning_rate: float = 1e-3, batch_size: int = 128
 
 def _parts() -> _Parts:
     """Fields that the tiny runs start from. The alphabet and two special tokens make a vocabulary of 16."""
-    # rope_theta, the base of the rotary embedding, is small. With 10,000 most of its angles would hardly change over a text of nine tokens.
+    # rope_theta, the base of the rotary embedding, is small. If it were
+    # 10,000, most angles of the embedding would hardly change over a text of nine tokens.
     model = tiny_model(vocab_size=16, max_position_embeddings=128, rope_theta=10.0)
     return {
         **addition(digits=2),
@@ -100,7 +101,7 @@ def tiny_model(*, vocab_size: int, max_position_embeddings: int, rope_theta: flo
         head_dim=32,
         max_position_embeddings=max_position_embeddings,
         rope_theta=rope_theta,
-        tie_word_embeddings=False,  # with a tied head the outermost digits, 0 and 9, are learned long after the others
+        tie_word_embeddings=False,  # if the head is tied, the digits 0 and 9 are learned long after the others
     )
 
 
@@ -111,12 +112,13 @@ def addition(digits: int) -> Task:
     term = r"\d" * digits
     return {
         "alphabet": "0123456789+-=.",
-        "max_tokens": digits + 1,  # the longest answer; a shorter answer also needs the token that ends the text
+        "max_tokens": digits
+        + 1,  # length of the longest answer; a shorter answer is followed by the token that ends the text
         "environment": EnvironmentConfig(
             task="basic_arithmetic",
             options=options,
             prompt="{expression}=",
             remove_whitespace=True,
-            prompt_pattern=rf"{term}\+{term}=",  # because the task itself also draws terms with fewer or more digits
+            prompt_pattern=rf"{term}\+{term}=",  # needed because the task also draws terms with fewer or more digits
         ),
     }

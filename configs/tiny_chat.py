@@ -1,4 +1,7 @@
-"""The default model of the Tinker server: a Qwen3 of a million parameters that reads bytes and the tokens of Qwen3's conversations."""
+"""The default model of the Tinker server: a Qwen3 of a million parameters.
+
+Its tokens are bytes and the special tokens of Qwen3's conversations.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +44,7 @@ def tiny_chat() -> ServeConfig:
 
 
 def write_tiny_chat(directory: Path) -> None:
-    """Write a Qwen3 with random weights, which are the same each time, and its tokenizer."""
+    """Write a Qwen3 and its tokenizer. The weights are random, but the same at each call."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, set_seed
 
     partial = directory.with_name(f"{directory.name}.partial")
@@ -68,7 +71,7 @@ def write_tiny_chat(directory: Path) -> None:
 
 
 def write_chat_tokenizer(directory: Path) -> "PreTrainedTokenizerFast":
-    """Write a tokenizer of bytes and SPECIAL_TOKENS into the directory, and return it."""
+    """Write a tokenizer whose tokens are bytes and SPECIAL_TOKENS into the directory, and return the tokenizer."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -29,7 +29,7 @@ def tiny_game() -> GRPOConfig:
 
 
 def tiny_tool() -> GRPOConfig:
-    """Products of two-digit numbers with a calculator: supervised steps that show what turns look like, and then GRPO."""
+    """The model learns to ask a calculator for products of two-digit numbers. Supervised steps show the form of a turn, and then GRPO begins."""
     return replace(
         tiny(),
         alphabet="0123456789*c=?",

@@ -24,7 +24,7 @@ def tiny_ppo_tool() -> PPOConfig:
 
 
 def _with_critic(config: GRPOConfig) -> PPOConfig:
-    """The same run with PPO and a critic. A step has as many episodes, but only one for each problem."""
+    """The run of `config` with PPO and a critic. A step has the same number of episodes, but only one episode for each problem."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
     count = config.rollouts.groups_per_step * config.rollouts.group_size
     fields["rollouts"] = replace(config.rollouts, groups_per_step=count, group_size=1, max_refills=0, advantage="gae")

@@ -1,4 +1,4 @@
-"""Tasks: sources of problems, and the reward of a completion. Knows nothing of tokens, groups or actors."""
+"""Tasks: they give problems, and the reward of a completion. This package knows no tokens, groups or actors."""
 
 from controllers.environments.base import Environment, Message, Problem, RewardError
 from controllers.environments.build import build_environment

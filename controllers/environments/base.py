@@ -1,4 +1,4 @@
-"""The protocol of a task: problems, and the reward of a completion. Knows no data and no model."""
+"""The protocol of a task, which gives problems and the reward of a completion."""
 
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
@@ -16,18 +16,18 @@ class Message(TypedDict):
 class Problem:
     prompt: str
     answer: str
-    key: str  # identity of the problem: training uses no problem with the key of a held-out problem
+    key: str  # identity of the problem: if a problem is held out, training uses no problem with the same key
     metadata: dict[str, object] = field(default_factory=dict)
-    # The conversation that the completion continues. If there is one, the model's chat template makes the prompt's tokens from it, and the
-    # text `prompt` is only shown.
+    # The conversation that the completion continues. If the list is not empty, the model's chat template makes the prompt's
+    # tokens from it, and the text `prompt` is only shown in reports.
     messages: list[Message] = field(default_factory=list)
-    source: str = ""  # in a mixture: name of the environment that the problem comes from
+    source: str = ""  # name of the environment that the problem comes from, if the task is a mixture
 
 
 @runtime_checkable
 class Environment(Protocol):
     def problem(self, index: int) -> Problem:
-        """Training problem number `index`. It depends on (seed, index) only, and it is never a held-out problem."""
+        """Training problem number `index`. It depends only on (seed, index), and is never a held-out problem."""
 
     def held_out(self) -> list[Problem]:
         """`num_held_out` problems with distinct keys."""
@@ -35,7 +35,7 @@ class Environment(Protocol):
     def reward(self, problem: Problem, completion: str) -> "float | Awaitable[float]":
         """The reward of a completion of this problem's prompt: a finite number, or a mapping from names of components to numbers.
 
-        The method may return an awaitable of the reward. See Scorer.
+        The method may also return an awaitable, whose result is the reward. See Scorer.
         """
 
 

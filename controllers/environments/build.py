@@ -1,4 +1,4 @@
-"""The environment of a config."""
+"""Builds the environment that a config describes."""
 
 from controllers.environments.base import Environment
 from controllers.environments.config import EnvironmentConfig
@@ -12,7 +12,7 @@ from controllers.environments.own_code import called, require_problems, require_
 def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyEnvironment:
     """The environment of a task. Raises ValueError for an unknown task or option, a bad row of the data, or too few problems.
 
-    trains=False: the environment serves no training problems, so all problems of a file or a data set may be held out.
+    trains=False: the environment gives no training problems, so all problems of a file or a data set may be held out.
     """
     config.validate()
     if config.mixture:

@@ -1,4 +1,4 @@
-"""A tool and a task that needs it. The tool is a calculator that computes only arithmetic. The task is to find products."""
+"""A task that needs a tool. The task is to find products, and the tool is a calculator that computes only arithmetic."""
 
 import ast
 import operator
@@ -29,7 +29,8 @@ def calculate(expression: str) -> int:
     """The value of an expression of whole numbers, + - * // % and parentheses: calculate("12*34") -> 408
 
     Names, calls, powers and everything else that Python has are refused, so no expression runs code. An expression has at most
-    LONGEST_EXPRESSION characters, and no intermediate number may exceed LARGEST_NUMBER, so none takes long. Raises CalculatorError.
+    LONGEST_EXPRESSION characters, and no intermediate number may exceed LARGEST_NUMBER, so no expression takes long. Raises CalculatorError if
+    it refuses the expression.
     """
     if len(expression) > LONGEST_EXPRESSION:
         raise CalculatorError(
@@ -57,9 +58,10 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculation:
-    """One problem. A turn that begins with "c" gives the rest of its text to the calculator. Any other turn is the answer, and the end.
+    """One problem. A turn that begins with "c" gives the rest of its text to the calculator. Any other turn is the answer and
+    ends the episode.
 
-    The calculator answers "=", the value and "?", or "=?" if it refuses the expression.
+    The calculator replies "=408?" if the value is 408, and "=?" if it refuses the expression.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -78,14 +80,14 @@ class Calculation:
 
 
 class Products:
-    """Products of two numbers of two digits, such as "47*83?". The reward is 1 for the right number. num_held_out products are held out."""
+    """Products of two numbers of two digits, such as "47*83?". The reward of the right number is 1. num_held_out products are held out."""
 
     def __init__(self, *, seed: int, num_held_out: int) -> None:
         self.seed = seed
         factors = range(10, 100)
         self._all = [_product(a, b) for a in factors for b in factors]
 
-        # a*b and b*a have the same key, so they are on the same side.
+        # a*b and b*a have the same key, so both are held out or both are trained on.
         kept = sorted({problem.key for problem in self._all}, key=lambda key: fraction(key, seed))
         if not 1 <= num_held_out <= len(kept) // 2:
             raise ValueError(f"num_held_out={num_held_out}; it must be in [1, {len(kept) // 2}], half of all products")
@@ -103,10 +105,10 @@ class Products:
         return Calculation(problem)
 
     def demonstration(self, problem: Problem) -> Sequence[str]:
-        """One third of the demonstrations ask the calculator and say what it answered. The others guess a number from 1000 to 1999 at once.
+        """One third of the demonstrations ask the calculator and repeat its answer. The other demonstrations guess a number from 1000 to 1999 at once.
 
-        So they show the form of a turn, but not that it is better to ask. After the supervised phase a greedy policy guesses. The rewards
-        teach it to ask.
+        So the demonstrations show the form of a turn, but not that asking is better. After the supervised phase a greedy policy guesses. The
+        rewards then teach it to ask.
         """
         draw = Random(f"{self.seed}/{problem.prompt}")
         if draw.randrange(3):

@@ -1,4 +1,4 @@
-"""The choice of a task as fields of a config."""
+"""Config fields that choose a task, its reward and its held-out problems."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from controllers.environments.sandbox import CLOCK_FACTOR, SandboxConfig
 
 REWARDS = ("exact_match", "math_verify", "regex", "task", "judge", "python")
 LIMITS_OF_RUN = ("reward_workers", "reward_timeout", "reward_retries", "reward_concurrency")
-"""Fields that hold for all rewards of a run. A part of a mixture and a named validation set cannot have their own."""
+"""Fields that hold for all rewards of a run. Neither a task of a mixture nor a named validation set can have other values."""
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet", ".csv")
 
@@ -34,60 +34,62 @@ def _json_field(kind: type) -> PrimitiveConstructorSpec:
 class EnvironmentConfig:
     task: str = "basic_arithmetic"
     """A reasoning-gym task; a .jsonl, .json, .parquet or .csv file; a Hugging Face data set; or a function as module:function. A data set
-    is a directory or an id, and has a slash in its name. If `mixture` is set, `task` is not used."""
+    is given by a directory or an id, which must contain a slash. If `mixture` is set, `task` is not used."""
     options: Annotated[dict[str, object], _json_field(dict)] = field(default_factory=dict)
     """Arguments of the reasoning-gym task or of the user's function. The flag takes one JSON object, which replaces all default options."""
     mixture: Annotated[list[dict[str, object]], _json_field(list)] = field(default_factory=list)
-    """Several tasks instead of one. The flag takes a JSON list of objects with these fields. Each object may also have a "weight", which is
-    1 by default."""
+    """Several tasks instead of one. The flag takes a JSON list with an object for each task. An object has fields of this config. It may also
+    have a "name", and a "weight", which is 1 by default."""
     prompt_column: str = "prompt"
-    """Column of a file or a data set with the prompt."""
+    """Column of the prompt in a file or a data set."""
     answer_column: str = "answer"
-    """Column of a file or a data set with the answer."""
+    """Column of the answer in a file or a data set."""
     rejected_column: str = ""
-    """Column of a file or a data set with a worse answer than the one in answer_column. controllers.dpo trains on such pairs."""
+    """Column of a worse answer than the one in answer_column, in a file or a data set. controllers.dpo trains on such pairs."""
     messages_column: str = "messages"
-    """Column of a file or a data set with a conversation, a list of {"role": …, "content": …}. It is used in rows without a prompt column.
-    The model's chat template makes the prompt from it. If there is no answer column either, the assistant's last message is the answer."""
+    """Column of a conversation in a file or a data set: a list of {"role": …, "content": …}. It is used if a row has no prompt column. The
+    model's chat template then makes the prompt from the conversation. If the row has no answer column either, and the assistant has the last
+    message, this message is the answer."""
     split: str = "train"
     """Split of a Hugging Face data set."""
     held_out_task: str = ""
     """Another file or data set. At most num_held_out of its problems are held out. A held-out problem is not trained on, even if the data
-    of `task` also has it. Empty: the held-out problems are a part of the data of `task`."""
+    of `task` also has it. Empty: the held-out problems are taken from the data of `task`."""
     held_out_split: str = ""
-    """Split whose problems are held out. It is a split of held_out_task, or of `task` if held_out_task is empty. Empty: `split`."""
+    """Split of held_out_task whose problems are held out. If held_out_task is empty, it is a split of `task`. Empty: the same as `split`."""
     prompt: str = "{question}"
-    """Template of the prompt, e.g. "{expression}=". `{question}` is the prompt of the data. The template may also use the keys of the
-    problem's metadata, such as the other columns of a file."""
+    """Template of the prompt, e.g. "{expression}=". `{question}` stands for the prompt in the data. The template may also use the keys of the
+    problem's metadata, which are the other columns if the task is a file."""
     remove_whitespace: bool = False
     """Remove all whitespace from the prompt ("12 + 34=" becomes "12+34="). A character tokenizer then needs fewer tokens."""
     prompt_pattern: str = ""
-    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". Problems with another prompt are left out."""
+    """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". A problem whose prompt does not match is left out. Empty: no
+    problem is left out."""
     reward: str = "exact_match"
     """Rule that scores a completion. exact_match compares the texts without surrounding whitespace. math_verify compares mathematical
-    values. regex compares the last matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks a model. python runs
+    values. regex compares the last matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks another model. python runs
     the program of the completion with the tests in the answer. module:function calls your function(answer, completion), which returns a number."""
     reward_pattern: str = ""
-    """For the reward regex: a regular expression. Its first group is compared, or the whole match if it has no group."""
+    """For the reward regex: a regular expression. Its first group is compared. If it has no group, the whole match is compared."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
-    """The model of the reward judge."""
+    """For the reward judge: the model that judges, and what it is asked."""
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """Limits of the reward python."""
+    """For the reward python: limits of the program."""
     reward_workers: int = 0
-    """Number of processes that call the reward functions. A slow function then leaves the controller free, and several run at once. 0: the
-    controller calls them itself. An `async` function stays with the controller in any case."""
+    """Number of processes that call the reward functions. With processes, slow functions run at the same time and do not hold up the controller.
+    0: the controller calls the functions itself. The controller calls an `async` function itself in any case."""
     reward_timeout: float = 60.0
-    """Seconds for the answer of a reward function that is `async` or that a process calls. If it takes longer, it is asked again."""
+    """Seconds in which a reward function must answer, if it is `async` or a process calls it. A function that takes longer is asked again."""
     reward_retries: int = 2
-    """Number of new attempts if a reward function that is `async`, or that a process calls, fails or takes too long. If the last one fails too,
-    the run ends."""
+    """How often a reward function is asked again if it fails or takes too long. It must be `async`, or a process must call it. If the last
+    attempt fails, too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512
-    """Distinct problems that are used for validation and never for training. With held_out_task or held_out_split it is the largest
-    number of them."""
+    """Number of distinct problems that are used for validation and never for training. If held_out_task or held_out_split is set, there may be
+    fewer."""
     seed: int = 0
-    """Seed of the problems, of their order and of the split between training and held-out."""
+    """Seed of the problems, of their order, and of the choice of the held-out problems."""
 
     @property
     def has_own_held_out(self) -> bool:
@@ -117,7 +119,7 @@ class EnvironmentConfig:
         return text + (f" and prompt_pattern={self.prompt_pattern!r}" if self.prompt_pattern else "")
 
     def validate(self) -> None:
-        """Raise ValueError for a wrong value that shows without the data. `build_environment` finds the other wrong values."""
+        """Raise ValueError for a value that is wrong whatever the data is. `build_environment` reads the data and finds all other wrong values."""
         if self.num_held_out < 1:
             raise ValueError(f"num_held_out={self.num_held_out}; it must be at least 1")
         if not isinstance(self.options, dict):
@@ -151,7 +153,7 @@ class EnvironmentConfig:
         if (self.reward == "regex") != bool(self.reward_pattern):
             raise ValueError(
                 f"reward={self.reward!r} with reward_pattern={self.reward_pattern!r}; the reward regex needs a pattern, and no other "
-                "takes one"
+                "reward takes one"
             )
         if self.reward not in REWARDS and ":" not in self.reward:
             raise ValueError(f"reward={self.reward!r}; it must be one of {', '.join(REWARDS)}, or module:function")
@@ -164,7 +166,7 @@ class EnvironmentConfig:
             raise ValueError(f"reward_workers={self.reward_workers}; it must be at least 0")
         self.sandbox.validate()
         if self.reward == "python" and self.sandbox.seconds >= self.reward_timeout:
-            # A program that sleeps would then count as a reward that does not come, which ends the run.
+            # Otherwise a program that sleeps would count as a reward that does not come, and such a reward ends the run.
             raise ValueError(
                 f"reward_timeout={self.reward_timeout:g}; it must be above {self.sandbox.seconds}, because a program may take "
                 f"{CLOCK_FACTOR} times sandbox.cpu_seconds={self.sandbox.cpu_seconds} by the clock"

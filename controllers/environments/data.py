@@ -1,4 +1,4 @@
-"""Problems of a file or of a Hugging Face data set. All of them are read at the start."""
+"""Problems from a file or from a Hugging Face data set. All problems are read at the start."""
 
 import functools
 import json
@@ -13,20 +13,20 @@ from controllers.environments.entries import Entry, fits, text_score, to_problem
 from controllers.environments.held_out import hold_out
 
 Row = tuple[str, Mapping[str, object]]
-"""A text that says in errors where the row stands, and the values of the row by column."""
+"""(place, values) of a row: a text for errors that says where the row stands, and the value of each column."""
 
 
 class DataEnvironment:
-    """A task whose problems are those of a file or a data set. Every epoch gives the training problems in another order."""
+    """A task whose problems come from a file or a data set. Every epoch gives the training problems in another order."""
 
     def __init__(self, config: EnvironmentConfig, rows: Iterable[Row] | None = None, *, trains: bool = True):
-        """rows: used instead of the rows of config.task, which is then not read. trains=False: all problems may be held out.
+        """rows: if given, these are the rows of the task, and config.task is not read. trains=False: all problems may be held out.
 
-        Raises ValueError for a bad row, with its place, and for too few problems, with their numbers.
+        Raises ValueError for a bad row, naming its place, and for too few problems, naming their number.
         """
         self.config, self.reward = config, text_score(config)
-        # All problems of a file may be held out if none of them is trained on: if the held-out problems have a file of their own, or if
-        # trains is False.
+        # All problems of the source may be held out if the held-out problems have a source of their own or if trains is False.
+        # Otherwise the held-out problems are taken from the training data.
         source = config.of_held_out()
         if trains and config.has_own_held_out:
             rows = read_rows(config) if rows is None else rows
@@ -71,7 +71,7 @@ def read_rows(config: EnvironmentConfig) -> Iterator[Row]:
 
 
 def read_file(path: str) -> Iterator[Row]:
-    """The rows of a .jsonl, .json, .parquet or .csv file. Raises ValueError naming the file, and the row if it can be named."""
+    """The rows of a .jsonl, .json, .parquet or .csv file. Raises ValueError naming the file and, if it is known, the row."""
     reader = {".jsonl": _read_jsonl, ".json": _read_json}.get(Path(path).suffix, _read_table)
     has_rows = False
     try:
@@ -88,7 +88,7 @@ def read_file(path: str) -> Iterator[Row]:
 
 
 def _read_text(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8-sig")  # without a byte order mark
+    return Path(path).read_text(encoding="utf-8-sig")  # utf-8-sig drops a byte order mark
 
 
 def _read_jsonl(path: str) -> Iterator[Row]:
@@ -132,9 +132,10 @@ def _read_table(path: str) -> Iterator[Row]:
 
 
 def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
-    """The rows of a Hugging Face data set. The data set is a directory, or an id that is in the cache or can be fetched.
+    """The rows of a Hugging Face data set. config.task is a directory, or the id of a data set that is in the cache or can be fetched.
 
-    Raises ValueError, naming the data set, if it cannot be loaded. For an id the error has the command that fetches it.
+    Raises ValueError, naming the data set, if it cannot be loaded. If config.task is an id, the error has the command that fetches the
+    data set.
     """
     from datasets import load_dataset
 
@@ -149,7 +150,10 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 
 
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
-    """The rows as entries. Raises ValueError, naming the row, for a missing column and for a value of another type than in rows before."""
+    """The rows as entries. Raises ValueError, naming the row, for a missing column.
+
+    Also raises ValueError for a value whose type is not that of the same column in earlier rows.
+    """
     kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the first row that had the column
     used = (config.prompt_column, config.answer_column, config.messages_column)
     for where, row in rows:
@@ -169,7 +173,7 @@ def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Ent
 def _require_pair(
     config: EnvironmentConfig, where: str, row: Mapping[str, object], kinds: dict[str, tuple[type, str]]
 ) -> None:
-    # This raises an error if there is no prompt, because a pair cannot have a conversation instead.
+    # A pair cannot have a conversation instead of a prompt, so this raises an error if the prompt column is missing.
     _column(config.prompt_column, where, row)
     chosen, rejected = config.answer_column, config.rejected_column
     value = _column(rejected, where, row)

@@ -47,7 +47,7 @@ def fits(problem: Problem, config: EnvironmentConfig) -> bool:
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """Key of an entry with a conversation: roles and texts of the messages before the completion. A single message gives only its text."""
+    """Key of an entry that has a conversation: roles and texts of the messages before the completion. A single message has no role in the key."""
     asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
     if len(asked) == 1:
         return asked[0]["content"]
@@ -55,7 +55,7 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def operands_or_text(entry: Entry) -> str:
-    """Key of an entry: the sorted operands if the entry is plain arithmetic, or else the question. "12 + 34" and "34 + 12" give "12 34"."""
+    """Key of an entry. If the entry is plain arithmetic, the sorted operands: both "12 + 34" and "34 + 12" give "12 34". Otherwise the question."""
     expression = str(entry.metadata.get("expression", ""))
     if not re.fullmatch(r"[\d\s.+\-*/()]+", expression):
         return entry.question
@@ -65,7 +65,7 @@ def operands_or_text(entry: Entry) -> str:
 def text_score(config: EnvironmentConfig) -> Score:
     """The function that scores a completion against the problem's answer, by the rule `config.reward`. generated.py has the rule "task".
 
-    Raises ValueError for a function that cannot be imported, or that takes other arguments.
+    Raises ValueError if the user's function cannot be imported, or does not take (answer, completion).
     """
     if config.reward == "judge":
         return Judge(config=config.judge)
@@ -85,7 +85,7 @@ def text_score(config: EnvironmentConfig) -> Score:
 
 @dataclass(frozen=True, slots=True)
 class TextScore:
-    """The score that a function of (answer, completion) gives."""
+    """Scores a completion by a function of (answer, completion)."""
 
     compare: Callable[[str, str], float]
 
@@ -95,7 +95,7 @@ class TextScore:
 
 @dataclass(frozen=True, slots=True)
 class LaterTextScore:
-    """The score that an `async` function of (answer, completion) gives."""
+    """Scores a completion by an `async` function of (answer, completion)."""
 
     compare: Callable[[str, str], Awaitable[float]]
 

@@ -1,4 +1,4 @@
-"""The protocol of a task that takes several turns: an object for every episode. Knows no tokens and no model."""
+"""The protocol of a task that takes several turns. The task makes one object for every episode."""
 
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ Observation = str | list[Message] | list[int]
 class Reply:
     """The answer of an episode to a turn of the policy."""
 
-    observation: Observation = ""  # the policy reads it before its next turn; nobody reads it after the end
-    reward: float = 0.0  # of the turn
+    observation: Observation = ""  # the policy reads it before its next turn; after the end only reports show it
+    reward: float = 0.0  # reward of the turn
     is_over: bool = False
 
 
 class Episode(Protocol):
-    """One conversation with the policy. Both methods may return an awaitable, so that a tool may take its time."""
+    """One conversation with the policy. Both methods may return an awaitable, so that a slow tool does not hold up other episodes."""
 
     def reset(self) -> Observation | Awaitable[Observation]:
         """The beginning of the conversation. Called once, before the first turn."""
@@ -34,14 +34,14 @@ class EpisodeEnvironment(Protocol):
     def problem(self, index: int) -> Problem:
         """Training problem number `index`, as in Environment. Its prompt is the text that `reset` gives.
 
-        Reports show the prompt, and its length is checked before a run.
+        Reports show the prompt, and before a run it is checked that the prompt is not too long.
         """
 
     def held_out(self) -> list[Problem]:
         """`num_held_out` problems with distinct keys."""
 
     def episode(self, problem: Problem) -> Episode:
-        """A fresh episode of this problem. Every completion of a group has its own."""
+        """A new episode of this problem. Every completion of a group has an episode of its own."""
 
 
 @runtime_checkable

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Largest share of the keys that training leaves out, unless the task has too few keys for `num_held_out`. Then the share is larger."""
+"""Largest share of the keys that are held out. If the task has too few keys for `num_held_out`, the share is larger."""
 
 DRAWS_PER_PROBLEM = 1000
-"""Largest number of draws for one training problem. If none of them fits, the run ends with an error."""
+"""Largest number of draws for one training problem. If no draw can be trained on, the run ends with an error."""
 
 
 class GeneratedEnvironment:
@@ -41,8 +41,8 @@ class GeneratedEnvironment:
         return to_problem(entry, self.config)
 
     def problem(self, index: int) -> Problem:
-        # Entries are not taken in order, because entry i of reasoning-gym's seed s is entry i + 1 of seed s - 1. Two neighbouring seeds
-        # would give nearly the same problems.
+        # Entries are drawn at random and not taken in order. Entry i of reasoning-gym's seed s equals entry i + 1 of seed s - 1, so if they
+        # were taken in order, two neighbouring seeds would give nearly the same problems.
         draws = Random(f"{self.config.seed}/{index}")
         for _ in range(DRAWS_PER_PROBLEM):
             problem = self._read(draws.randrange(len(self.dataset)))

@@ -9,7 +9,10 @@ DIGITS = 10
 
 
 class Game:
-    """One game. A guess is one digit; the answer "+" means that the secret is larger, "-" that it is smaller, and "=" that it was found."""
+    """One game. A guess is one digit. The reply "+" means that the secret is larger, "-" that the secret is smaller, "=" that it was found.
+
+    The reply to a turn that is no digit is "?".
+    """
 
     def __init__(self, secret: int, num_guesses: int) -> None:
         self.secret, self.num_left = secret, num_guesses
@@ -20,7 +23,7 @@ class Game:
     def step(self, completion: str) -> Reply:
         self.num_left -= 1
         if not completion.isdecimal() or len(completion) > 1:
-            return Reply(observation="?", is_over=self.num_left == 0)  # no digit: the guess is lost
+            return Reply(observation="?", is_over=self.num_left == 0)  # no digit: the turn still counts as a guess
         guess = int(completion)
         if guess == self.secret:
             return Reply(observation="=", reward=1.0, is_over=True)
@@ -28,10 +31,10 @@ class Game:
 
 
 class GuessingGame:
-    """Games with the ten secrets in equal shares. The reward of a game is 1 if the secret is found within `num_guesses` guesses.
+    """Games in which the ten secrets are equally frequent. The reward of a game is 1 if the secret is found within `num_guesses` guesses.
 
-    There are only ten different games, so none can be held out of training. The held-out problems are the games of the secrets below
-    num_held_out. Training has these games, too.
+    There are only ten distinct games, so none can be held out of training. The held-out problems are the games whose secret is below
+    num_held_out, and training has these games, too.
     """
 
     def __init__(self, *, seed: int, num_held_out: int, num_guesses: int = 4) -> None:

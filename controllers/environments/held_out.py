@@ -1,4 +1,4 @@
-"""The split of problems into training and held-out ones, by a hash of their keys."""
+"""Chooses the held-out problems, by a hash of their keys. All other problems may be trained on."""
 
 from collections.abc import Iterable
 from hashlib import blake2b
@@ -17,9 +17,9 @@ def hold_out(
     """The held-out problems, and the highest hash of their keys.
 
     The `number` keys with the lowest hashes are held out. If several problems have the same key, the first one is held out. Reading stops
-    when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half of all
-    keys. With may_be_all every number is legal: if there are fewer keys, all of them are held out. Only a source without any problem then
-    raises ValueError.
+    when `number` keys with hashes below `share` are found. Raises ValueError, naming the source, if `number` is more than half of the keys
+    found. If may_be_all is True, every number is legal: if there are fewer keys, all of them are held out, and only a source without any
+    problem raises ValueError.
     """
     found: dict[str, tuple[float, Problem]] = {}
     num_low = 0

@@ -1,4 +1,4 @@
-"""A reward that a model gives. An OpenAI-compatible server runs the model."""
+"""A reward that another model gives, the judge. An OpenAI-compatible server runs the judge."""
 
 import os
 import re
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 @dataclass(kw_only=True)
 class JudgeConfig:
     url: str = ""
-    """Address of the server up to /v1, e.g. http://localhost:8000/v1. The key is in the environment variable OPENAI_API_KEY."""
+    """Address of the server up to /v1, e.g. http://localhost:8000/v1. The environment variable OPENAI_API_KEY has the key of the server."""
     model: str = ""
     """Name of the model on the server."""
     prompt: str = (
         "Question: {question}\nRight answer: {answer}\nAnswer of a student: {completion}\n\n"
         'How good is the answer of the student? End with a line "score: N", with N from 0 to 10.'
     )
-    """Template of the request. It may use question, answer and completion."""
+    """Template of the request to the judge. It may use {question}, {answer} and {completion}."""
     pattern: str = r"score:\s*(\d+(?:\.\d+)?)"
-    """Regular expression that finds the score in the judge's answer. The first group of its last match is the score."""
+    """Regular expression that finds the score in the judge's answer. The first group of the last match is the score."""
     best_score: float = 10.0
-    """Score that gives a reward of 1."""
+    """Score whose reward is 1. The reward is the score divided by best_score."""
 
     def validate(self) -> None:
         if not re.match(r"https?://", self.url) or not self.model:
             raise ValueError(
-                f"judge.url={self.url!r}, judge.model={self.model!r}; the reward judge needs both, and the url must begin with http:// or "
-                "https://"
+                f"judge.url={self.url!r}, judge.model={self.model!r}; the reward judge needs both, and judge.url must begin with http:// "
+                "or https://"
             )
         try:
             groups = re.compile(self.pattern).groups
@@ -55,7 +55,7 @@ class Judge:
     clients: "list[AsyncOpenAI]" = field(default_factory=list)  # empty before the first call, then the one client
 
     async def __call__(self, problem: Problem, completion: str) -> float:
-        """The reward of a completion. Raises openai's errors, and ValueError for an answer without a score or with one above best_score."""
+        """The reward of a completion. Raises openai's errors, and ValueError if the answer has no score or a score above best_score."""
         from openai import AsyncOpenAI
 
         if not self.clients:

@@ -1,4 +1,4 @@
-"""An environment that mixes the problems of several environments by weight."""
+"""An environment that mixes the problems of several environments. An environment's weight says how frequent its problems are."""
 
 from collections import Counter
 from collections.abc import Awaitable, Sequence
@@ -10,11 +10,13 @@ from controllers.environments.base import Environment, Problem
 from controllers.environments.config import LIMITS_OF_RUN, EnvironmentConfig
 
 BLOCK = 100
-"""Number of consecutive problems in which every environment has its exact share."""
+"""Training problems come in blocks of this many consecutive indices. Every block has the same number of problems of each environment."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
+    """One of the environments of a mixture."""
+
     name: str
     weight: float
     config: EnvironmentConfig
@@ -23,7 +25,7 @@ class Part:
 def read_parts(config: EnvironmentConfig) -> list[Part]:
     """The parts of a mixture, each with its share of the held-out problems. Raises ValueError, naming the part, for a wrong part.
 
-    A field that a part does not set takes its value from `config`.
+    If a part does not set a field, the part has the value of that field in `config`.
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(
@@ -91,7 +93,7 @@ class MixedEnvironment:
 
 
 def _counts(weights: Sequence[float]) -> list[int]:
-    """For each environment its number of problems in a block: its share of BLOCK, rounded, and at least 1. The numbers add up to BLOCK."""
+    """The number of each environment's problems in a block: its share of BLOCK, rounded, but at least 1. The numbers add up to BLOCK."""
     counts = [max(1, int(weight * BLOCK)) for weight in weights]
     remainders = [weight * BLOCK - count for weight, count in zip(weights, counts, strict=True)]
     while sum(counts) != BLOCK:

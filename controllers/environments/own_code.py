@@ -1,6 +1,6 @@
-"""The user's own functions and tasks, by their names module:function. Their errors are found before a run, with file and line.
+"""Finds the user's own functions and tasks by names such as module:function, and checks them before a run.
 
-Knows no file and no data set.
+If the user's code raises an exception, the error names the file and the line.
 """
 
 import importlib
@@ -34,12 +34,12 @@ def called(field_name: str, name: str, **arguments: object) -> object:
 
 
 def require_takes(name: str, function: object, *parameters: str) -> None:
-    """Raises ValueError if an object cannot be called with one argument for each of these parameters."""
+    """Raises ValueError if `function` cannot be called with one argument for each of these parameters."""
     if not callable(function):
         raise ValueError(f"{name} is {type(function).__name__} {function!r}, not a function")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some functions that are written in C have none
+    except ValueError:  # some functions that are written in C have no signature
         return
     try:
         signature.bind(*parameters)
@@ -48,7 +48,7 @@ def require_takes(name: str, function: object, *parameters: str) -> None:
 
 
 def require_problems(name: str, environment: object, *, trains: bool) -> None:
-    """Raises ValueError for held-out problems, or a first training problem, that are not what the protocol says.
+    """Raises ValueError if the held-out problems or the first training problem are not what the protocol says.
 
     trains=False: the environment need not have training problems.
     """

@@ -1,6 +1,6 @@
-"""A pool of processes for slow rewards. The event loop goes on while they work, and several rewards are computed at once.
+"""A pool of processes for slow rewards. The event loop goes on while the processes work, and several rewards are computed at once.
 
-The standard library's pools do not fit, for two reasons. They cannot end one process whose call hangs. Their processes import the
+The pools of the standard library are not used, for two reasons: they cannot end one process whose call hangs, and their processes import the
 program's main module, which takes seconds.
 """
 
@@ -40,15 +40,15 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call the rewards of some environments. For each process one thread waits for its answers.
+    """Processes that call the reward functions of some environments. For each process there is a thread that waits for the answers.
 
-    A process that does not answer in time, or that ends, is replaced. `close` ends all processes. They also end with this process.
+    A process that does not answer in time, or that ends, is replaced. `close` ends all processes. They also end if this process ends.
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: each with the name that it has in errors. Raises ValueError for a reward that cannot be pickled."""
+        """environments: name in errors -> environment. Raises ValueError for a reward function that cannot be pickled."""
         self._numbers: dict[int, int] = {}  # id of an environment -> number of its function
-        self._environments = list(environments.values())  # kept, so that no other object gets their ids
+        self._environments = list(environments.values())  # kept alive, so that no other object gets one of their ids
         functions: list[Callable] = []
         for name, environment in environments.items():
             function = reward_function(environment)
@@ -76,7 +76,7 @@ class RewardPool:
     def start(self) -> None:
         """Start the processes. Raises ValueError, naming the functions, if a process cannot import them."""
         try:
-            # The pool's own threads start the processes, because a process ends with the thread that started it.
+            # The pool's own threads start the processes, because a process ends when the thread that started it ends.
             for _ in self._threads.map(self._start, self._workers):
                 pass
         except BaseException:
@@ -96,11 +96,11 @@ class RewardPool:
             worker.disconnect()
 
     def calls(self, environment: Environment) -> bool:
-        """True if the pool computes the rewards of this environment. It does not call `async` functions."""
+        """True if the pool computes the rewards of this environment. The pool does not call `async` functions."""
         return id(environment) in self._numbers
 
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
-        """The answer of an environment's reward function. timeout: seconds, counted from the moment when a process is free.
+        """The answer of an environment's reward function. timeout: seconds, which begin when a process is free.
 
         Raises TimeoutError, or RewardFailed if the function raised an exception or ended its process.
         """
@@ -147,7 +147,7 @@ class RewardPool:
 
 
 class _Worker:
-    """One process of a pool, and the connection to it. Only one thread asks it at a time."""
+    """One process of a pool, and the connection to it. Only one thread at a time uses a worker."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -166,11 +166,11 @@ class _Worker:
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # several processes share the cores
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # a terminal's Ctrl-C then reaches only the controller, which ends this process
+                start_new_session=True,  # Ctrl-C then reaches only the controller, which ends this process later
             )
 
     def ask(self, request: bytes, timeout: float):
-        """The answer to a message. Raises TimeoutError, or RewardFailed if the process has ended."""
+        """Send a message to the process, and return the answer. Raises TimeoutError, or RewardFailed if the process has ended."""
         connection = self._connection
         if connection is None:
             raise RewardFailed("the process could not be started")
@@ -205,7 +205,7 @@ class _Worker:
 
 
 def reward_function(environment: Environment) -> Callable:
-    """The method that scores a whole group, if an environment has one, or else the one that scores a completion."""
+    """The environment's method that scores a whole group, or else the method that scores one completion."""
     return getattr(environment, "rewards", None) or environment.reward
 
 

@@ -1,7 +1,7 @@
 """A process that calls reward functions for a RewardPool. It imports neither torch nor Monarch, so it starts in a fraction of a second.
 
-Messages are pickles over one connection. The first message is a list of functions, and its answer is None or the text of an error. Every
-further message is (number of the function, its arguments), and its answer is (True, reward) or (False, text of the exception).
+Messages are pickles that go over one connection. The first message is a list of functions; the answer to it is None, or the text of an error.
+Every further message is (number of the function, its arguments); the answer to it is (True, reward) or (False, text of the exception).
 """
 
 import asyncio
@@ -54,9 +54,9 @@ def _prepare() -> None:
     faulthandler.enable()  # a reward that crashes prints where it was
     # This process ends with the thread that started it, even if that thread's process is killed while a reward hangs.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A scheduler sends SIGTERM to all processes of a job. This process ignores the signal, because the run still needs rewards; the pool
-    # ends it later. It has a handler instead of SIG_IGN, because the programs that a reward starts would inherit SIG_IGN, and then SIGTERM
-    # could not end them.
+    # A scheduler sends SIGTERM to all processes of a job. This process ignores the signal, because the run still needs rewards; the pool ends
+    # this process later. The signal has a handler that does nothing, not SIG_IGN. Programs that a reward starts would inherit SIG_IGN, and then
+    # SIGTERM could not end these programs.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
 

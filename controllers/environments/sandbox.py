@@ -1,7 +1,7 @@
 """A reward for Python code. It is 1 if the program of a completion passes the tests of its problem, and 0 if not.
 
-The program runs in a process with limits on time, memory and file size, and without a network where the system allows that. The limits
-keep mistakes from harming the run. They are no defence against code that is meant to do harm.
+The program runs in a process with limits on time, memory and file size. If the system allows it, the process has no network. The limits keep
+mistakes from harming the run. They do not protect against code that is meant to do harm.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ CLOCK_FACTOR = 4
 """Seconds by the clock that a program may take, for each CPU second that it may use."""
 
 # This code runs in the new process before the program. `unshare` gives the process a network namespace of its own, which has no network.
-# Where a process may not make a namespace, the program runs with the network. `prctl` ends the process together with its parent, even if
-# the parent is killed. It comes after `unshare`, because a new namespace would undo it. A program can end itself before its tests, with
-# `exit()` for example. So passed tests have an exit status of their own, which the program does not see.
+# If the system does not let a process make a namespace, the program runs with the network. `prctl` makes the process end when its parent ends,
+# even if the parent is killed. `prctl` comes after `unshare`, because a new namespace would undo it. A program can end itself before its tests,
+# with `exit()` for example. So a secret exit status, which the program does not see, says that the tests have passed.
 LIMITED = """
 import ctypes, os, resource, runpy, signal, sys
 CLONE_NEWUSER, CLONE_NEWNET, PR_SET_PDEATHSIG = 0x10000000, 0x40000000, 1
@@ -50,7 +50,7 @@ PASSED_STATUSES = range(100, 256)
 @dataclass(kw_only=True)
 class SandboxConfig:
     cpu_seconds: int = 5
-    """Seconds of CPU time that the program and its tests may use together. By the clock they may take CLOCK_FACTOR times as long."""
+    """Seconds of CPU time that the program and its tests may use together. Both together may take CLOCK_FACTOR times as many seconds by the clock."""
     memory_mib: int = 1024
     """Largest address space of the process, in MiB."""
 
@@ -102,6 +102,6 @@ class Sandbox:
 
 
 def program_of(completion: str) -> str:
-    """The last block of code between lines of three backticks. Without such a block it is the whole completion."""
+    """The last block of code between lines of three backticks. If there is no such block, the whole completion."""
     blocks = CODE_BLOCK.findall(completion)
     return blocks[-1] if blocks else completion

@@ -1,6 +1,7 @@
 """Asks reward functions for the rewards of completions.
 
-A function answers at once or later, for one completion or for a whole group. Its answer is a number or has components.
+A reward function may answer at once, or return an awaitable. It scores one completion or a whole group. A reward is a number, or a mapping
+from names of components to numbers.
 """
 
 import asyncio
@@ -39,19 +40,21 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Asks environments for rewards. An awaited answer has a time limit, and is asked for again if it fails."""
+    """Asks environments for rewards. If an answer must be awaited, it has a time limit, and if it fails, it is asked for again."""
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2
-    # Limits the number of answers that are waited for at the same time.
+    # This semaphore limits the number of answers that are awaited at the same time.
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
-    pool: RewardPool | None = None  # calls the rewards of some environments; the caller starts and closes it
+    pool: RewardPool | None = (
+        None  # processes that call reward functions; `start` starts the pool and `close` closes it
+    )
 
     @staticmethod
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
-        """A scorer with the limits of a config. With reward_workers it has a pool for the rewards of these environments.
+        """A scorer with the limits of a config. If reward_workers is above 0, a pool computes the rewards of these environments.
 
-        environments: each with the name that it has in errors. Raises ValueError for a reward that cannot be sent to a process.
+        environments: name in errors -> environment. Raises ValueError for a reward function that cannot be sent to a process.
         """
         with_reward: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():
@@ -88,8 +91,8 @@ class Scorer:
         """The rewards of the completions of a problem.
 
         If an environment has a method `rewards(problem, completions)`, it is called once for all completions. Otherwise `reward` is called
-        for each. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
-        Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for one whose last retry failed.
+        for each completion. Both methods may be `async`. A reward is a number or a mapping from names of components to numbers.
+        Raises RewardError, naming prompt and completion, for a reward that is not a finite number, and for a reward whose last retry failed.
         """
         owner = environment.environments[problem.source] if isinstance(environment, MixedEnvironment) else environment
         if getattr(owner, "rewards", None) is not None:
@@ -111,21 +114,21 @@ class Scorer:
         )
 
     async def _ask(self, environment: Environment, problem: Problem, completion: str | list[str]) -> tuple[object, int]:
-        """The answer, and how often it was asked for again. A function that answers at once in this process is asked once."""
+        """The answer, and how often it was asked for again. A function that answers at once, in this process, is never asked again."""
         limits: Callable[[], contextlib.AbstractAsyncContextManager[None]] = self.limits
         ask: Callable[[], object] = partial(reward_function(environment), problem, completion)
         pauses = True
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
             limits = contextlib.nullcontext  # the pool measures from the moment when a process is free
-            pauses = False  # a process that failed has been replaced
+            pauses = False  # a retry needs no pause, because a process that failed has been replaced
         for attempt in range(self.max_retries + 1):
             if attempt and pauses:
                 await asyncio.sleep(min(2.0 ** (attempt - 1), LONGEST_PAUSE))
             try:
                 answer = ask()
             except Exception as error:
-                # A bug of a function that answers at once. The traceback gets the place in the data.
+                # The function answers at once and has a bug. The note tells which completion and prompt it was called with.
                 error.add_note(f"The reward of completion {completion!r} of prompt {problem.prompt!r} raised this.")
                 raise
             if not inspect.isawaitable(answer):
@@ -146,7 +149,7 @@ class Scorer:
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments, with the parts of a mixture in the place of the mixture. The keys are the names in errors."""
+    """The environments. A mixture is replaced by its parts. The keys are the names in errors."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}
@@ -155,7 +158,7 @@ def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Envi
 
 
 def _parts(answer: Any, problem: Problem, text: str) -> dict[str, float]:
-    """The components of a reward with their total. Raises RewardError for a number that is not finite, because it would spoil its group."""
+    """The components of a reward with their total. Raises RewardError for a number that is not finite, because it would spoil the advantages of its group."""
     found = dict(answer) if isinstance(answer, Mapping) else {TOTAL: answer}
     try:
         parts = {str(name): float(value) for name, value in found.items()}
