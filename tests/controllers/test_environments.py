@@ -167,7 +167,7 @@ def test_a_users_function_gets_the_seed_and_the_options():
         ),
         ({"reward": "nowhere:score"}, "reward='nowhere:score' cannot be imported"),
         ({"reward": "regex"}, "the reward regex needs a pattern"),
-        ({"reward_pattern": "a"}, "the reward regex needs a pattern, and no other takes one"),
+        ({"reward_pattern": "a"}, "the reward regex needs a pattern, and no other reward takes one"),
         ({"reward": "regex", "reward_pattern": "("}, r"reward_pattern='\(' is not a regular expression"),
         ({"mixture": [{"weight": 2}]}, r"mixture\[0\]={'weight': 2} names no task"),
         ({"mixture": [{"task": "spell_backward", "weight": 0}]}, "weight is a number above 0"),
