@@ -36,9 +36,8 @@ class Demand:
     """The memory of one GPU, or of a machine without GPUs, and the bytes that each process takes there."""
 
     place: str  # "GPU 0" or "this machine"
-    phase: str = (
-        ""  # what the run does meanwhile, such as "generating"; empty if the processes always hold the same memory
-    )
+    # What the run does meanwhile, such as "generating". Empty if the processes always hold the same memory.
+    phase: str = ""
     capacity: int  # bytes
     taken: dict[str, int]  # process -> bytes
 

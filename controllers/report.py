@@ -19,8 +19,7 @@ from controllers.charts import DARK, LIGHT, TRAINED_PHASES, Records, of_phases, 
 from controllers.run_folder import Record, RunFolder, read_jsonl
 
 COMPLETIONS_SHOWN = 3000
-"""Largest number of completions on a page, so that a browser opens the page at once. A page with more would leave out steps; rollouts.jsonl
-has all of them."""
+"""If a run has more completions than this number, the page leaves out steps, so that a browser opens it at once. rollouts.jsonl has all steps."""
 
 UNITS = {
     "step": "steps",
@@ -170,7 +169,7 @@ def minutes_text(seconds: float) -> str:
 def shown_steps(groups: Records) -> list[int]:
     """The steps whose groups are on the page. The steps are evenly spaced, and together they have at most COMPLETIONS_SHOWN completions.
 
-    The last step is always shown, even if this step has more completions.
+    The last step is always shown, even if it has more completions than that number.
     """
     num_completions: Counter[int] = Counter()
     for group in groups:

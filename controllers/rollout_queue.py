@@ -11,7 +11,7 @@ computes the age of every group before each step, and raises RuntimeError if an 
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
 younger groups may overtake an unfinished one. A step may leave groups behind under one condition, so that all of them can still be trained on
-in time: for every k, at most k * size of them are due within the next k steps. If the condition does not hold, the step waits.
+in time: for every k, at most k * size of them are due within the next k steps. If more groups would be due, the step waits.
 
 The queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
 (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do finish while a step waits,

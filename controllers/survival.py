@@ -1,6 +1,6 @@
 """The limits within which a run survives the death of an actor, and the batches on which a recovered run trains again.
 
-recovery.py uses both.
+recovery.py replaces the actors and calls the training function again.
 """
 
 import time

@@ -76,13 +76,13 @@ class EnvironmentConfig:
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     """For the reward python: limits of the program."""
     reward_workers: int = 0
-    """Number of processes that call the reward functions. With processes, slow functions run at the same time and do not hold up the controller.
+    """Number of processes that call the reward functions. Slow functions then run at the same time and do not hold up the controller.
     0: the controller calls the functions itself. The controller calls an `async` function itself in any case."""
     reward_timeout: float = 60.0
     """Seconds in which a reward function must answer, if it is `async` or a process calls it. A function that takes longer is asked again."""
     reward_retries: int = 2
-    """How often a reward function is asked again if it fails or takes too long. It must be `async`, or a process must call it. If the last
-    attempt fails, too, the run ends."""
+    """How often a reward function is asked again if it fails or takes too long. Only functions that are `async`, or that a process calls, are
+    asked again. If the last attempt fails, too, the run ends."""
     reward_concurrency: int = 64
     """Largest number of calls of `async` reward functions that run at the same time."""
     num_held_out: int = 512
