@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
@@ -207,8 +207,8 @@ class Actors:
     async def bury(self, others: Collection[str] = ()) -> set[str]:
         """Kill what is left of the actors that have died, and kill the actors with the roles `others`.
 
-        If a host is gone, all actors are killed, and the hosts are started again. Raises ConnectionError if that is not possible.
-        Returns the roles of all killed actors. The roles can be spawned again.
+        If a host is gone, all actors are killed. Returns the roles of all killed actors. The roles can be spawned again. Raises
+        ConnectionError naming the hosts whose workers have ended.
         """
         roles = {*self.deaths, *others}
         lost = await asyncio.to_thread(self.placement.lost)
@@ -234,23 +234,11 @@ class Actors:
                 await asyncio.wait_for(self._close_transport(), CLOSE_TIMEOUT)
             self._open_transport()
         if lost:
-            await asyncio.to_thread(self._start_hosts_again, lost)
+            # Monarch 0.7 cannot connect to hosts a second time in the same program after one of them was lost.
+            started = self.config.hosts.started_by() is not None
+            mend = "to resume starts the job again" if started else "start it again by `make worker`, and then resume"
+            raise ConnectionError(f"the worker of {', '.join(lost)} has ended; {mend}")
         return roles
-
-    def _start_hosts_again(self, lost: Sequence[str]) -> None:
-        """Start the job of the hosts again. Raises ConnectionError if new workers would have the addresses of the old ones.
-
-        Monarch 0.7 cannot connect a second time to an address, within the same program, after the worker there was killed.
-        """
-        job = self.config.hosts.started_by()
-        if job is None or job.kind != "process":
-            mend = (
-                "start it again by `make worker`, and then resume" if job is None else "to resume starts the job again"
-            )
-            raise ConnectionError(f"no worker listens at {', '.join(lost)} any more; {mend}")
-        self.tell(f"{', '.join(lost)}: not there any more; the job starts again")
-        self.placement.close()
-        self.placement = self.config.hosts.connect(self.logs.directory)
 
     async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:
         """Call `start`. If an actor dies meanwhile, call `start` again, as often as the config allows."""
