@@ -1,4 +1,4 @@
-"""Spawns the actors of a run, watches them, replaces those that have died, and closes all of them. The training loops call them."""
+"""Spawns the actors of a run, watches them, replaces those that have died, and closes all of them. The training loops call the actors."""
 
 import asyncio
 import contextlib

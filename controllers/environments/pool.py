@@ -40,7 +40,7 @@ class RewardFailed(RuntimeError):
 
 
 class RewardPool:
-    """Processes that call the reward functions of some environments. For each process there is a thread that waits for the answers.
+    """Processes that call the reward functions of some environments. For each process there is a thread that waits for the process's answers.
 
     A process that does not answer in time, or that ends, is replaced. `close` ends all processes. They also end if this process ends.
     """

@@ -46,9 +46,7 @@ class Scorer:
     max_retries: int = 2
     # This semaphore limits the number of answers that are awaited at the same time.
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
-    pool: RewardPool | None = (
-        None  # processes that call reward functions; `start` starts the pool and `close` closes it
-    )
+    pool: RewardPool | None = None  # processes that call reward functions; `start` and `close` also act on the pool
 
     @staticmethod
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
