@@ -1,6 +1,7 @@
 """The client of one tenant of a trainer. It sends nothing itself: the trainer's client sends the calls of all tenants, in one order."""
 
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rl_actors.clients.call import Call, in_background
@@ -12,6 +13,28 @@ if TYPE_CHECKING:
     from rl_actors.clients.trainer import TrainerClient
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Access:
+    """The functions of a trainer's client through which the client of a tenant works."""
+
+    in_turn: Callable[..., Call[Any]]
+    """Queues a call: in_turn(what, send, *arguments, check=, mends=, tenant=)."""
+    send: Callable[..., Awaitable[list[Any]]]
+    """Sends a call to all ranks: send(tenant, endpoint, *arguments)."""
+    infos: Callable[..., Awaitable[list[TrainerInfo]]]
+    """The infos of the ranks: infos(tenant)."""
+    mend: Callable[[str], None]
+    """Notes that the calls of a tenant may go on after a timeout: mend(tenant)."""
+    write: Callable[[str], Awaitable[None]]
+    """Waits until a checkpoint is on disk: write(path)."""
+    limits: Callable[[], TrainerLimits | None]
+    """The limits of the trainer; None before its start."""
+    writing: Callable[[], Call[None] | None]
+    """The call that writes the trainer's last checkpoint."""
+    set_writing: Callable[[Call[None] | None], None]
+    """Notes the call that writes the trainer's last checkpoint."""
 
 
 class TenantClient(TrainingCalls):
@@ -27,9 +50,10 @@ class TenantClient(TrainingCalls):
 
     _version: int | None = None
 
-    def __init__(self, trainer: "TrainerClient", tenant: str, made: Call[None]) -> None:
+    def __init__(self, trainer: "TrainerClient", tenant: str, made: Call[None], access: Access) -> None:
         """made: the call that adds the tenant. TrainerClient.new_tenant makes this object."""
         self.trainer, self.tenant = trainer, tenant
+        self._access = access
         self.name = f"{trainer.name}, tenant {tenant}"
         self._made = made
         self._dropped: Call[None] | None = None
@@ -49,7 +73,7 @@ class TenantClient(TrainingCalls):
 
     def info(self) -> Call[list[TrainerInfo]]:
         """The TrainerInfo of every rank, with state, version and skipped steps of this tenant."""
-        return self._in_turn("info", self.trainer._infos, self.tenant)
+        return self._in_turn("info", self._access.infos, self.tenant)
 
     def close(self) -> Call[None]:
         """Make the trainer forget the tenant, with its gradients and its optimizer state. A second call does nothing."""
@@ -68,30 +92,30 @@ class TenantClient(TrainingCalls):
     ) -> Call[T]:
         if self._dropped is not None:
             raise RuntimeError(f"{self.name}: {what} is not possible after close")
-        return self.trainer._in_turn(what, send, *arguments, check=check, mends=mends, tenant=self.tenant)
+        return self._access.in_turn(what, send, *arguments, check=check, mends=mends, tenant=self.tenant)
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
-        answers = await self.trainer._send(self.tenant, endpoint, *args)
+        answers = await self._access.send(self.tenant, endpoint, *args)
         self._remember_version(answers[0])
         return answers
 
     def _mend(self) -> None:
-        self.trainer._mend_tenant(self.tenant)
+        self._access.mend(self.tenant)
 
     async def _write(self, path: str) -> None:
-        await self.trainer._write(path)
+        await self._access.write(path)
 
     @property
     def _limits(self) -> TrainerLimits | None:  # type: ignore[override]
-        return self.trainer._limits
+        return self._access.limits()
 
     @property
     def _writing(self) -> Call[None] | None:  # type: ignore[override]
-        return self.trainer._writing
+        return self._access.writing()
 
     @_writing.setter
     def _writing(self, writing: Call[None] | None) -> None:
-        self.trainer._writing = writing
+        self._access.set_writing(writing)
 
 
 async def _nothing() -> None:

@@ -10,7 +10,7 @@ from rl_actors.clients.call import Call
 from rl_actors.clients.generator import GeneratorClient, check_config
 from rl_actors.clients.model import ModelClient
 from rl_actors.clients.model_calls import TrainingCalls
-from rl_actors.clients.tenant import TenantClient
+from rl_actors.clients.tenant import Access, TenantClient
 from rl_actors.config import GeneratorConfig, LoRAConfig, TrainerConfig
 from rl_actors.processes.output import LogRoute
 from rl_actors.transports.base import announce
@@ -72,8 +72,23 @@ class TrainerClient(TrainingCalls, ModelClient):
         made: Call[None] = self._in_turn(
             "new_tenant", self._first, "new_tenant", name, seed, check=lambda limits: limits.check_tenant(name, seed)
         )
-        self._tenants[name] = TenantClient(self, name, made)
+        self._tenants[name] = TenantClient(self, name, made, self._access())
         return self._tenants[name]
+
+    def _access(self) -> Access:
+        return Access(
+            in_turn=self._in_turn,
+            send=self._send,
+            infos=self._infos,
+            mend=self._mend_tenant,
+            write=self._write,
+            limits=lambda: self._limits,
+            writing=lambda: self._writing,
+            set_writing=self._set_writing,
+        )
+
+    def _set_writing(self, writing: Call[None] | None) -> None:
+        self._writing = writing
 
     def drop_tenant(self, name: str) -> Call[None]:
         """Forget a tenant. Its name can then be used again. Raises ValueError if there is no such tenant."""
