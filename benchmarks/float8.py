@@ -1,8 +1,9 @@
 """Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
 
 The corpus is that of benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
-TrainerConfig(float8=True), and one has a scale for each row. A CPU emulates float8, and trains a tiny model. The curves are computed at the
-same time, on all GPUs. A picture is written beside the results.
+TrainerConfig(float8=True), and one has a scale for each row. A CPU emulates float8, and trains a tiny model. Each curve is
+computed on one GPU, and all four at the same time; if there are fewer than four GPUs, several curves share one. A CPU computes two at a
+time. A picture is written beside the results.
 """
 
 import argparse
@@ -133,7 +134,7 @@ def main() -> None:
     began = time.perf_counter()
     curves: dict[str, list[float]] = {}
     with tempfile.TemporaryDirectory() as folder, Ranks(len(CURVES) if on_gpu else 2) as ranks:
-        # This import stands here so that the ranks, which have just started, import at the same time.
+        # This slow import comes after the ranks have started, so that it overlaps with their own imports.
         from benchmarks.harness.random_weights import write
 
         directory = f"{folder}/model"

@@ -24,11 +24,12 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     """The row's newest result; None if there is none. Lines with an error are ignored.
 
     gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
-    format of a line's date; older lines are ignored. The field "file" of the answer has the newest line of every name in the same file.
-    For a quotient the answer has the lines of its two rows, in "over" and "under".
+    format of a line's date; older lines are ignored. The answer's field "file" is a dict: for every line name in the results file of this
+    row's command, the newest line without an error. `gpu` and `since` choose among these lines, too. A row may be the quotient of two other
+    rows. Then the answer has their newest lines in "over" and "under".
     """
     if row.quotient_of:
-        # A quotient needs only our side of its rows. So it does not matter what our side was compared with.
+        # A quotient uses only our own tokens_per_second of both rows, so lines count whatever baseline they were compared with.
         over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None

@@ -23,7 +23,8 @@ def build_environment(config: EnvironmentConfig, *, trains: bool = True) -> AnyE
                 environment = build_environment(part.config, trains=trains)
                 if not isinstance(environment, Environment):
                     raise ValueError(
-                        f"task={part.config.task!r} has episodes, and a mixture takes only tasks with a reward"
+                        f"task={part.config.task!r} is played in episodes; a mixture takes only tasks that score one completion "
+                        "with a method reward()"
                     )
                 environments.append(environment)
             except ValueError as error:

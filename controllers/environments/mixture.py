@@ -29,7 +29,8 @@ def read_parts(config: EnvironmentConfig) -> list[Part]:
     """
     if len(config.mixture) > BLOCK:
         raise ValueError(
-            f"mixture has {len(config.mixture)} parts; at most {BLOCK} can have a share of {BLOCK} problems"
+            f"mixture has {len(config.mixture)} parts, but at most {BLOCK} are allowed: each needs at least one problem in every block "
+            f"of {BLOCK}"
         )
     around = asdict(config) | {"mixture": []}
     total = sum(_weight(number, values) for number, values in enumerate(config.mixture))

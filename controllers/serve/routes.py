@@ -342,5 +342,5 @@ async def session(session_id: str, server: Serving, owner: Owner) -> dict[str, A
 
 @router.api_route("/{rest:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"], include_in_schema=False)
 async def unsupported(rest: str) -> Response:
-    """Refuse every other call by its name."""
+    """Refuse every other call with 404 and a text that names it."""
     return JSONResponse({"detail": f"/api/v1/{rest} is not supported by this server"}, status_code=404)

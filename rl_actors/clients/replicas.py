@@ -1,9 +1,12 @@
-"""`Replica`, one place among the generators of a client: a generator, and after its death another one with the same config.
+"""A client may have several generators. A `Replica` is the slot of one of them.
+
+When the generator of a slot dies, another one with the same config is spawned into the slot.
 
 The states of a replica, and what leads from one to the next:
 
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
-                                    └─────► retired
+               ▲          │         └─────► retired
+               └──────────┘ make_stale
 
 From every state except retired a replica becomes dead when a process has ended or is silent. A replica becomes healthy only after a
 complete pull of the version that the others have. So it never generates with weights of which only a part has arrived.
@@ -36,11 +39,14 @@ class Watcher:
     refit: Callable[["Replica"], Awaitable[None]]
     """Pulls the newest version into a replica. Raises an error if that fails for good."""
     may_restart: Callable[[], Awaitable[object]]
-    """Waits until a process may start."""
+    """Waits until the fleet allows a start. It allows none while its generators sleep; see Fleet.sleep."""
 
 
 class Replica:
-    """A place for a generator. `live` restarts the generator when it has died, unless the caller of the client has spawned it."""
+    """The slot of a generator.
+
+    `live` restarts a dead generator, but only one that this client spawned. A generator that the user spawned is left alone.
+    """
 
     def __init__(self, name: str, spawn: Callable[[], OneGenerator], policy: RestartPolicy, watcher: Watcher) -> None:
         self.name, self.spawn, self.policy, self.watcher = name, spawn, policy, watcher
@@ -52,7 +58,7 @@ class Replica:
             policy.silent_after
         )  # seconds without a sign of life after which the generator counts as dead
         self.client = spawn()
-        self._death: asyncio.Future[Exception]  # of `client`; from `live` on
+        self._death: asyncio.Future[Exception]  # the death of self.client; set once live() has begun to watch it
         self._died: tuple[float, float, Exception] | None = (
             None  # first death since it was healthy: time.time(), time.monotonic() and the error
         )
@@ -75,7 +81,7 @@ class Replica:
             self._retire(error)
 
     async def _begin(self) -> None:
-        """Wait until a generator that the caller has spawned is set up. It is not watched later."""
+        """For a generator spawned by the caller: wait until it is set up. It is not watched later."""
         try:
             await self.client.ready()
         except Exception as error:
@@ -94,7 +100,7 @@ class Replica:
             self._tasks = []
 
     def expect_signs(self, silent_after: float) -> None:
-        """Wait at most this long for a sign of life from now on. A shorter time that was set before stays."""
+        """From now on count the generator as dead after this many seconds without a sign of life. A shorter time set before stays."""
         if silent_after >= self.silent_after:
             return
         self.silent_after = silent_after

@@ -27,8 +27,9 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
             # The client tells its caller the rank that failed. If the ranks have exchanged the error (engine/collectives.py), it already has
             # the rank on which it was raised.
-            if not hasattr(error, "rank"):
-                sent.rank = current_rank().rank  # type: ignore[attr-defined]
+            if not hasattr(sent, "rank"):
+                rank = error.rank if hasattr(error, "rank") else current_rank().rank
+                sent.rank = rank  # type: ignore[attr-defined]
             raise sent  # noqa: B904  # `from error` would attach an error that perhaps cannot be sent
 
     return call

@@ -1,4 +1,7 @@
-"""The versions that one rank of a trainer holds for its readers, in two slots that are written in turn. Their layout is computed once."""
+"""The versions of the weights that one rank of a trainer holds for its readers.
+
+They are in at most two slots, which are written in turn. The layout of the slots is computed once.
+"""
 
 import itertools
 import time
@@ -19,9 +22,9 @@ from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_nam
 class Snapshot:
     """One rank's part of the newest two versions.
 
-    A write goes into the slot of the older version. So if there are two slots, a push that fails loses only the older version. Both slots
-    have the same layout. If the tensors of a write need another layout, the write drops the slot of the older version and makes a slot of
-    the new layout. The write after that drops the other slot of the former layout.
+    A write goes into the slot of the older version. A place may have room for one slot only. With two, a write that fails loses only the
+    older version. Both slots have the same layout. When the layout changes, slots are replaced one per write: the first write replaces the
+    older version's slot, the next write replaces the remaining one. So with two slots the newest version stays readable throughout.
     """
 
     def __init__(

@@ -533,7 +533,7 @@ def test_the_calculator_refuses_all_else(expression):
 
 def test_a_mixture_and_reward_processes_refuse_a_task_with_episodes():
     task = "controllers.environments.guessing:GuessingGame"
-    with pytest.raises(ValueError, match="mixture, .*GuessingGame: .* has episodes"):
+    with pytest.raises(ValueError, match="mixture, .*GuessingGame: .* is played in episodes; a mixture takes only"):
         build_environment(EnvironmentConfig(mixture=[{"task": task}], num_held_out=10))
     with pytest.raises(ValueError, match="reward_workers=2, but environment has episodes"):
         Scorer.of(EnvironmentConfig(reward_workers=2), {"environment": GuessingGame(seed=0, num_held_out=1)})

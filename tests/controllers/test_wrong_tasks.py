@@ -241,7 +241,10 @@ WRONG = {
         ["--environment.mixture", '[{"task": "x", "mixture": [{"task": "good.jsonl"}]}]'],
         "mixture[0] is itself a mixture",
     ),
-    "too many parts": (["--environment.mixture", json.dumps([{"task": "good.jsonl"}] * 101)], "mixture has 101 parts"),
+    "too many parts": (
+        ["--environment.mixture", json.dumps([{"task": "good.jsonl"}] * 101)],
+        "mixture has 101 parts, but at most 100 are allowed",
+    ),
     "a part of a wrong file": (
         ["--environment.mixture", '[{"task": "good.jsonl"}, {"task": "mixed.jsonl"}]'],
         "mixture, mixed.jsonl: mixed.jsonl:2: column 'answer'",
