@@ -65,7 +65,7 @@ def choose(places: Sequence[Place], *, size: int, step: int, ahead: int) -> list
 
 @dataclass(slots=True, kw_only=True)
 class _Finished:
-    """What has happened since the last step."""
+    """The events since the last step."""
 
     filtered: list[Place] = field(default_factory=list)  # places whose groups cannot be trained on (Group.has_signal)
     num_refills: int = 0
