@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
 """Seconds to wait for the end of Monarch at the end of the program."""
+ASK_AGAIN = 10.0
+"""Seconds after which is_alive asks a process again that has not answered."""
 KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
 POLL_SECONDS = 0.1
@@ -143,12 +145,17 @@ class Client:
         probes = self._probes if self._processes is None else [self._processes.probe]
         if self._closed or not probes:
             return False
-        answers: list[Awaitable[list[tuple[int, int]]]] = [self._answers(probe.who, "is_alive") for probe in probes]
-        try:
-            await asyncio.wait_for(asyncio.gather(*answers), timeout)
-        except Exception:
-            return False
-        return True
+        deadline = time.monotonic() + timeout
+        while (left := deadline - time.monotonic()) > 0:
+            answers: list[Awaitable[list[tuple[int, int]]]] = [self._answers(probe.who, "is_alive") for probe in probes]
+            try:
+                await asyncio.wait_for(asyncio.gather(*answers), min(left, ASK_AGAIN))
+            except TimeoutError:
+                continue  # Monarch may lose a message while it handles the death of another process, so the probes are asked again
+            except Exception:
+                return False
+            return True
+        return False
 
     def death(self, silent_after: float) -> Call[ActorDiedError | ActorSilentError | None]:
         """A call that is done when one of the processes that this client spawned has died. Its answer is an error that names the process.
