@@ -130,8 +130,8 @@ def _normalize(raw_NV: Tensor, temperatures_N: Tensor, ids_N: Tensor) -> tuple[T
     """(log sum_v exp z_v, z at the ids), both [N], where z is the logits divided by the temperature."""
     chosen_N = _upcast(raw_NV.gather(-1, ids_N[:, None]).squeeze(-1)) / temperatures_N
     scaled_NV = _upcast(raw_NV) / temperatures_N[:, None]
-    # The log-sum-exp is written out, because torch's compiler then reads the logits only once. If this called torch.logsumexp, it would read
-    # them more often.
+    # The log-sum-exp is written out, because the compiled kernel then reads the logits only once. With torch.logsumexp the kernel would read
+    # the logits more often.
     largest_N1 = scaled_NV.amax(-1, keepdim=True)
     normalizer_N1 = largest_N1 + scaled_NV.sub_(largest_N1).exp_().sum(-1, keepdim=True).log()
     return normalizer_N1.squeeze(-1), chosen_N

@@ -66,7 +66,7 @@ __all__ = [
 
 
 def resolve(loss: "str | Loss") -> Loss:
-    """The loss for a name or a loss that a caller gives.
+    """The loss that a caller gives as an object or by its name.
 
     A name in LOSSES gives that loss with default options. "module:name" gives a loss of your own: a function, an instance, or a class that
     needs no arguments. A callable that is not a class is returned as it is. Raises ValueError for anything else.

@@ -46,7 +46,8 @@ class KL:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedImportanceSampling:
-    """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. The terms of KL and entropy stay.
+    """Multiplies the objective of position i by min(q_i, cap), where q_i = p_trainer / p_generator. The terms of KL and entropy stay
+    unchanged.
 
     At level "sequence" q_i is the geometric mean of q over the trained positions of the sample. The source is Yao et al., "Your efficient
     RL framework secretly brings you off-policy RL training", 2025.

@@ -21,10 +21,10 @@ from rl_actors.metrics import Partials
 class PolicyLoss:
     """sum_i -w_i c_i J_i + kl.coefficient sum_i w_i kl_i - entropy_coefficient sum_i w_i H_i
 
-    At position i, w is the loss weight, J the objective of the subclass, c the correction (1 without one), kl the estimate of the KL to the
+    At position i, w is the loss weight, J the objective of the subclass, c the correction (1 if there is none), kl the estimate of the KL to the
     reference, and H the entropy of the whole distribution.
     The correction is a function of q = p_trainer / p_generator. If samples have the column generator_logprobs, then old_logprobs are the
-    trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs). If they do not have it, old_logprobs are the
+    trainer's logprobs from before the update, and q = exp(old_logprobs - generator_logprobs). Without this column, old_logprobs are the
     generator's, and q = exp(logprobs - old_logprobs) without a gradient.
     sequence_mean divides the weights w of a sample by the sum of their absolute values, so that every sample counts the same. This is
     GRPO's 1 / |o|.
@@ -122,7 +122,8 @@ def policy_metrics(
 
     kl_policy_generator is the k3 estimate r - 1 - log r with r = p_trainer / p_generator (Schulman, "Approximating KL divergence", 2020).
     effective_sample_fraction is 1 / E[r^2], the effective sample size divided by the number of positions (Kong 1992 with E[r] = 1). It is
-    1 if p_trainer and p_generator agree. It merges over calls, because it is a quotient of two sums. Noise can raise it above 1.
+    1 if p_trainer and p_generator agree. Values of several calls can be merged, because each is a quotient of two sums. Noise can raise it
+    above 1.
     """
     is_trained_BL = loss_weights != 0
     count = is_trained_BL.sum()
@@ -255,7 +256,7 @@ class CISPO(PolicyLoss):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DRO(PolicyLoss):
     """J_i = A_i logprob_i - beta / 2 (logprob_i - old_logprob_i)^2 (Richemond et al., arXiv 2405.19107; Kimi k1.5, arXiv 2501.12599;
-    Tinker's `dro`). The default beta is that of Tinker's example.
+    Tinker's `dro`). The default beta is the one in Tinker's example.
     """
 
     beta: float = 0.05

@@ -1,4 +1,4 @@
-"""The GPUs that a spawned process sees, and their order. This module makes no CUDA context, because torch only counts the GPUs."""
+"""The GPUs that a spawned process sees, and their order. This module makes no CUDA context: it only lets torch count the GPUs."""
 
 import os
 

@@ -55,7 +55,8 @@ class Hosts:
     def lost(self) -> list[str]:
         """The hosts whose workers are gone.
 
-        If only Monarch knows the addresses of a job's workers, it says only whether the job still has all its hosts. If not, all are returned.
+        If only Monarch knows the addresses of a job's workers, it tells only whether the job still has all its hosts. If a host is missing, all
+        hosts are returned.
         """
         if self.workers:
             return [name for name, worker in zip(self.names, self.workers, strict=True) if refusal(worker)]

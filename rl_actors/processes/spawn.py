@@ -47,7 +47,7 @@ T = TypeVar("T")
 LOOPBACK = "127.0.0.1"
 LONGEST_PAUSE = 5.0  # largest number of seconds between two questions whether the processes of an actor are alive
 START_TIMEOUT = 120.0  # seconds in which spawned processes must answer
-STOP_TIMEOUT = 20.0  # seconds that Monarch has to stop the processes; those that still run are then killed
+STOP_TIMEOUT = 20.0  # seconds within which Monarch must stop the processes; those that still run are then killed
 logger = logging.getLogger(__name__)
 
 # By default Monarch notices a dead process after nine seconds. This value makes it notice after about one second. If the user has set the
@@ -87,7 +87,7 @@ class Process:
 
     rank: int
     pid: int
-    # A handle from pidfd_open. It always means this process, but the system may give the pid to another process after this one has ended.
+    # A handle from pidfd_open. The handle always means this process. After the process has ended, the system may give its pid to another one.
     # None: the process is on another host.
     handle: int | None = field(repr=False)
 

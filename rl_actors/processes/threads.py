@@ -58,7 +58,7 @@ def keep_one_pool() -> None:
     OpenMP makes a pool of workers for each thread that computes with several threads. If there are more workers than cores, libgomp lets
     all of them sleep between two kernels. The collectives of a checkpoint made a second pool, and from then on a step took twice the time.
     """
-    # First this thread sets its own number of threads. Then another thread sets the default, which holds for all threads without a number.
+    # First this thread sets its own number of threads. Then another thread sets the default, for all threads that have set none.
     torch.set_num_threads(torch.get_num_threads())
     other = threading.Thread(target=torch.set_num_threads, args=(1,))
     other.start()
