@@ -1,4 +1,4 @@
-"""The numbers of a service and of its actors, for a program that watches them. Asks no actor."""
+"""The numbers of a service and of its actors, for a program that watches them. No actor is called to get them."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -40,7 +40,7 @@ class CallCounts:
 class MemberNumbers:
     """State of an actor, as far as the service knows it without asking."""
 
-    policy_version: int | None  # None: the actor has not told one
+    policy_version: int | None  # None: the actor has not reported one yet
     restarts: int = 0
     step_open_for: float = 0.0  # seconds; 0: no client has an open step
     silent: Mapping[str, float] = field(default_factory=dict)  # process -> seconds since its last sign of life

@@ -54,7 +54,7 @@ class Member(Protocol):
         """The state, for people to read, as values of JSON."""
 
     def numbers(self) -> MemberNumbers:
-        """State for a program that watches the actor. Asks nobody."""
+        """State for a program that watches the actor, without a call to the actor."""
 
 
 async def _alive(client: Client) -> list[object]:
@@ -67,7 +67,7 @@ class ModelMember:
     """A trainer, value model or reference. At most one attached client has an open step; see OpenStep."""
 
     def __init__(self, client: ModelClient, infos: Sequence[TrainerInfo]) -> None:
-        """client: of a model that is set up. infos: the TrainerInfo of every rank."""
+        """client: the client of a model that is set up. infos: the TrainerInfo of every rank."""
         self.client, self.num_ranks = client, len(infos)
         self._infos = infos
         self.step = OpenStep()

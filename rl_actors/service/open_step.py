@@ -1,4 +1,4 @@
-"""`OpenStep`, which lets only one client of a service at a time have an open step. Knows nothing of actors.
+"""`OpenStep`, which lets only one client of a service at a time have an open step. This module knows nothing of actors.
 
 The first forward_backward of a client opens a step, and the client's optim_step or discard_gradients closes it. While the step is open,
 other clients' calls of the endpoints in CHANGING wait.
@@ -42,7 +42,7 @@ class OpenStep:
         self._held_since = 0.0
 
     async def enter(self, client: Attached, endpoint: str, patience: float) -> None:
-        """Wait until no other client has an open step, and give it to this client. Does nothing if this client has it already.
+        """Wait until no other client has an open step, and open one for this client. Does nothing if this client has an open step already.
 
         Raises RuntimeError if another client, which the error names, still has the step after `patience` seconds, or if `client` has left.
         """
@@ -74,5 +74,5 @@ class OpenStep:
             self._free.release()
 
     def seconds(self) -> float:
-        """Seconds for which the holder has had the step; 0 without a holder."""
+        """Seconds for which a client has had its step open; 0 if no step is open."""
         return 0.0 if self.holder is None else time.monotonic() - self._held_since

@@ -80,7 +80,7 @@ class RemoteMesh:
         return LocalEndpoint([RemoteProbe(RemoteEndpoint(self, "is_alive", num_answers=1))])
 
     async def send(self, endpoint: str, arguments: tuple[object, ...]) -> list[object]:
-        """The answers of all ranks. Raises ConnectionError as soon as the service is gone, and the error of the call."""
+        """The answers of all ranks. Raises the error of the call if it fails, and ConnectionError as soon as the service is gone."""
         asked = self._coordinator.call.call_one(self._number, endpoint, cloudpickle.dumps(arguments), self._patience)
         answer = asyncio.ensure_future(_awaited(asked))
         ended = asyncio.wrap_future(self.lease.ended)

@@ -1,4 +1,7 @@
-"""`Service`: the clients that are attached to the actors of one program, and the order of their calls. Sends nothing over a network."""
+"""`Service`: the clients that are attached to the actors of one program, and the order of their calls.
+
+This module sends nothing over a network.
+"""
 
 import asyncio
 import itertools
@@ -78,7 +81,7 @@ class Service:
         return {"up_for_seconds": round(time.time() - self.started, 1), "members": members, "clients": clients}
 
     async def numbers(self) -> ServiceNumbers:
-        """State of the service and its actors for a program that watches them. Asks no actor."""
+        """State of the service and its actors for a program that watches them, without a call to an actor."""
         clients, waiting = dict.fromkeys(self.members, 0), dict.fromkeys(self.members, 0)
         for client in self.clients.values():
             clients[client.member] += 1

@@ -1,4 +1,4 @@
-"""Lines of JSON that a client and a service exchange before anything is unpickled. Knows nothing of actors."""
+"""Lines of JSON that a client and a service exchange before anything is unpickled. This module knows nothing of actors."""
 
 import importlib.metadata
 import json
