@@ -127,7 +127,7 @@ class GPUPieces:
         return piece if piece.is_cuda else self.incoming(piece, number).copy_(piece, non_blocking=True)
 
     def incoming(self, piece: Tensor, number: int) -> Tensor:
-        # The buffer may be overwritten. A sender waits until the buffer's former piece has been sent. In a reader, the stream runs the copy
+        # It is safe to overwrite the buffer. A sender waits until the buffer's former piece has been sent. In a reader, the stream runs the copy
         # out of the buffer before the next receive.
         return self.buffers[number % WINDOW][: len(piece)]
 
@@ -143,7 +143,7 @@ def _gloo(store: object, member: int, host: str, timeout: timedelta) -> Group:
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
-    # By default torch uses the address to which this host's name leads. Another host may not reach that address.
+    # By default torch uses the address to which this host's name resolves. Another host may not reach that address.
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timeout
     return ProcessGroupGloo(store, member, 2, options)
@@ -172,7 +172,7 @@ GROUPS: dict[str, Callable[[object, int, str, timedelta], Group]] = {"gloo": _gl
 
 
 class Pair:
-    """A control connection and the communicator of its two processes. A pair brings one version after another until a call fails."""
+    """A control connection and the communicator of its two processes. A pair transfers one version after another until a call fails."""
 
     def __init__(
         self, connection: socket.socket, *, member: int, backend: str, piece_bytes: int, device: torch.device

@@ -66,7 +66,7 @@ class IndexedTransport(Transport):
         return place
 
     def _needs_server(self, slot: Slot) -> bool:
-        """True if a reader may need a server: the config asks for one, a reader may be on another host, or may fail to open GPU memory."""
+        """True if a reader may need a server: the config asks for one, or a reader may be on another host or fail to open GPU memory."""
         return (
             self.weights.path in ("tcp", "point_to_point")
             or bool(self.weights.address)

@@ -25,6 +25,7 @@ class Place:
 def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int) -> Place:
     """The first possible place for slots of num_bytes each: two slots on the GPU, one slot there, or two pinned slots on the host.
 
+    If the weights are on a CPU, the slots are on the host and are not pinned.
     If the path is shared_memory or tcp, the slots are always on the host. Readers on other hosts can also be served from a slot on the GPU:
     NCCL sends the bytes from the GPU, and TCP sends them in parts through the host's memory.
     room: bytes of the GPU that training leaves free.

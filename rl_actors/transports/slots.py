@@ -42,7 +42,7 @@ KEY_OFFSET = 64  # offset of one byte with the length of the key; the key follow
 LOCK_POLL_SECONDS = 0.002
 KEPT_MAPPINGS = 3
 """A reader unmaps a slot if none of the last KEPT_MAPPINGS versions that it has read used the slot. The value is larger than two, because
-each rank has two slots, which its versions use in turn."""
+a rank may have two slots, which its versions use in turn."""
 
 
 @dataclass(frozen=True, slots=True)
