@@ -1,4 +1,4 @@
-"""The place of vLLM's engine core: the engine's thread, or a process of its own. Knows no requests and no weights.
+"""The place of vLLM's engine core: the engine's thread, or a process of its own. This module handles neither requests nor weights.
 
 In a process of its own the core schedules and computes while the actor's process handles the outputs. On a GPU that is faster; see
 docs/loop.md. On a CPU the two processes share the cores, so this is not faster, and the start takes 10 s longer.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm import LLMEngine
 
 NEWS_TIMEOUT = 1.0
-"""An error of a core may come from its end. The end is then known within this number of seconds."""
+"""Seconds that `has_died` waits for the news that the core has ended. A failed call may come before this news."""
 DEATH_TIMEOUT = 10.0
 """Seconds that a core which has reported its failure may take to end. Its exit code is then in the error."""
 
@@ -45,8 +45,9 @@ processes that they start."""
 # A program that runs first in the core's process and in each process that the core starts. It makes the kernel end the process when the
 # process's parent ends, because neither vLLM's core nor its workers notice that their parent was killed with kill -9 while they start. It
 # begins a session, so that the core gets no Ctrl-C from a terminal, which would end the core in the middle of a step. In the core's process
-# it also removes variables that describe the actor's process group, not vLLM's. A new process does not know the executable that was set
-# for multiprocessing. So the program puts a call that sets it before the code of the process, which follows "-c".
+# it also removes variables that describe the actor's process group, not vLLM's. A new process does not inherit the executable that was
+# set for multiprocessing. So the program inserts a call that sets this executable. The call comes before the code of the process, which is
+# the argument after "-c".
 CHILD = """
 import ctypes, os, signal, sys
 os.setsid()
@@ -72,7 +73,7 @@ class EngineDiedError(RuntimeError):
 class Core(Protocol):
     """Protocol of InProcess and OwnProcess."""
 
-    recovers: bool  # whether the core works on after an error in a step
+    recovers: bool  # True if the core can run the next step after an error in a step
 
     def options(self, config: GeneratorConfig) -> dict[str, object]:
         """vLLM's arguments for the core."""
@@ -81,10 +82,10 @@ class Core(Protocol):
         """Context manager for the start of an engine."""
 
     def watch(self, engine: "LLMEngine", on_death: Callable[[BaseException], None]) -> None:
-        """Call `on_death` with an error that names the process, on another thread, when a process of the core has ended."""
+        """When a process of the core has ended, call `on_death` on another thread, with an error that names the process."""
 
     def death(self, error: BaseException) -> BaseException:
-        """The error to raise after a call to a core that does not recover has failed with `error`. It says how the core ended."""
+        """The error to raise when a call to the core has failed with `error`. If the core has ended, the new error says how."""
 
     def has_died(self) -> bool:
         """True if the core has ended. Call it after an error of the core."""
@@ -139,7 +140,7 @@ class OwnProcess:
             "distributed_executor_backend": "mp" if several else "uni",  # one rank computes in the core's process
         }
         if torch.cuda.is_available():
-            # With True, vLLM raises an error if it cannot do it. By default vLLM would only log this.
+            # With True, vLLM raises an error if it cannot schedule asynchronously. By default it would only log this.
             chosen["async_scheduling"] = True
         return chosen
 
@@ -244,7 +245,7 @@ def describe(process: BaseProcess) -> str:
 
 
 def wake_callers(engine: "LLMEngine", error: BaseException) -> None:
-    """Make every call of a dead core raise. vLLM's synchronous client would wait for ever for an answer of a core that was killed."""
+    """Make every call to a dead core raise an error. vLLM's synchronous client would wait for ever for an answer of a killed core."""
     client = engine.engine_core
     client.resources.engine_dead = True  # from now on every new call raises
     for future in list(client.utility_results.values()):

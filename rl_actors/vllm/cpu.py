@@ -15,8 +15,8 @@ ENV = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # torch.compile is off, because it would compile helper kernels for twelve seconds when they are first used.
     "TORCH_COMPILE_DISABLE": "1",
-    # oneDNN keeps a kernel of about 0.4 MiB for every number of rows that a layer has met. With its own limit of 1,024 kernels the process
-    # would grow for many thousand requests.
+    # oneDNN keeps a kernel of about 0.4 MiB for every number of rows that a layer has met. With oneDNN's default limit of 1,024 kernels the
+    # memory of the process would grow over many thousand requests.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
 }
 KV_CACHE_BYTES = 256 << 20

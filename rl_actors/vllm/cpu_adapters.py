@@ -1,7 +1,7 @@
 """Adapters on a CPU: which rows of a batch get which adapter, and the matrix products. vLLM's worker imports this module by name.
 
-vLLM 0.32's own code for a CPU gives a row without an adapter the last adapter if another row has one. It also copies an adapter for
-every row.
+If any row of a batch has an adapter, vLLM 0.32's own code for a CPU applies the last adapter to the rows that have none. It also copies an
+adapter for every row.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ def product(x_TI: Tensor, a_RI: Tensor, b_OR: Tensor) -> Tensor:
 
 
 def groups(places: Tensor) -> list[Group]:
-    """The rows of each place, by the place of every row; -1: the row has no adapter.
+    """(place of an adapter, the rows that use it) for each adapter. places: the place of each row's adapter; -1: the row has no adapter.
 
     groups([1, -1, 1]) -> [(1, [0, 2])]
     """

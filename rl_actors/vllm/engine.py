@@ -1,4 +1,4 @@
-"""vLLM's engine. One thread of this process owns it, and callers wait on futures. Knows no actors and no transports."""
+"""vLLM's engine. One thread of this process owns it, and callers wait on futures. This module knows nothing of actors."""
 
 import logging
 import queue
@@ -97,7 +97,8 @@ class EngineThread:
     ) -> EngineCall[T]:
         """Start all requests of a call, in the same step. The returned EngineCall gives their results, or the first error.
 
-        adapter: name of the loaded adapter with which they run. None: without one.
+        adapter: name of the loaded adapter with which the requests run. None: the adapter that pulls replace, or no adapter if pulls replace
+        the whole weights.
         """
         call = EngineCall(prompts, make_params, read, adapter)
         self.commands.put(Command(partial(self._add_requests, call), call.fail))
@@ -119,7 +120,8 @@ class EngineThread:
     def load_adapter(self, name: str, directory: str) -> "Future[None]":
         """Load an adapter from a directory of peft's format. Does nothing if it is loaded already.
 
-        The directory must stay until the adapter is unloaded: vLLM reads it again after it has dropped the adapter for others.
+        The directory must stay until the adapter is unloaded. vLLM may drop the adapter from memory to load others. Later it reads the
+        directory again.
         """
         return self.submit(partial(self._load_adapter, name, directory))
 
@@ -136,7 +138,7 @@ class EngineThread:
             return
         if self.asleep:
             raise asleep("load_adapter")
-        # vLLM's cache of prefixes has the name in its keys, so a name must never come back with other values.
+        # vLLM's cache of prefixes has the name in its keys, so vLLM must never see the same name with other values.
         self.num_loaded += 1
         request = LoRARequest(f"{name}#{self.num_loaded}", self.num_loaded, directory)
         self.engine.add_lora(request)

@@ -142,7 +142,7 @@ def _fused_rows(layer: nn.Module, part: int) -> tuple[int, int, int]:
 
 
 def _num_padded(layer: nn.Module, parameter: Tensor) -> int:
-    """Values of a parameter that no checkpoint has: vLLM pads the vocabulary."""
+    """The number of values of a parameter that no checkpoint has, because vLLM pads the vocabulary."""
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     if not isinstance(layer, VocabParallelEmbedding):

@@ -1,4 +1,4 @@
-"""Calls of generate and compute_logprobs as requests to vLLM, and their results, prompt by prompt. Knows no engine."""
+"""Calls of generate and compute_logprobs as requests to vLLM, and their results, prompt by prompt. This module knows nothing of the engine."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -49,8 +49,8 @@ class EngineCall(Generic[T]):
     def take(self, at_least: int) -> "Future[list[tuple[int, list[T]]]]":
         """(index of the prompt, its results) of the prompts that have finished since the last `take`, in order of finishing.
 
-        The future is done when there are `at_least` of them, or all that are left, or when the call has failed. If an earlier
-        `take` still waits, a later one ends it with an empty list.
+        The future is done when `at_least` of these prompts have finished, when no unfinished prompt is left, or when the call has failed.
+        If an earlier `take` still waits, a later one ends it with an empty list.
         """
         future: Future[list[tuple[int, list[T]]]] = Future()
         future.set_running_or_notify_cancel()  # nobody can cancel it, so the engine's thread can always set its result

@@ -68,7 +68,7 @@ def start_vllm(config: GeneratorConfig, core: Core | None = None) -> "LLMEngine"
     """Start an LLMEngine. It has the weights of config.hf_path. Without a path it has random ones until the first pull.
 
     core: the place of its engine core; None: the one that the config asks for. The engine takes one token more than config.max_model_len.
-    vLLM samples a token after every prompt, so without this room it would refuse to compute logprobs of a sequence of max_model_len tokens.
+    vLLM samples a token after every prompt, so without the extra one it would refuse to compute logprobs of a sequence of max_model_len tokens.
     Raises ValueError for a config that vLLM cannot run on this machine.
     """
     core = core or core_of(config)
@@ -141,7 +141,7 @@ def _engine_arguments(config: GeneratorConfig, directory: str, options: dict[str
 
 
 def adapter_options(modules: list[str], *, num_adapters: int, rank: int) -> dict[str, object]:
-    """vLLM's arguments for adapters on these modules, of at most this rank. num_adapters: those of one step."""
+    """vLLM's arguments for adapters on these modules, of at most this rank. num_adapters: the most adapters in one step."""
     from vllm.config.lora import MaxLoRARanks
 
     return {

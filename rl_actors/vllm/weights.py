@@ -44,7 +44,7 @@ class WeightsExtension:
     version: OpenVersion | None = None
     plan: Plan | None = None
 
-    if TYPE_CHECKING:  # the worker's own
+    if TYPE_CHECKING:  # vLLM's worker has these
         vllm_config: VllmConfig
         model_runner: GPUModelRunner
 
@@ -117,7 +117,7 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """The place of every tensor in the live parameters. Empty: vLLM must reload them. Made at the first pull."""
+        """The place of every tensor in the live parameters. Empty: vLLM must reload the weights. Made at the first pull."""
         if self.plan is None:
             self.plan = {}
             if is_possible(model, self.vllm_config):
@@ -137,7 +137,7 @@ class WeightsExtension:
                 raise
 
     def apply_to_prompts(self) -> None:
-        """Let adapters of the output projection apply to the logits of prompts, too. vLLM has a mapping only for sampled positions."""
+        """Let adapters of the output projection apply to the logits of prompts, too. vLLM maps only sampled positions to adapters."""
         from vllm.lora.layers import LogitsProcessorWithLoRA
 
         heads = [module for module in self.get_model().modules() if isinstance(module, LogitsProcessorWithLoRA)]
