@@ -48,7 +48,7 @@ class ValueGradient:
 def output_gradients(
     loss: CustomLoss, samples: Sequence[Sample], outputs: Sequence[Tensor]
 ) -> tuple[list[Tensor], Partials]:
-    """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss with loss:sum.
+    """Run the caller's loss. Returns d loss / d outputs, [T] for each sample, and the metrics of the loss, to which loss:sum is added.
 
     outputs: logprobs, or the values of a value model. The loss gets samples whose columns are 0 at padded targets, like every loss in the
     trainer. Raises TypeError if the loss does not return (scalar, dict), and ValueError if the scalar does not depend on the outputs.

@@ -25,8 +25,8 @@ def sends_errors(method: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]
             return await method(*args, **kwargs)
         except Exception as error:
             sent = error if _travels(error) else RuntimeError("".join(traceback.format_exception(error)))
-            # The client tells its caller the rank that failed. If the ranks have exchanged the error (engine/collectives.py), it already has
-            # the rank on which it was raised.
+            # The client tells its caller the rank that failed. If the ranks have exchanged the error (engine/collectives.py), the error already
+            # names the rank that failed.
             if not hasattr(sent, "rank"):
                 rank = error.rank if hasattr(error, "rank") else current_rank().rank
                 sent.rank = rank  # type: ignore[attr-defined]

@@ -188,7 +188,7 @@ def build(job: Job, config: JobConfig, *, mesh: str, logs: Path | None = None) -
 
     mesh: name of the mesh, in lower-case letters and digits. logs: folder for the output of a Slurm job; None: the working directory.
     """
-    # These imports stand here because Monarch's jobs import a web server.
+    # These imports are not at the top of the file, because Monarch's jobs import a web server.
     if job.kind == "process":
         from monarch.job import ProcessJob
 

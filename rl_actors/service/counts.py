@@ -10,7 +10,7 @@ from typing import Literal
 from rl_actors.service.open_step import Attached
 
 Outcome = Literal["answered", "failed", "left"]
-"""The end of a call. left: its client has left before the answer."""
+"""How a call ended. left: its client has left before the answer."""
 
 
 class CallCounts:

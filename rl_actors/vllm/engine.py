@@ -317,7 +317,10 @@ class EngineThread:
         self.commands.put(Command(end, lambda _: None))
 
     def _serve(self) -> None:
-        """Run a command if one waits, otherwise a step of the engine. Without requests, waits for a command."""
+        """Do the deferred work if no request runs. Otherwise run a command if one waits, or else a step of the engine.
+
+        If no request runs and no work is deferred, wait for a command.
+        """
         if self.waiting and not self.requests:
             self._end_drain()
         elif not self.requests or not self.commands.empty():
