@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def prepare_base(config: ServeConfig, folder: Path) -> None:
     """Find or write the directory of the base model, and set the config from it.
 
-    Raises ValueError if there is none or if the config does not fit it.
+    Raises ValueError if there is no such directory, or if the config does not fit the base model.
     """
     directory = Path(config.hf_path)
     if not config.hf_path:

@@ -44,7 +44,10 @@ def prometheus(server: Server, counts: Counts) -> str:
 
 
 def page_data(server: Server, owner: str) -> dict[str, Any]:
-    """The data of the status page: the model, the queue, speeds, weights and training runs. Runs, weights and requests are the owner's."""
+    """The data of the status page: the model, the queue, speeds, weights and training runs.
+
+    Requests in the queue, weights and runs are those of the owner. The base model's weights are listed for every owner.
+    """
     runs = []
     for run in server.store.runs(owner, MOST_ROWS, 0):
         curves = server.curves.get(run.id, RunCurves())
@@ -85,7 +88,7 @@ def _model(server: Server) -> dict[str, Any]:
 
 
 def _queue(server: Server, owner: str) -> list[dict[str, Any]]:
-    """Calls with unanswered requests: their number, and the seconds that the oldest one has waited."""
+    """For each call with unanswered requests: the number of these requests, and the seconds that the oldest has waited."""
     now = server.futures.now()
     found: dict[str, dict[str, Any]] = {}
     for promise in server.futures.waiting(owner):

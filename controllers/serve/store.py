@@ -43,7 +43,7 @@ class Run:
     user_metadata: Mapping[str, Any] | None = None
     created: float = 0.0
     last_request: float = 0.0
-    parked: str | None = None  # directory with the state of a run whose trainer was closed to make room
+    parked: str | None = None  # directory that holds the state of the run while it waits on disk
     inflight_version: int | None = None  # newest version that the run saved for its inflight samplers
 
 

@@ -19,8 +19,8 @@ from controllers.serve.sampling import Weights
 NOTHING = -1
 """Value of a cell that asks for no token."""
 MAX_SCORED = 1024
-"""Largest number of distinct pairs (row, token) of a request whose token is not the prompt's token there. Each pair costs one pass over the
-prompt up to that position."""
+"""Largest number of distinct pairs (row, token) of a request. A pair counts only if its token is not the prompt's token at the row's
+position. Each counted pair costs one more pass over the prompt up to that position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,7 @@ class Targets:
         return made
 
     def foreign(self, prompt: list[int]) -> list[tuple[int, int]]:
-        """The pairs (row, token) whose token is not the prompt's token there, without duplicates."""
+        """The pairs (row, token) whose token is not the prompt's token at the row's position, without duplicates."""
         own = np.asarray(prompt[1:], np.int64)[self.rows] if len(self.rows) else self.rows
         wanted = (self.tokens != NOTHING) & (self.tokens != own)
         return sorted(set(zip(self.rows[wanted].tolist(), self.tokens[wanted].tolist(), strict=True)))

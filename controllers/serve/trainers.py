@@ -1,7 +1,8 @@
-"""The trainers of training runs. Runs with adapters of one shape are tenants of one trainer; a run of rank 0 has a trainer of its own.
+"""The trainers of training runs. Runs with adapters of one shape are tenants of one trainer. A run of rank 0, which trains all weights, has a
+trainer of its own.
 
-At most max_trainers are in memory, with at most max_tenants runs each. The other runs wait on disk. The requests of a run are done one
-after the other, in the order of their arrival. Those of the tenants of a trainer take turns.
+At most max_trainers trainers are in memory, with at most max_tenants runs each. The other runs wait on disk. The requests of a run are done
+one after the other, in the order of their arrival. The requests of the tenants of a trainer take turns.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class Home:
     runs: "dict[str, Resident]" = field(default_factory=dict)
 
     def calls_of(self, run: Run) -> Calls:
-        """The calls of a new run. Raises ValueError if the trainer cannot have it."""
+        """The calls of a new run. Raises ValueError if the trainer cannot add the run."""
         return self.trainer if self.shape is None else self.trainer.new_tenant(run.id, seed=run.lora["seed"])
 
 
@@ -108,14 +109,15 @@ class Trainers:
     async def create(self, run: Run, checkpoint: str | None = None, *, optimizer: bool = False) -> None:
         """Start the trainer of a new run, with the state of a checkpoint if one is given.
 
-        Raises ValueError if no trainer can be built for the run or the checkpoint is another model's, and UserError if there is no room.
+        Raises ValueError if no trainer can be built for the run or the checkpoint is another model's. Raises UserError if max_trainers or
+        max_tenants is reached and no place can be freed.
         """
         async with self._turn(run.id):
             await self._start(run, checkpoint, optimizer=optimizer)
 
     @contextlib.asynccontextmanager
     async def using(self, run_id: str) -> AsyncIterator[Resident]:
-        """Context manager that waits for the caller's turn, and gives the run. Turns have the order in which they were asked for."""
+        """Context manager that waits for the caller's turn, and yields the run. Turns have the order in which they were asked for."""
         async with self._turn(run_id):
             resident = self.residents.get(run_id) or await self._revive(run_id)
             resident.used = time.monotonic()
@@ -167,7 +169,7 @@ class Trainers:
         return resident
 
     async def _place(self, run: Run) -> Resident:
-        """A place for a run in a trainer. If there is none, runs that were used least recently go to disk. The run's turn is the caller's."""
+        """A place for a run in a trainer. If there is none, runs that were used least recently go to disk. The caller holds the run's turn."""
         shape = _shape_of(run)
         async with self._placing:
             home = next((each for each in self.homes if shape is not None and each.shape == shape), None)
@@ -301,7 +303,7 @@ class Trainers:
         except Exception:
             try:
                 await self._remove(resident)
-            except Exception:  # the trainer does not even forget the run, so its other runs are lost, too
+            except Exception:  # the trainer cannot drop the run either, so it ends, and its other runs are lost, too
                 await self._lose(resident.home)
             raise RuntimeError(self._ended(resident.run.id, error)) from error
 
