@@ -1,4 +1,4 @@
-"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. Knows nothing of actors.
+"""`Call`, the answer to a call that is running, and the background thread that all clients of a process share. This module knows no actors.
 
 The thread has an event loop of its own. So clients work in a REPL, in a script, with repeated asyncio.run, and in Jupyter, which already
 runs a loop.

@@ -1,4 +1,4 @@
-"""Conversions for TrainerClient: a caller's lists to CPU tensors, and the outputs of all ranks to one output. Sends nothing."""
+"""Conversions for TrainerClient: a caller's lists to CPU tensors, and the outputs of all ranks to one output. It sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +39,7 @@ def merge_outputs(num_samples: int, outputs: Sequence[RankOutput]) -> ForwardBac
 
 
 def _require_each_once(outputs: Sequence[RankOutput]) -> None:
-    """Raises ValueError naming the first sample that is reported twice, by two ranks or by one. One report would replace the other."""
+    """Raises ValueError naming the first sample that is reported twice. The later report would replace the earlier one."""
     reporter: dict[int, int] = {}
     for output in outputs:
         for index in output.indices:
@@ -83,7 +83,7 @@ def _is_tensor(values: object, dtype: torch.dtype) -> bool:
 
 
 def _tensor(values: T, dtype: torch.dtype) -> Tensor | T:
-    """A tensor of a list, an array or a tensor. A value that is none of these is returned as it is."""
+    """A tensor made from a list, an array or a tensor. A value that cannot become a tensor is returned as it is."""
     try:
         tensor = torch.as_tensor(values, device="cpu")
     except (TypeError, ValueError, RuntimeError):

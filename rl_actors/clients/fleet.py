@@ -40,7 +40,7 @@ class RoutedCall:
     def __init__(
         self, prompts: list[list[int]], params: SamplingParams, numbers: list[int], adapter: str | None
     ) -> None:
-        """numbers: for each prompt the p from which its seeds are computed; see SamplingParams. adapter: name of a loaded adapter."""
+        """numbers: for each prompt the p in the formula at SamplingParams.seed. adapter: name of a loaded adapter."""
         self.prompts, self.params, self.numbers, self.adapter = prompts, params, numbers, adapter
         self.num_left = len(prompts)  # number of prompts whose completions `take` has not returned
         self.parts: set[asyncio.Task[None]] = set()  # one for each generator that has prompts of the call
@@ -58,7 +58,7 @@ class RoutedCall:
         self._changed.set()
 
     async def take(self, at_least: int) -> Groups:
-        """The finished prompts that `take` has not returned before. Waits for at_least of them, or for all that are left.
+        """The finished prompts that `take` has not returned before. Waits for at_least prompts, or for all that are left.
 
         Raises the error of the call.
         """
@@ -95,7 +95,8 @@ class Fleet:
         """
         self.setup_timeout, self.tell = setup_timeout, tell
         self.told: int | None = None  # version of the newest pull, unless that pull failed on all generators
-        self.last_pull: Transfer | None = None  # of the generator that took longest in the last call of `pull`
+        # The slowest transfer of the last call of `pull`. Before such a call: the first pull of a generator.
+        self.last_pull: Transfer | None = None
         self.returns: list[GeneratorReturn] = []
         self._first_version = first_version
         self._router = Router(len(spawns))
@@ -179,7 +180,7 @@ class Fleet:
     ) -> int:
         """Start a generate call, and return its number.
 
-        numbers: for each prompt the p from which its seeds are computed (see SamplingParams); None: its place in the list.
+        numbers: for each prompt the p in the formula at SamplingParams.seed; None: its place in the list.
         adapter: name of a loaded adapter; None: without one.
         """
         call = RoutedCall(prompts, params, list(range(len(prompts))) if numbers is None else numbers, adapter)

@@ -178,7 +178,7 @@ class GeneratorClient(Client):
 
     @property
     def last_pull(self) -> Transfer | None:
-        """The last pull of this client; of several generators, the slowest one's. num_bytes is 0 if the generator had the version already."""
+        """The last pull of this client, by the slowest of its generators. num_bytes is 0 if the generator had the version already."""
         return self._fleet.last_pull
 
     def on_news(self, tell: Callable[[str], None]) -> None:
@@ -252,7 +252,7 @@ class GeneratorClient(Client):
         await self._fleet.load_adapter(name, directory)
 
     def unload_adapter(self, name: str) -> Call[None]:
-        """Unload an adapter. New calls cannot name it. Answers when those that run with it have ended.
+        """Unload an adapter. New calls cannot name it. The answer comes when all calls that run with it have ended.
 
         Raises ValueError if this client has loaded no adapter of this name.
         """
@@ -281,7 +281,7 @@ class GeneratorClient(Client):
     ) -> Call[list[list[Completion]]]:
         """params.n completions of each prompt, in the order of the prompts.
 
-        adapter: name of an adapter of `load_adapter`; None: the weights without one.
+        adapter: name of an adapter, as given to `load_adapter`; None: the weights without an adapter.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits, or if the adapter is not loaded.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
@@ -317,9 +317,9 @@ class GeneratorClient(Client):
 
         The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends the
         unfinished requests in the engine. A plain `for` works, too.
-        indices: for each prompt the p from which its seeds are computed (see SamplingParams); None: its place in the list.
+        indices: for each prompt the p in the formula at SamplingParams.seed; None: its place in the list.
         adapter: as in `generate`.
-        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits; in the loop, the error of the call.
+        Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits. The loop raises the error of the call.
         """
         copies, chosen = _as_lists(prompts), SamplingParams() if params is None else params
         validate_sampling_params(chosen)

@@ -112,7 +112,7 @@ class ModelClient(ModelCalls, Client):
         processes: running processes in which the model is built, beside the models that are there already: a ProcMesh, or another client
         whose processes are used. That client must outlive this one. Clients of the same processes take turns. None: new processes, which
         end with this client.
-        checkpoint: a directory that save_checkpoint of a trainer of the same model wrote. The model starts with the weights in it. Empty:
+        checkpoint: a directory that a trainer of the same model wrote by save_checkpoint. The model starts with the weights in it. Empty:
         the model starts with the weights of config.hf_path, or with random ones.
         hosts: hosts that `rl_actors.processes.hosts.connect` returned; new processes are spread evenly over them. None: this host.
         Raises ValueError if no model can be built from the config, if there are too few GPUs, if there is no such checkpoint, or if
@@ -222,7 +222,7 @@ class ModelClient(ModelCalls, Client):
 
     @property
     def process_mesh(self) -> Awaitable["ProcMesh"]:
-        """An awaitable whose result is the processes, as soon as the model is set up in them. A client that shares them awaits it."""
+        """An awaitable of the processes, which is done when the model is set up in them. A client that shares them awaits it."""
         return self._processes_with_model()
 
     async def _processes_with_model(self) -> "ProcMesh":
@@ -267,8 +267,8 @@ class ModelClient(ModelCalls, Client):
     def offload(self, parts: Collection[Part] = PARTS) -> Call[HostMove]:
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
 
-        The host's memory is allocated at the first offload and kept; beside a GPU it is pinned. Every later call first brings back the
-        parts that it needs. `forward`, pushes, pulls and exports need the weights. forward_backward needs the weights and the gradients.
+        The host's memory is allocated at the first offload and kept. On a machine with a GPU this memory is pinned. Every later call first
+        brings back the parts that it needs. `forward`, pushes, pulls and exports need the weights. forward_backward needs the weights and the gradients.
         save_checkpoint needs the weights and, unless optimizer=False, the optimizer state. optim_step and load_checkpoint need all parts.
         Raises RuntimeError while the trainer is broken. On a CPU an offload saves no memory.
         """
@@ -284,7 +284,7 @@ class ModelClient(ModelCalls, Client):
         return of_all_ranks(await self._ordered(endpoint, parts))
 
     def relay(self, endpoint: str, *arguments: object) -> Call[list[Any]]:
-        """The answers of all ranks to a call that a client in another program has checked. A service uses it for its clients."""
+        """The answers of all ranks to a call that a client in another program has checked. A service uses this method for its clients."""
         return self._in_turn(endpoint, self._relay, endpoint, *arguments, mends=endpoint == "discard_gradients")
 
     async def _relay(self, endpoint: str, *arguments: object) -> list[Any]:

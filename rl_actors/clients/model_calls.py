@@ -1,4 +1,4 @@
-"""The calls of a model and of a trainer, for all that has them: the client of a model, and each tenant of a trainer.
+"""The calls of a model and of a trainer. The client of a model and the client of a tenant inherit them.
 
 A method checks its arguments in the caller's thread, so that the traceback of an error shows the caller's line. It also copies arguments
 that the caller may change. Only the sending is queued. A subclass sends.
@@ -235,7 +235,7 @@ class TrainingCalls(ModelCalls):
     def save_checkpoint(self, path: str, *, optimizer: bool = True) -> Call[SavedCheckpoint]:
         """Copy weights, optimizer state and policy_version, and write them. The directory appears only when the checkpoint is complete.
 
-        The answer comes when the state is copied. The call that `.wait()` of the answer returns is done when the directory is complete on
+        The answer comes when the state is copied. `.wait()` of the answer returns a call that is done when the directory is complete on
         disk. If the writing fails and nobody waits for it, the next optim_step or save_checkpoint raises the error and does nothing else.
         """
         return self._in_turn(

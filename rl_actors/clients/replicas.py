@@ -2,7 +2,7 @@
 
 When the generator of a slot dies, another one with the same config is spawned into the slot.
 
-The states of a replica, and what leads from one to the next:
+The states of a replica, and the transitions between them:
 
 starting ──► stale ──► healthy ──► dead ──► restarting ──► stale ──► healthy
                ▲          │         └─────► retired

@@ -1,4 +1,4 @@
-"""`Restarts`, which counts and limits the restarts of an actor. Starts nothing."""
+"""`Restarts`, which counts and limits the restarts of an actor. It starts nothing."""
 
 import time
 from collections import deque

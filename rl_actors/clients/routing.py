@@ -47,7 +47,7 @@ class Router:
         self._known.clear()
 
     def _find(self, prompt: Sequence[int]) -> tuple[int, int | None]:
-        """The hash of a prompt, and the replica of the longest known prompt with which this prompt starts, such as that of an earlier turn."""
+        """The hash of a prompt, and the replica of its longest known prefix, such as the prompt of an earlier turn. None: no known prefix."""
         hashed, replica = 0, None
         for token in prompt:
             hashed = (hashed * MULTIPLIER + token + 1) & MASK

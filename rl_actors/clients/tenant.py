@@ -38,7 +38,7 @@ class Access:
 
 
 class TenantClient(TrainingCalls):
-    """One tenant of a trainer: adapters, gradients, optimizer, order of calls and version of its own, over the trainer's base.
+    """One tenant of a trainer. It has its own adapters, gradients, optimizer, order of calls and version. All tenants share one base model.
 
     >>> one, other = trainer.new_tenant("one", seed=1), trainer.new_tenant("other", seed=2)   # doctest: +SKIP
     >>> one.forward_backward(samples, loss="cross_entropy")                                   # doctest: +SKIP

@@ -57,11 +57,11 @@ class TrainerClient(TrainingCalls, ModelClient):
         await self._ask(self._mesh.wait_for_checkpoint, f"writing {path}", self.call_timeout, breaks=False)
 
     def new_tenant(self, name: str, *, seed: int = 0) -> TenantClient:
-        """Add a run of its own over the same base, and return its client at once.
+        """Add a tenant: another run on the same base model. Returns its client at once.
 
-        A tenant has adapters with the values of this seed, gradients, an optimizer, an order of calls and a version of its own. Their
-        rank and layers are those of the trainer. The calls of all tenants run one at a time. The calls of this client are those of the
-        first tenant, which every trainer has.
+        A tenant has its own adapters, gradients, optimizer, order of calls and version. Its adapters start with the values of this seed,
+        and have the rank and the layers of the trainer's adapters. The calls of all tenants run one at a time. The
+        calls of this client are those of the first tenant, which every trainer has.
         Raises ValueError if the trainer has no adapters, if the name is taken, and for a client that is attached to a service.
         """
         if self._lease is not None:

@@ -1,6 +1,6 @@
 """Turn one planned microbatch into tensors of whole rows. packing.py makes the plan. context_parallel.py selects a rank's part of the rows.
 
-In packed tensors: B rows, L row length. If each row has one sample: S samples of at most T positions. N positions of all samples together,
+Packed tensors have B rows of length L. Tensors with one sample for each row have S rows of length T. N positions of all samples together,
 K targets of one position, P pieces. A piece is a sample, or the padding at the end of a row.
 """
 

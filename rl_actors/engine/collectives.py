@@ -26,7 +26,7 @@ def by_rank(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]
 
 
 def on_all_ranks(holds: bool) -> bool:
-    """True if `holds` is true on all ranks. The tensor is on the CPU, so this function also works if tensors on GPUs go over NCCL."""
+    """True if `holds` is true on all ranks. This function sends a CPU tensor, so it also works if tensors on GPUs go over NCCL."""
     flag = torch.tensor(int(holds))
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag)

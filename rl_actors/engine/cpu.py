@@ -76,7 +76,7 @@ def device() -> torch.device:
 
 
 def prepare(world_size: int) -> None:
-    """Divide the cores of this host by the number of ranks, and use so many threads. If there are more threads than cores, gloo and the
+    """Divide the cores of this host by the number of ranks, and use that many threads. If there are more threads than cores, gloo and the
     kernels slow each other down.
 
     Ranks on other hosts are counted, too. If the user has set OMP_NUM_THREADS, the user's number is kept.

@@ -1,4 +1,4 @@
-"""The deadline of collectives: how long a rank waits in a collective for another rank. Every process group gets it, of gloo and of NCCL.
+"""The deadline of collectives: how long a rank waits in a collective for another rank. It holds for the groups of gloo and of NCCL.
 
 After the deadline gloo raises an error in the waiting rank, and `late` recognises this error. In an NCCL group the watchdog ends the process
 of the waiting rank. Either way the caller need not wait until its call_timeout is over to learn of the hang.

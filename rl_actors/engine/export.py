@@ -91,7 +91,7 @@ def _write_texts(directory: Path, texts: Mapping[str, str] | None) -> None:
 
 
 def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """torchtitan's name -> shape, of the model's tensors in the checkpoint. Raises ValueError unless they are those of this config."""
+    """The shapes of the model's tensors in the checkpoint, by torchtitan's names. Raises ValueError if the config has other tensors."""
     if not is_checkpoint(checkpoint):
         raise ValueError(f"{checkpoint} is not a checkpoint of a trainer")
     require_trusted(checkpoint)
@@ -113,7 +113,7 @@ def _require_checkpoint(checkpoint: str, config: TrainerConfig) -> dict[str, tup
 
 
 def _expected(config: TrainerConfig) -> dict[str, tuple[int, ...]]:
-    """torchtitan's name -> shape, of the tensors that a checkpoint of a trainer with this config holds."""
+    """The shapes of the tensors in a checkpoint of a trainer with this config, by torchtitan's names."""
     weights = {name: tuple(tensor.shape) for name, tensor in hf.whole_state(config.model).items()}
     if not config.lora.rank:
         return weights

@@ -22,8 +22,8 @@ from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata
 
 BOUNDARIES_MULTIPLE = 64
-"""The number of documents is rounded up to a multiple of this number, and the length of the longest document to a power of two. torch
-compiles the transformer blocks anew for every new value of the two, so there should be few values."""
+"""The number of boundaries of documents is rounded up to a multiple of this number, and the length of the longest document to a power of two.
+torch compiles the transformer blocks anew for every new value of the two, so there should be few values."""
 NAME = "FA4"
 CAPABILITIES = (9, 10)
 """Major compute capabilities of the GPUs on which torch calls FlashAttention 4."""

@@ -114,8 +114,8 @@ def norms(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def fuse(function: Callable) -> Callable:
     """Compile the function into few kernels.
 
-    The rowwise recipe of float8 makes all compiled kernels of the process round as eager kernels do (emulate_precision_casts). This function
-    does not need it, so it is off here.
+    The rowwise recipe of float8 makes all compiled kernels of the process round as eager kernels do (emulate_precision_casts). `function`
+    does not need this rounding, so the option is off here.
     """
     return torch.compile(function, options={"emulate_precision_casts": False})
 

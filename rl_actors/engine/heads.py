@@ -17,7 +17,7 @@ from rl_actors.types import IGNORE_TARGET
 
 Values = dict[str, Tensor]
 """Numbers computed at every position. The name of the first entry is the head's `output`, "logprobs" or "values", and its shape is [B, L].
-If they are asked for, "entropy" [B, L] and "target_logprobs" [B, L, K] follow."""
+"entropy" [B, L] and "target_logprobs" [B, L, K] follow if the call asks for them."""
 
 
 class Head(Protocol):

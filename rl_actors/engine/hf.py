@@ -89,7 +89,7 @@ def require_same_shapes(config: ModelConfig, there: Mapping[str, tuple[int, ...]
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Hugging Face's name -> shape, of every tensor of this model. The names and shapes do not depend on the layout of the ranks."""
+    """The shape of every tensor of this model, by Hugging Face's names. The names and shapes do not depend on the layout of the ranks."""
     return {name: tuple(tensor.shape) for name, tensor in hf_adapter(config).to_hf(whole_state(config)).items()}
 
 
@@ -194,8 +194,8 @@ def export(built: BuiltModel, config: ModelConfig, path: str, *, source: str = "
 
     _on_first_rank(lambda: begin_directory(temporary, config, source=source, dtype=dtype))
     files = SafetensorsWriter(temporary)
-    # torchtitan's state-dict adapter, which renames tensors, records the layout of the experts that it renames. The model's own one has
-    # recorded sharded experts, but the experts here are whole, so a new one renames them.
+    # torchtitan's state-dict adapter, which renames tensors, records the layout of the experts that it renames. The model's own
+    # adapter has recorded sharded experts, but the experts here are whole, so a new adapter renames them.
     adapter = hf_adapter(config)
     failure: OSError | None = None
     for name, whole in whole_tensors(lora.merged(built.model, _parameters(built.model))):

@@ -41,8 +41,8 @@ def convert(model_config: Qwen3Model.Config, config: LoRAConfig) -> Qwen3Model.C
 def require_found(model: nn.Module, config: LoRAConfig) -> None:
     """Raises RuntimeError if the model has adapters and the trained parameters are not exactly the adapters that this module finds.
 
-    This module finds adapters by torchtitan's names of them. If torchtitan used other names, this module would find no adapters, and a push
-    would publish the frozen weights without the adapters.
+    This module finds adapters by the names that torchtitan gives them. If torchtitan used other names, this module would find no adapters, and
+    a push would publish the frozen weights without the adapters.
     """
     if not config.rank:
         return
@@ -87,7 +87,7 @@ def checkpointed(model: nn.Module) -> dict[str, Tensor]:
 
 
 def peft_state_dict(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
-    """The adapters under peft's names, sharded as in the model. to_hf: the method of this name of torchtitan's state-dict adapter."""
+    """The adapters under peft's names, sharded as in the model. to_hf: the method `to_hf` of torchtitan's state-dict adapter."""
     state = model.state_dict()
     found: dict[str, Tensor] = {}
     for name, _ in _layers(model):

@@ -40,7 +40,7 @@ class Machine(Protocol):
     def local_masks(self, masks: BlockMask) -> AttentionMasks:
         """Turn flex attention's masks into the form that this machine's attention layers take.
 
-        masks: those for the part of the rows that a context-parallel rank holds.
+        masks: the masks of the part of the rows that a context-parallel rank holds.
         """
 
     def to_device(self, tensor: Tensor, device: torch.device) -> Tensor:

@@ -43,7 +43,7 @@ def wait_for_input(model: nn.Module) -> None:
 
     In a sequence-parallel model the ranks gather the positions of each row before the experts. With several rows torch has to rearrange the
     gathered data, so it waits. With one row there is nothing to rearrange, and the experts get a tensor whose all-gather may still run. The
-    experts run inside torch's local_map. It takes the plain tensor out of such a tensor, and autograd does not know the plain one. So the
+    experts run inside torch's local_map, which takes the plain tensor out of such a tensor. Autograd does not know the plain tensor. So the
     gradient would end there, and would not reach the layers before the experts.
     """
     for block in model.layers.values():
@@ -84,7 +84,7 @@ class RouterCounters:
     def _subtract_padding(self, moe: MoE, router: nn.Module, args: tuple, output: tuple[Tensor, ...]) -> None:
         """Forward hook of a router: lowers the counter of every expert that a padding position chose.
 
-        After it, torchtitan's block counts all positions, padding included, so the padding cancels out.
+        After this hook, torchtitan's block counts all positions, padding included, so the padding cancels out.
         """
         if not moe.training:
             return

@@ -92,7 +92,7 @@ class NoOptimizers:
 
 
 class Hyperparameters:
-    """Writes an OptimParams into the parameter groups of an optimizer. Each group multiplies the learning rate and the weight decay.
+    """Writes an OptimParams into the parameter groups of an optimizer. Each group has factors for the learning rate and the weight decay.
 
     A group of the config holds the parameters whose names match the group's pattern and no earlier pattern. A last group holds the rest.
     """

@@ -73,7 +73,7 @@ class SingleRunner:
         """Free the second gradient of a tied embedding: 622 MB for Qwen3 0.6B.
 
         FSDP reduces the gradient of a tied embedding twice. The first reduction has the gradient of the output projection. The second one
-        has two gradients in one tensor, that of the embedding's lookup and that of the last norm. FSDP adds the lookup's gradient to the
+        has the gradient of the embedding's lookup and the gradient of the last norm, in one tensor. FSDP adds the lookup's gradient to the
         first gradient. The norm's gradient is a view of the tensor of the second reduction, and would keep the whole tensor alive. So the
         norm's gradient is copied.
         """
@@ -90,10 +90,10 @@ class SingleRunner:
 
     @contextmanager
     def _gathered(self, *, keep: bool) -> Iterator[None]:
-        """Context manager around the microbatches of a call. keep: True keeps the parameters that FSDP gathers for the first microbatch gathered
-        until the last microbatch is done.
+        """Context manager around the microbatches of a call. keep: True: the parameters that FSDP gathers for the first microbatch stay
+        gathered until the last microbatch is done.
 
-        At the end all parameters are sharded again, because an optimizer steps the shards, which does not change gathered parameters.
+        At the end all parameters are sharded again, because an optimizer changes only the shards, and not the gathered parameters.
         """
         for module in self.gathered:
             module.set_reshard_after_forward(not keep)

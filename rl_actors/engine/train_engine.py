@@ -88,7 +88,7 @@ class TrainEngine:
         self.tenants.use(tenant)
 
     def new_tenant(self, name: str, seed: int = 0) -> None:
-        """Add a tenant and use it. The tenant has adapters with the initial values of this seed, over the same base, and its version is 0. It has
+        """Add a tenant on the same base model, and use it. Its adapters get the initial values of this seed, and its version is 0. It has
         no gradients and no optimizer state yet.
 
         Later calls change nothing that belongs to another tenant. Raises ValueError if the trainer has no adapters or the name is taken.
