@@ -1,4 +1,4 @@
-"""Conversions for TrainerClient: a caller's lists to CPU tensors, and the outputs of all ranks to one output. It sends nothing."""
+"""Conversions for TrainerClient: a caller's lists to CPU tensors, and the outputs of all ranks to one output. This module sends nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -130,7 +130,7 @@ class Fleet:
         return known if self.told is None else replace(known, policy_version=self.told)
 
     def expect_signs(self, silent_after: float) -> None:
-        """Count every generator without a sign of life for silent_after seconds as dead. A shorter time that was set before stays."""
+        """From now on a generator without a sign of life for silent_after seconds counts as dead. A shorter time set before stays."""
         for replica in self.replicas:
             replica.expect_signs(silent_after)
 

@@ -268,8 +268,9 @@ class ModelClient(ModelCalls, Client):
         """Move weights, gradients and optimizer state, or some of them, to the host, and free their memory on the devices.
 
         The host's memory is allocated at the first offload and kept. On a machine with a GPU this memory is pinned. Every later call first
-        brings back the parts that it needs. `forward`, pushes, pulls and exports need the weights. forward_backward needs the weights and the gradients.
-        save_checkpoint needs the weights and, unless optimizer=False, the optimizer state. optim_step and load_checkpoint need all parts.
+        brings back the parts that it needs. `forward`, pushes, pulls and exports need the weights. forward_backward needs the weights and
+        the gradients. save_checkpoint needs the weights and, unless optimizer=False, the optimizer state. optim_step and load_checkpoint
+        need all parts.
         Raises RuntimeError while the trainer is broken. On a CPU an offload saves no memory.
         """
         require_parts("offload", parts)

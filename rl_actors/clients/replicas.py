@@ -64,7 +64,7 @@ class Replica:
         )
         self._is_final = False  # whether the last death is one after which no restart is tried
         self._is_stale = asyncio.Event()
-        self._tasks: list[asyncio.Future[None]] = []  # that watch and serve `client`
+        self._tasks: list[asyncio.Future[None]] = []  # tasks that watch and serve `client`
 
     async def live(self) -> None:
         """Keep a generator running. Ends when the replica is retired."""

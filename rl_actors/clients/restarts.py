@@ -27,7 +27,7 @@ class Restarts:
         """note: text that is added to the first error when it is raised after several deaths."""
         self.policy, self.clock, self.note = policy, clock, note
         self.total = 0
-        self._deaths: deque[tuple[float, Exception]] = deque()  # of the last hour: the time on `clock`, and the error
+        self._deaths: deque[tuple[float, Exception]] = deque()  # in the last hour: (time on `clock`, error)
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
         """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the first of them."""

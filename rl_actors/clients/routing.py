@@ -10,7 +10,7 @@ SLACK = 4
 """A replica that has the start of a prompt in its cache gets the prompt if its load is at most this many groups of n requests above the
 load of the least loaded replica."""
 
-MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # of a rolling hash
+MULTIPLIER, MASK = 6_364_136_223_846_793_005, (1 << 64) - 1  # constants of a rolling hash
 
 
 class Router:

@@ -2,7 +2,7 @@
 
 FlashAttention 4 replaces torch's own FlashAttention in this process. Its kernels use features of Hopper and Blackwell GPUs. torch 2.13
 expects two values from the forward function, but the package's function returns five. So torch is made to call the two functions at the end
-of this file, which call those of the package.
+of this file, which call the package's functions.
 """
 
 from collections.abc import Iterable

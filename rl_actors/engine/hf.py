@@ -153,8 +153,8 @@ def state_dict(built: BuiltModel, dtype: torch.dtype = torch.float32) -> dict[st
     """The weights under their Hugging Face names, sharded over the ranks. A tied head appears once. Adapters are merged.
 
     If there is a pipeline, a rank has the names of its own stages. Otherwise every rank has every name.
-    dtype: the dtype of the joined tensors (hf_names.py), which are copied here. The others keep their own dtype, and a transport casts them
-    when it copies them.
+    dtype: the dtype of the joined tensors (hf_names.py), which are copied here. The other tensors keep their own dtype, and a transport casts
+    them when it copies them.
     """
     state: dict[str, Tensor] = {}
     for name, tensor in lora.merged(built.model, _parameters(built.model)).items():

@@ -104,7 +104,7 @@ def gather(model: nn.Module, to_hf: ToHF) -> dict[str, Tensor]:
 
 
 def write(tensors: dict[str, Tensor], config: LoRAConfig, path: str, *, base: str) -> None:
-    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` never holds only a part of them."""
+    """Write gathered adapters in the form that peft and vLLM load for the model in `base`. `path` never holds half an export."""
     target, partial = Path(path), Path(f"{path}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)

@@ -1,8 +1,8 @@
 """Move weights, gradients and optimizer state of one rank from its device to host memory and back, bit for bit.
 
 A tensor's storage is copied to the host, emptied in place, and later filled again in place. So every view of the storage stays valid, such
-as the local tensors of DTensors, and the views that FSDP keeps of its shards. The parameters stay the same objects, so the optimizer's state,
-whose keys they are, stays valid, too. Nothing in the model's modules changes.
+as the local tensors of DTensors, and the views that FSDP keeps of its shards. The parameters stay the same objects. They are the keys of the
+optimizer's state, so this state stays valid, too. Nothing in the model's modules changes.
 """
 
 import time

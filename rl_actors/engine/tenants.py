@@ -31,8 +31,8 @@ class Stash:
 
     weights: list[Tensor]  # this rank's shards
     gradients: list[Tensor | None]
-    states: list[dict[nn.Parameter, Any]]  # of each torch optimizer: its `state`
-    groups: list[list[dict[str, Any]]]  # of each torch optimizer: the settings of its parameter groups
+    states: list[dict[nn.Parameter, Any]]  # the `state` of each torch optimizer
+    groups: list[list[dict[str, Any]]]  # the settings of the parameter groups of each torch optimizer
 
 
 @dataclass(slots=True, kw_only=True)
