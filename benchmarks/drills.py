@@ -330,7 +330,7 @@ def bars(kind: str, sent: str, silent_after: float) -> tuple[float, float]:
 
 
 def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
-    """A text for every bar that the rounds with one death miss."""
+    """A text for every limit that the rounds with one death exceed."""
     missed = []
     for kind in KINDS:
         for sent in SIGNALS:
@@ -346,9 +346,9 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
 
 
 def table(lines: Sequence[Record], silent_after: float) -> str:
-    """A row for each kind and signal: rounds, rounds without a fault, and median, worst time and bars of the seconds to the next step.
+    """A row for each kind and signal: rounds, rounds without a fault, and median, worst time and limits of the seconds to the next step.
 
-    Then follow median and worst time of the rounds without a bar: those with two deaths, and those with a death during the start.
+    The last two columns have the median and the worst time of rounds without limits: rounds with two deaths, and with a death during the start.
     """
     columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}"
     rows = [f"{columns}   {'two deaths':>12}   {'start':>12}"]
@@ -402,7 +402,7 @@ def main() -> None:
             continue
         drawn = draw_round(number, args.seed, kinds, loops, modes)
         leftover = RunFolder(args.folder / f"round-{number}")
-        if leftover.path.exists():  # of a command that was interrupted
+        if leftover.path.exists():  # an interrupted command left it
             leftover.path.rename(args.folder / f"broken-off-{number}-{time.time():.0f}")
         line = run_round(drawn, args.folder, args)
         with file.open("a") as output:

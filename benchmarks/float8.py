@@ -1,6 +1,6 @@
 """Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
 
-The corpus is that of benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
+The corpus comes from benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
 TrainerConfig(float8=True), and one has a scale for each row. A CPU emulates float8, and trains a tiny model. Each curve is
 computed on one GPU, and all four at the same time; if there are fewer than four GPUs, several curves share one. A CPU computes two at a
 time. A picture is written beside the results.
@@ -55,7 +55,7 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
     """Train from the weights in `directory`, and return {"losses": […], "grad_norms": […], "seconds": …}.
 
-    A loss is in nats a token, before its step. The seconds are those of all steps together.
+    A loss is in nats a token, before its step. The seconds are the time of all steps together.
     """
     from rl_actors.engine.train_engine import TrainEngine
 
@@ -111,7 +111,7 @@ def record_curve(name: str, answer: dict) -> None:
 
 
 def record_difference(name: str, losses: list[float], expected: list[float]) -> None:
-    """Record the differences between the losses of a curve and the expected ones, which are those of bfloat16."""
+    """Record the differences between the losses of a curve and the expected losses, which bfloat16 gave."""
     differences = [abs(a - b) for a, b in zip(losses, expected, strict=True)]
     largest = max(differences)
     tail = differences[-TAIL:]

@@ -40,7 +40,7 @@ def make_engine(model: ModelConfig) -> TrainEngine:
 
 
 def plain_copies(num_bytes: int) -> tuple[float, float]:
-    """(seconds of plain copies of num_bytes to the host, seconds of those back)."""
+    """(seconds of plain copies of num_bytes to the host, seconds of the copies back)."""
     on_gpu = torch.cuda.is_available()
     block = min(BLOCK, num_bytes)
     host = torch.empty(block, dtype=torch.uint8, pin_memory=on_gpu)

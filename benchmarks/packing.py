@@ -60,7 +60,7 @@ def now() -> float:
 
 
 def print_planning() -> None:
-    """Print time, padding and balance of plans. The slowest rank is given by its attention cost above the mean of all ranks."""
+    """Print time, padding and balance of plans. For the slowest rank it prints by how much the attention cost exceeds the mean of all ranks."""
     print("planning, rows of 4,096, one row a microbatch; the best time of three")
     print(
         f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'waste':>7} {'microbatches':>13} {'slowest rank':>13}"

@@ -1,8 +1,8 @@
 """Seconds from the death of a trainer's rank, and of a generator, to the next step of a run that goes on by itself.
 
-The run is one of `--config`, with supervised steps and then GRPO. After a step of GRPO one process is killed with signal 9. When the run has
-recorded the next step, a process of the other kind is killed. The run must end with status 0 and have all its steps. Unknown flags are
-passed on to the controller.
+The run is `controllers.grpo --config CONFIG`, with supervised steps and then GRPO. A rank of the trainer is killed with signal 9 after the
+second GRPO step. A process of the generator is killed two steps after the first step that follows the recovery. The run must end with
+status 0 and have all its steps. Unknown flags are passed on to the controller.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from controllers.run_folder import RunFolder, read_jsonl
 
 KINDS = ("trainer", "generator")
 SFT_STEPS, STEPS = 4, 12
-BETWEEN = 2  # steps between the recovery from one death and the next death, and before the first death
+BETWEEN = 2  # GRPO steps before the first death, and between the first step after its recovery and the second death
 
 
 def flags(config: str, folder: Path) -> list[object]:

@@ -99,9 +99,9 @@ def both_forms(count: int, length: int, draw: random.Random) -> tuple[list[types
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     repeats: int  # timed calls of each side; the call with one sample or request is timed ten times as often
-    samples: int  # of the large step
+    samples: int  # samples of the large step
     requests: int  # number of requests that are sent at once
-    prefix: str  # of the names of results
+    prefix: str  # prefix of the names of results
 
 
 def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
@@ -135,7 +135,7 @@ def training(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
 
 
 def sampling(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
-    """Compare many requests of 32 tokens for 128 more, and one request of eight tokens for one more."""
+    """Compare many requests with 32 prompt tokens and 128 new tokens, and one request with eight prompt tokens and one new token."""
     draw = random.Random(0)
     sampler = service.create_sampling_client(base_model=config.name).result()
     generator_config = replace(config.generator, hf_path=config.hf_path)
@@ -175,7 +175,7 @@ def main() -> None:
         help="timed calls of each side; the call with one sample or request is timed ten times as often",
     )
     parser.add_argument("--samples", type=int, default=1024, help="samples of the large step")
-    parser.add_argument("--requests", type=int, default=256, help="requests for samples at once")
+    parser.add_argument("--requests", type=int, default=256, help="requests that are sent at once")
     arguments = parser.parse_args()
     unknown = set(arguments.parts) - parts.keys()
     if unknown:

@@ -2,7 +2,7 @@
 
 A step is one of GRPO without its rewards: samples, forward_backward, optim_step, a push and a pull. FSDP spreads the trainer over two
 workers, and the second worker has the generator, too. Monarch carries the calls, their samples and their answers, so TLS encrypts these.
-The collectives of the ranks and the weights take other ways, which TLS does not reach.
+The collectives of the ranks and the weights do not go through Monarch, so TLS does not encrypt them.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def step(trainer: TrainerClient, generator: GeneratorClient, draw: random.Random
 
 @contextlib.contextmanager
 def worker(scheme: str, certificates: str) -> Iterator[str]:
-    """The address of a worker on loopback, which ends with the `with` block."""
+    """Start a worker on loopback, and yield its address. The worker ends with the `with` block."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"{scheme}://127.0.0.1:{free.getsockname()[1]}"
     flags = ["--tls", certificates] if certificates else []
@@ -107,7 +107,7 @@ def worker(scheme: str, certificates: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def side(scheme: str, certificates: str = "") -> Iterator[Callable[[], float]]:
-    """A function that lets a program with workers of this scheme take one step. It returns the loss."""
+    """Start a program with workers of this scheme, and yield a function that lets it take one step and returns the loss."""
     with contextlib.ExitStack() as stack:
         addresses = [stack.enter_context(worker(scheme, certificates)) for _ in range(NUM_WORKERS)]
         command = [sys.executable, "-m", "benchmarks", "tls_overhead", "--program", ",".join(addresses), certificates]

@@ -266,7 +266,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     if arguments.network:
-        os.environ.update(ONLY_NETWORK)  # of this process, and so of the actors
+        os.environ.update(ONLY_NETWORK)  # the actors inherit these variables
     for size in arguments.sizes:
         if not torch.cuda.is_available():
             measure_bytes(size, rounds=arguments.rounds, num_threads=arguments.threads)

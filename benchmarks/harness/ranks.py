@@ -184,7 +184,7 @@ def _serve(pipe: Connection) -> None:
             pipe.send(answer)
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            torch.compiler.reset()  # torch keeps at most eight compiled versions of a function; the next job needs room for its own
+            torch.compiler.reset()  # torch keeps at most eight compiled versions of a function, and the next job compiles new ones
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ class TableRow:
     argument: str = ""  # one more argument; rows with the same command share a process, which gets the arguments of all
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Fields about the other side. Quotients take only our side, so they ignore these.
+    # Fields about the other side. A quotient uses only our side's figures, so it ignores these.
     compared_fields: dict[str, Any] = field(default_factory=dict)
     measured: Callable[[Line], str]  # makes the table's text about a line that `newest` returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
