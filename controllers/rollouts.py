@@ -40,16 +40,16 @@ class RolloutConfig:
     """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. A value model then makes the advantages, every group
     is trained on, and a group may have only one completion."""
     max_refills: int = 1
-    """Largest number of refills in a step. A refill takes groups of new problems in the place of the groups whose rewards are
-    all equal."""
+    """Largest number of refills in a step. A refill replaces the groups whose rewards are all equal by groups of new problems."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
     The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
     in_flight_updates: bool = True
-    """True: requests go on when the generator gets new weights, and every token has the version that sampled it. False: the generator
-    gets new weights only when no request is running."""
+    """True: running requests continue with the new weights when the generator gets them, and each token is recorded with the version that sampled
+    it. False: the generator gets new weights only when no request is running."""
     max_retries: int = 2
-    """How often a problem's completions are asked for again if the generator fails. If the last attempt fails, too, the run ends with its error."""
+    """Largest number of times that a problem's completions are requested again after the generator has failed. If the last attempt fails, too, the
+    run ends with the generator's error."""
     overlong_buffer: int = 0
     """Number of tokens before max_tokens over which a penalty on the reward grows from 0 to overlong_penalty (DAPO's soft overlong
     punishment, arXiv 2503.14476, eq. 13). 0: no penalty."""
@@ -309,7 +309,7 @@ Deliver = Callable[[int, Group], None]
 
 
 class Rollouts:
-    """Completes problems of the environment and scores the completions. The seeds depend only on the run's seed and a problem's index."""
+    """Generates completions of the environment's problems and scores them. The seeds depend only on the run's seed and a problem's index."""
 
     def __init__(
         self,

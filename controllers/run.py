@@ -81,8 +81,8 @@ class RunConfig:
     """Longest completion in tokens, in training and in validation."""
     alphabet: str = ""
     """Characters of a character-level tokenizer that is made for the run. Empty: the run uses the tokenizer of trainer.hf_path. auto, if
-    trainer.hf_path is empty: the characters of the problems, whose number also gives the size of the vocabulary. auto, if trainer.hf_path is
-    set: the run takes the tokenizer and the size of the model from trainer.hf_path."""
+    trainer.hf_path is empty: the characters of the problems. The number of these characters then also gives the size of the vocabulary. auto, if
+    trainer.hf_path is set: the run takes the tokenizer and the size of the model from trainer.hf_path."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     episodes: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits of the episodes of a task that takes several turns."""
@@ -96,7 +96,7 @@ class RunConfig:
     optimizer: AdamConfig = field(default_factory=AdamConfig)
     transport: Literal["torchstore", "files", "memory"] = "torchstore"
     """Where the generator finds the versions of the weights. torchstore: an index in torchstore, or in a small actor if torchstore is not
-    installed; the bytes take the path of `weights`. files: a directory of the run, for debugging. memory: a slow fake for tests."""
+    installed. The field `weights` then says how the bytes travel. files: a directory of the run, for debugging. memory: a slow fake for tests."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """How the bytes of the weights get from the trainer to the generator."""
     hosts: HostsConfig = field(default_factory=HostsConfig)

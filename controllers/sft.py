@@ -26,8 +26,8 @@ class SFTPhaseConfig:
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate of the supervised steps."""
     stop_at_answer_probability: float = 1.0
-    """The phase stops when the probability that a sampled completion is the answer, averaged over problems, exceeds this value. 1: it takes all
-    its steps."""
+    """The phase stops when the probability that a sampled completion is the answer, averaged over problems, exceeds this value. 1: the phase
+    takes all its steps."""
     stop_window: int = 5
     """Number of latest steps over which the answer's probability is averaged. Each step measures the probability on new problems before it
     trains on them."""
@@ -57,7 +57,7 @@ class SFTConfig(RunConfig):
 
 
 class SFTPhase:
-    """Takes supervised steps on the training problems in their order. A resumed run goes on from what `state()` has returned."""
+    """Takes supervised steps on the training problems in their order. A resumed run continues from the state that `state()` returned."""
 
     def __init__(self, run: Run[Any], config: SFTPhaseConfig, *, total_steps: int) -> None:
         self.run, self.config = run, config

@@ -1,4 +1,4 @@
-"""Names a rank of the trainer that is slower than the other ranks, because all of them wait for the slow rank in every collective.
+"""Names a rank of the trainer that is slower than the other ranks. All other ranks wait for this rank in every collective.
 
 This module only compares times; the trainer measures them.
 """
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 SLOW = 1.5
 """A rank is slow if it takes at least this many times as long as the median of the other ranks."""
 STEPS = 3
-"""Number of steps in a row in which a rank must be slow before a line says so. One slow step may be a coincidence. As many steps without a
-slow rank must pass before a line says that the rank is no longer slow."""
+"""Number of steps in a row in which a rank must be slow before the run prints that it is slow. One slow step may be a coincidence. The same
+number of steps without a slow rank must pass before the run prints that the rank is no longer slow."""
 
 
 class SlowRank:
     """Compares the ranks after every step."""
 
     def __init__(self) -> None:
-        self._slow: int | None = None  # the rank that the last line has named as slow
+        self._slow: int | None = None  # the rank that is slow by the last printed line; None: no rank is slow
         self._candidate: int | None = None  # the rank that was slow in the last steps; None: no rank was slow
         self._num_steps = 0  # number of these steps
 
     def step(self, seconds: Sequence[float | None]) -> tuple[dict[str, float], str]:
-        """(metrics of the step, a line of text or "").
+        """(metrics of the step, a line to print or "").
 
         seconds: for each rank the time of the same work, without waits for other ranks. None: the time was not measured.
 

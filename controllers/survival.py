@@ -17,7 +17,8 @@ from rl_actors.config import RestartPolicy
 from rl_actors.types import GeneratorReturn
 
 BYTES_PER_TOKEN = 200
-"""Estimated bytes of a recorded token. The group has its id, logprob, version and text, and the sample has its numbers in tensors."""
+"""Estimated bytes of a recorded token. The group has the token's id, logprob, version and text, and the sample has the token's numbers in
+tensors."""
 
 
 @dataclass(kw_only=True)
@@ -33,10 +34,10 @@ class SurvivalConfig:
     In addition, while a call runs, Monarch itself gives up a process that has been silent for about thirty seconds."""
     recorded_gigabytes: float = 4.0
     """Largest memory, in GB, of the rollouts since the last checkpoint. They are kept, because a recovered run trains on them again. If they take
-    more memory, the oldest rollouts are dropped, and a recovered run has the problems of those steps completed again."""
+    more memory, the oldest rollouts are dropped, and a recovered run generates new completions of the problems of those steps."""
 
     def policy(self) -> RestartPolicy:
-        """The limits of the run's restarts. Each generator has limits with the same values for itself, because its client restarts it."""
+        """The limits of the run's restarts. Each generator has its own limits with the same values, because the generator's client restarts it."""
         return RestartPolicy(
             max_per_hour=self.max_restarts_per_hour, backoff=self.backoff, silent_after=self.silent_after
         )

@@ -41,9 +41,8 @@ class Timeline:
     def __init__(self) -> None:
         self._began = time.perf_counter()  # when the step began
         self._ended: list[Span] = []
-        self._open: dict[
-            int, tuple[str, float]
-        ] = {}  # number of a span -> (phase, when the span began, or the step if that was later)
+        # Number of an open span -> (phase, start). The start is the later of the span's beginning and the step's beginning.
+        self._open: dict[int, tuple[str, float]] = {}
         self._numbers = itertools.count()
 
     @contextmanager

@@ -130,8 +130,8 @@ class InTurn:
             self.is_trainers = True
 
     async def trained(self) -> None:
-        # The optimizer's state leaves the GPU now and not only before the generator's turn, so that another forward_backward has room. The
-        # weights stay, because a push needs them.
+        # The optimizer's state leaves the GPU now, and not just before the generator's turn, so that another forward_backward has enough memory.
+        # The weights stay, because a push needs them.
         with self.timer("release"):
             await self.trainer.offload([part for part in self.parts if part != "weights"])
 

@@ -58,7 +58,7 @@ def _value(node: ast.expr) -> int:
 
 
 class Calculation:
-    """One problem. A turn that begins with "c" gives the rest of its text to the calculator. Any other turn is the answer and
+    """The episode of one problem. A turn that begins with "c" gives the rest of its text to the calculator. Any other turn is the answer and
     ends the episode.
 
     The calculator replies "=408?" if the value is 408, and "=?" if it refuses the expression.

@@ -68,7 +68,8 @@ class EnvironmentConfig:
     reward: str = "exact_match"
     """Rule that scores a completion. exact_match compares the texts without surrounding whitespace. math_verify compares mathematical
     values. regex compares the last matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks another model. python runs
-    the program of the completion with the tests in the answer. module:function calls your function(answer, completion), which returns a number."""
+    the program in the completion, and then the tests in the answer. module:function calls your function(answer, completion), which returns a
+    number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression. Its first group is compared. If it has no group, the whole match is compared."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)

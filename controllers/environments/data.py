@@ -152,7 +152,7 @@ def read_dataset(config: EnvironmentConfig) -> Iterator[Row]:
 def read_entries(config: EnvironmentConfig, rows: Iterable[Row]) -> Iterator[Entry]:
     """The rows as entries. Raises ValueError, naming the row, for a missing column.
 
-    Also raises ValueError for a value whose type is not that of the same column in earlier rows.
+    Also raises ValueError if the type of a value differs from the type that its column has in earlier rows.
     """
     kinds: dict[str, tuple[type, str]] = {}  # column -> its type, and the first row that had the column
     used = (config.prompt_column, config.answer_column, config.messages_column)
