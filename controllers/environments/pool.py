@@ -46,7 +46,7 @@ class RewardPool:
     """
 
     def __init__(self, environments: Mapping[str, Environment], *, num_workers: int) -> None:
-        """environments: name in errors -> environment. Raises ValueError for a reward function that cannot be pickled."""
+        """environments: the name that errors show -> environment. Raises ValueError for a reward function that cannot be pickled."""
         self._numbers: dict[int, int] = {}  # id of an environment -> number of its function
         self._environments = list(environments.values())  # kept alive, so that no other object gets one of their ids
         functions: list[Callable] = []
@@ -100,7 +100,7 @@ class RewardPool:
         return id(environment) in self._numbers
 
     async def ask(self, environment: Environment, *arguments: object, timeout: float) -> object:
-        """The answer of an environment's reward function. timeout: seconds, which begin when a process is free.
+        """The answer of an environment's reward function. timeout: seconds, counted from the moment when a process is free.
 
         Raises TimeoutError, or RewardFailed if the function raised an exception or ended its process.
         """
@@ -166,7 +166,7 @@ class _Worker:
                 env={"OMP_NUM_THREADS": "1", **os.environ},  # several processes share the cores
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C then reaches only the controller, which ends this process later
+                start_new_session=True,  # Ctrl-C then reaches only the controller, which ends the new process later
             )
 
     def ask(self, request: bytes, timeout: float):

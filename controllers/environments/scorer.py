@@ -46,13 +46,13 @@ class Scorer:
     max_retries: int = 2
     # This semaphore limits the number of answers that are awaited at the same time.
     slots: asyncio.Semaphore = field(default_factory=partial(asyncio.Semaphore, 64))
-    pool: RewardPool | None = None  # processes that call reward functions; `start` and `close` also act on the pool
+    pool: RewardPool | None = None  # processes that call reward functions; `start` and `close` start and end them
 
     @staticmethod
     def of(config: EnvironmentConfig, environments: Mapping[str, AnyEnvironment] | None = None) -> "Scorer":
         """A scorer with the limits of a config. If reward_workers is above 0, a pool computes the rewards of these environments.
 
-        environments: name in errors -> environment. Raises ValueError for a reward function that cannot be sent to a process.
+        environments: the name that errors show -> environment. Raises ValueError for a reward function that cannot be sent to a process.
         """
         with_reward: dict[str, Environment] = {}
         for name, environment in (environments or {}).items():
@@ -118,7 +118,7 @@ class Scorer:
         pauses = True
         if self.pool is not None and self.pool.calls(environment):
             ask = partial(self.pool.ask, environment, problem, completion, timeout=self.timeout)
-            limits = contextlib.nullcontext  # the pool measures from the moment when a process is free
+            limits = contextlib.nullcontext  # the pool measures the time itself, from the moment when a process is free
             pauses = False  # a retry needs no pause, because a process that failed has been replaced
         for attempt in range(self.max_retries + 1):
             if attempt and pauses:
@@ -147,7 +147,7 @@ class Scorer:
 
 
 def _without_mixtures(environments: Mapping[str, Environment]) -> dict[str, Environment]:
-    """The environments. A mixture is replaced by its parts. The keys are the names in errors."""
+    """The environments. A mixture is replaced by its parts. The keys are the names that errors show."""
     single: dict[str, Environment] = {}
     for name, environment in environments.items():
         parts = environment.environments if isinstance(environment, MixedEnvironment) else {}

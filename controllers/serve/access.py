@@ -40,7 +40,7 @@ LONGEST_WAIT = 60.0  # seconds, in Retry-After
 
 
 def read_keys(file: Path) -> dict[str, str]:
-    """SHA-256 of a key -> its owner. A line of the file has first the owner: "alice 9f86d0…". Raises ValueError naming a wrong line.
+    """SHA-256 of a key -> its owner. A line of the file has the owner and then the hash: "alice 9f86d0…". Raises ValueError naming a wrong line.
 
     Lines that are empty or begin with # are left out. An owner may have several keys.
     """
@@ -105,7 +105,7 @@ class Access:
         log: TextIO | None = None,
     ) -> None:
         """owners: SHA-256 of a key -> its owner; None: no key is asked for, and `anyone` owns everything. rate: requests for work
-        that an owner may send in a second, after a burst of `burst`; None: no limit.
+        that an owner may send in a second, beyond the `burst` requests that may come at once; None: no limit.
         """
         self.app, self.owners, self.anyone = app, owners, anyone
         self.rate, self.burst, self.log = rate, burst, log

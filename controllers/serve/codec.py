@@ -1,4 +1,4 @@
-"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. Knows no HTTP and no actors.
+"""The protobuf messages of Tinker's protocol, as version 0.38 of the SDK sends and reads them. This module knows neither HTTP nor actors.
 
 Arrays travel as raw little-endian bytes. The fields of a message have the SDK's field numbers. The table MESSAGES is our own description
 of them.
@@ -20,7 +20,7 @@ ENUMS = {
     "DType": ("UNSPECIFIED", "FLOAT32", "INT64", "INT32", "BFLOAT16"),
 }
 MESSAGES: dict[str, tuple[str, ...]] = {
-    # number [repeated | optional | map] type name [in ONEOF]; the type of a map is that of its values; its keys are strings
+    # number [repeated | optional | map] type name [in ONEOF]; for a map, `type` is the type of the values, and the keys are strings
     "SparseCsr": ("1 bytes values", "2 bytes crow_indices", "3 bytes col_indices"),
     "Tensor": (
         "1 bytes dense in encoding",
@@ -81,7 +81,7 @@ MESSAGES: dict[str, tuple[str, ...]] = {
 """Message -> its fields."""
 
 DTYPES: dict[int, np.dtype] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
-"""Number of a DType -> numpy's. No SDK sends bfloat16."""
+"""Number of a DType -> the dtype of numpy. No SDK sends bfloat16."""
 MAX_ELEMENTS = 1 << 28
 """Largest number of elements of a sparse tensor, which is made dense. Without this limit a request of a few bytes could take all memory."""
 NO_LOGPROB = -99999.0
@@ -162,7 +162,7 @@ class Datum:
 
     tokens: np.ndarray  # [T] int64
     inputs: Mapping[str, np.ndarray]  # each [T] or [T, K], float32 or int64; sparse tensors have been made dense
-    # [T] bool: True where a target is a sampled token, by the spans of the loss inputs. None if the client sent no spans.
+    # [T] bool: True where, according to the spans of the loss inputs, a target is a sampled token. None if the client sent no spans.
     is_sampled: np.ndarray | None = None
 
 
@@ -189,7 +189,7 @@ class ForwardBackwardCall:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackwardCall:
-    """The request of a body. Raises ValueError if the body is not one."""
+    """The request in a body. Raises ValueError if the body is not a ForwardBackwardRequest."""
     message = CLASSES["ForwardBackwardRequest"]()
     try:
         message.ParseFromString(body)
@@ -333,7 +333,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cells:
-    """A float32 matrix [N - 1, K], or the cells of it that compressed sparse rows list."""
+    """A float32 matrix [N - 1, K], or only those of its cells that compressed sparse rows list."""
 
     values: np.ndarray  # flat
     shape: tuple[int, int]

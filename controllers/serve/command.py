@@ -1,4 +1,4 @@
-"""The command line of the Tinker server, and its run until a signal ends it."""
+"""The command line of the Tinker server, which serves until a signal ends it."""
 
 import argparse
 import asyncio
@@ -45,7 +45,7 @@ class Arguments:
     folder: Path  # of the state
     address: tuple[str, int]
     owners: Mapping[str, str] | None  # SHA-256 of a key -> its owner; None: no key is asked for
-    rate: float | None  # requests for work of one owner in a second
+    rate: float | None  # requests for work that one owner may send in a second; None: no limit
 
 
 def read_arguments(prog: str, argv: Sequence[str] | None = None) -> Arguments:

@@ -25,7 +25,7 @@ class ServeConfig:
     lora_alpha: float = 32.0
     """Scale of the adapters of every run. The protocol has no field for it."""
     max_trainers: int = 2
-    """Largest number of trainers in memory at the same time. Runs that have no place in them wait on disk until they are used again."""
+    """Largest number of trainers in memory at the same time. Runs that are in no trainer wait on disk until they are used again."""
     max_tenants: int = 16
     """Largest number of runs with adapters in one trainer."""
     samplers_kept: int = 8

@@ -1,4 +1,4 @@
-"""Promises of the server: a request is accepted at once, and its answer is fetched later by a long poll. Knows no HTTP and no actors.
+"""Promises of the server: a request is accepted at once, and its answer is fetched later by a long poll. This module knows neither HTTP nor actors.
 
 A request that is sent again under the same key gets the promise of the first one, so its work is done once.
 """
@@ -69,8 +69,8 @@ class Futures:
         max_answers: int = 20_000,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an answer is kept that
-        nobody fetches. keep_keys: seconds after its answer for which a request that is sent again is recognised. max_answers: number of
+        """keep_fetched: seconds for which an answer is kept after it was fetched. keep_unfetched: seconds for which an answer that nobody
+        fetches is kept. keep_keys: seconds for which a repeated request is recognised after the first one was answered. max_answers: number of
         promises above which the oldest answered ones are forgotten.
         """
         self.keep_fetched, self.keep_unfetched, self.keep_keys = keep_fetched, keep_unfetched, keep_keys
@@ -90,7 +90,7 @@ class Futures:
         *,
         owner: str = "",
     ) -> Promise:
-        """Start the work, or find that of an earlier request of this owner with this key. key: None for a request that is never sent again."""
+        """Start the work. If this owner has sent a request with this key before, only return its promise. key: None: never sent again."""
         key = None if key is None else (owner, key)
         self._sweep()
         known = self.promises.get(self.keys.get(key, "")) if key is not None else None
@@ -125,7 +125,7 @@ class Futures:
             self.num_waiting -= 1
 
     async def wait(self, request_id: str, hold: float, *, owner: str = "") -> Promise:
-        """The promise, after its answer or after `hold` seconds. Raises KeyError for a promise that is unknown, dropped or another owner's."""
+        """The promise, after its answer or after `hold` seconds. Raises KeyError for a promise that is unknown, forgotten or another owner's."""
         promise = self.promises[request_id]
         if promise.owner != owner:
             raise KeyError(request_id)

@@ -1,4 +1,4 @@
-"""Requests for samples: their limits, and how a generator answers them. Knows no HTTP.
+"""Requests for samples: their limits, and how a generator answers them. This module knows no HTTP.
 
 N tokens of the prompt.
 """

@@ -1,4 +1,6 @@
-"""Datums of a client as Samples of a trainer, and a trainer's output as the answer. Datums and Samples have the same alignment, so nothing is shifted.
+"""Turns a client's Datums into a trainer's Samples, and the trainer's output into the answer.
+
+Datums and Samples have the same alignment, so nothing is shifted.
 
 T positions of a datum, K targets of one position.
 """

@@ -1,8 +1,8 @@
-"""Samples of many versions of the weights from one generator. Knows no HTTP.
+"""Samples of many versions of the weights from one generator. This module knows no HTTP.
 
 A version is whole weights, or an adapter over the weights of the base model. The generator holds one version of whole weights at a time.
-Requests for the whole weights that it holds run together, and so do requests with adapters over them. Requests for other whole weights
-wait until those have ended. Then the generator pulls the other version.
+Requests for these weights, and requests for adapters over them, run at the same time. Requests for other whole weights wait until the running
+requests have ended. Then the generator pulls the other version.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ Result = TypeVar("Result")
 Key = TypeVar("Key", bound=Hashable)
 
 PATIENCE = 1.0
-"""Seconds that requests for another version wait while new ones for the held version still start."""
+"""Seconds for which new requests for the held version still start while requests for another version wait."""
 GATHER_SECONDS = 0.003
 """Requests are gathered into one call of the generator until none has come for this number of seconds."""
 LONGEST_GATHER_SECONDS = 0.06
 """Largest number of seconds for which requests are gathered into one call."""
 LOADED_ADAPTERS = 64
-"""Number of adapters that stay loaded after their last request. A generator that is started again loads all of them first."""
+"""Largest number of loaded adapters, unless more are in use. A generator that is started again loads all of them first."""
 
 
 class Generator(Protocol):
-    """The calls of GeneratorClient that a server makes. tests/fakes.py has one without a model."""
+    """The calls of GeneratorClient that a server makes. tests/fakes.py has a generator without a model."""
 
     def ready(self) -> Awaitable[None]: ...
     def generate_each(
@@ -158,7 +158,10 @@ class VersionedGenerator:
             logger.exception("%s was not unloaded", adapter.name)
 
     def _unload_oldest(self) -> None:
-        """Keep at most LOADED_ADAPTERS loaded, beside those in use. A later request loads an adapter again, under another name."""
+        """Unload the least recently used adapters until at most LOADED_ADAPTERS are left. An adapter in use is not unloaded.
+
+        A later request loads an unloaded adapter again, under another name.
+        """
         idle = [version for version, adapter in self._adapters.items() if not adapter.num_users]
         for version in idle[: max(0, len(self._adapters) - LOADED_ADAPTERS)]:
             unload = asyncio.ensure_future(self._unload(self._adapters.pop(version)))
@@ -233,7 +236,7 @@ class Weights:
     """The weights that a request uses. The generator holds them while the `with` block of `using` or `using_adapter` runs."""
 
     versions: VersionedGenerator
-    adapter: str | None  # its name in the generator
+    adapter: str | None  # the adapter's name in the generator; None: whole weights
 
     async def sample(self, prompt: list[int], params: SamplingParams) -> list[Completion]:
         """params.n completions of the prompt. Calls with the same weights, equal parameters and no seed share a call of the generator."""

@@ -1,4 +1,4 @@
-"""The work behind the routes: sessions, training runs, checkpoints and samplers of one base model. Knows no HTTP.
+"""The work behind the routes: sessions, training runs, checkpoints and samplers of one base model. This module knows no HTTP.
 
 Methods that return a Promise accept the request at once. They raise for a request of a wrong form; every other fault becomes the error of
 the promise.
@@ -35,7 +35,7 @@ ABANDONED_SECONDS = 120.0
 SILENT_SECONDS = 24 * 3600.0
 """Seconds without a heartbeat after which unnamed weights of a session are deleted."""
 SWEEP_SECONDS = 60.0
-"""Seconds between two deletions of checkpoints whose time is over."""
+"""Seconds between two deletions of expired checkpoints."""
 
 
 class Server:
@@ -93,7 +93,7 @@ class Server:
         self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
-        """Delete checkpoints whose time is over, and unnamed weights of sessions that were silent for SILENT_SECONDS."""
+        """Delete expired checkpoints, and unnamed weights of sessions that were silent for SILENT_SECONDS."""
         for checkpoint in self.store.expired(now):
             self._delete(checkpoint)
         for number in self.store.forgotten_versions(now - SILENT_SECONDS):
@@ -274,7 +274,7 @@ class Server:
             former = self.store.checkpoint(path)
             if former is not None and not body.overwrite:
                 raise UserError(f"{path} exists; give another name, or overwrite=True")
-            # A checkpoint that is replaced keeps its directory until the new one is complete.
+            # The files of a checkpoint that is replaced stay until the new checkpoint is complete.
             directory = self.folder / "runs" / run.id.replace(":", "_") / "weights" / name
             await self.trainers.save(run.id, directory)
             self._put(run, "training", name, directory, body.ttl_seconds, body.user_metadata)
@@ -380,7 +380,7 @@ class Server:
         removal.add_done_callback(self._removals.discard)
 
     async def _remove(self, version: int, directory: Path) -> None:
-        """Delete the directory of a version. The generator may read that of an adapter until the adapter is unloaded."""
+        """Delete the directory of a version. The generator may read an adapter's directory until the adapter is unloaded."""
         await self.generator.unload(version)
         await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
 
@@ -418,7 +418,7 @@ class Server:
         return checkpoint
 
     def copy_weights(self, owner: str, body: messages.CopyWeights) -> Json:
-        """Make a new run that has this checkpoint and cannot be trained. Its files are hard links to those of the source."""
+        """Make a new run that has this checkpoint and cannot be trained. The new files are hard links to the files of the source."""
         source = self.visible_checkpoint(owner, body.source_path)
         former = self.store.run(source.run_id)
         if source.kind == "external" or former is None:
