@@ -122,7 +122,8 @@ def require_possible(directory: Path, *, max_adapters: int, max_rank: int) -> No
 
 
 def require_fits(directory: Path, weights: Mapping[str, tuple[int, ...]], layers: list[str]) -> None:
-    """Raises ValueError naming the directory and the tensor if the adapter has a tensor that the model has no place for.
+    """Raises ValueError naming the directory and the tensor if the adapter has a tensor that the model has no place for,
+    or only one of the two tensors of a layer.
 
     weights: shapes of the model's weights by their Hugging Face names. layers: those that may have adapters, by peft's names.
     """

@@ -298,7 +298,7 @@ class RestartPolicy:
     """Rules for actors that die: when a silent actor counts as dead, and how often and after which pauses an actor is started again."""
 
     max_per_hour: int = 10
-    """Largest number of restarts of an actor in an hour. After the next death the actor is not started again. A generator that has never
+    """Largest number of restarts of an actor in an hour. If the actor then dies again, it is not started again. A generator that has never
     been ready is started again at most twice. When no actor is left, every call raises the error of the first actor's first death in that
     hour. 0: the actor is never started again."""
     backoff: float = 1.0
@@ -417,7 +417,7 @@ class GeneratorConfig:
 
     @classmethod
     def of(cls, trainer: TrainerConfig) -> "GeneratorConfig":
-        """Config of a generator for the trainer's model and adapters, with room for its longest samples. Model and adapters are copies."""
+        """Config of a generator for the trainer's model and adapters, long enough for its longest samples. Model and adapters are copies."""
         # A sample of T positions is a sequence of T + 1 tokens.
         longest = min(trainer.max_sequence_length + 1, trainer.model.max_position_embeddings)
         base = trainer.hf_path if trainer.lora.syncs_adapter else ""

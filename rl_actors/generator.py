@@ -140,7 +140,7 @@ class Generator(Actor):
         validate_sampling_params(params, vocab_size=self.vocab_size)
 
         def params_of(index: int) -> "list[VLLMParams]":
-            # The engine takes one token more than max_model_len (see start_vllm), so the limit is kept here.
+            # The engine takes one token more than max_model_len (see start_vllm), so the limit is enforced here.
             room = self.config.max_model_len - len(prompts[index])
             place = index if indices is None else indices[index]
             return vllm_params(replace(params, max_tokens=min(params.max_tokens, room)), place)

@@ -328,7 +328,7 @@ def is_possible(config: TrainerConfig) -> bool:
 
 
 def nearest(config: TrainerConfig) -> list[dict[str, int]]:
-    """At most NUM_SUGGESTIONS possible layouts of the same number of processes, nearest to the config's first; see _distance."""
+    """Possible layouts of the same number of processes, at most NUM_SUGGESTIONS. The nearest to the config's layout is first; see _distance."""
     wanted = all_degrees(config)
     possible = []
     for factors in _factorizations(config.num_processes(), len(config.layout())):

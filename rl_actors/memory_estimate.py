@@ -123,8 +123,8 @@ def outer_weights(config: TrainerConfig) -> tuple[list[Weight], list[Weight]]:
 def _adapters(weights: list[Weight], rank: int) -> list[Weight]:
     """Adapters A [rank, inputs] and B [outputs, rank] of each weight [outputs, inputs].
 
-    Tensor parallelism splits a weight along its inputs or its outputs. In the first case it splits A along the inputs, in the second B
-    along the outputs. The other adapter of the weight is not split.
+    Tensor parallelism splits a weight along its inputs or its outputs. In the first case it splits A along the inputs and
+    leaves B whole. In the second case it splits B along the outputs and leaves A whole.
     """
     if not rank:
         return []

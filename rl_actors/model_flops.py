@@ -1,7 +1,4 @@
-"""Number of floating-point operations (FLOPs) that a model needs, and that a GPU can do in a second. Measures nothing.
-
-T positions of one document.
-"""
+"""Number of floating-point operations (FLOPs) that a model needs, and that a GPU can do in a second. Measures nothing."""
 
 from collections.abc import Iterable
 

@@ -118,7 +118,7 @@ class PolicyTrainer(Actor):
         if self.transport is not None:
             self.transport.training_bytes = memory_estimate.memory(self.config).total
             self.publisher = Publisher(self.transport, rank=self.rank, gather=by_rank)
-        # Garbage collections run when samples arrive. Without this call each of them would look through all objects of the setup.
+        # Garbage collections run when samples arrive. Without this call each collection would look through all objects of the setup.
         collector.keep(collect=True)
 
     @endpoint
@@ -201,7 +201,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def new_tenant(self, name: str, seed: int = 0, order: Order | None = None) -> None:
-        """Add a tenant with the adapters of this seed. The tenant of an Order names it in its calls."""
+        """Add a tenant whose adapters begin with the values of this seed. Its calls name it in Order.tenant."""
         return await self.in_order(order, lambda: self.engine.new_tenant(name, seed))
 
     @endpoint

@@ -50,7 +50,7 @@ class Sample:
     tokens: Tensor  # [T] int64
     targets: Tensor  # [T] int64
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # each [T] float32, except TOP_K_COLUMNS
-    temperature: float = 1.0  # logits are divided by it before logprobs
+    temperature: float = 1.0  # logits are divided by it before logprobs are computed
 
     @classmethod
     def from_tokens(

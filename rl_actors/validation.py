@@ -82,7 +82,7 @@ def _validate_shared(samples: Sequence[Sample], optional: frozenset[str]) -> Non
 
 
 def _validate_top_k(index: int, sample: Sample, first: Mapping[str, Tensor], *, needs_weights: bool) -> None:
-    """Raises ValueError unless target_ids and target_weights of the sample have the K of the first sample, their second dimension.
+    """Raises ValueError unless the sample's target_ids and target_weights have the same second dimension K as those of the first sample.
 
     needs_weights: True if the loss reads target_weights, so that a sample with target_ids must have both columns.
     """

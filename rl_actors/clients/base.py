@@ -27,7 +27,7 @@ T = TypeVar("T")
 SHUTDOWN_TIMEOUT = 15.0
 """Seconds to wait for the end of Monarch at the end of the program."""
 ASK_AGAIN = 10.0
-"""Seconds after which is_alive asks a process again that has not answered."""
+"""Seconds that is_alive waits for an answer before it asks again."""
 KILL_TIMEOUT = 5.0
 """Seconds that a killed process may take to end."""
 POLL_SECONDS = 0.1
@@ -82,7 +82,7 @@ class Client:
         self.name, self.call_timeout, self.setup_timeout = name, call_timeout, setup_timeout
         self._mesh, self._hosts = mesh, hosts
         self._logs = default_log_route() if mesh is None and logs is None else logs
-        # A caller that gave a log route, or that spawned the mesh, knows where its output is. So the client does not print it.
+        # A caller that gave a log route, or that spawned the mesh, knows where the actor's output is. So the client does not print the folder.
         self._is_quiet = logs is not None or mesh is not None
         self._processes: ProcessMesh | None = None
         # One Probe on each process of a mesh that the caller spawned. The client's own processes have their probe in _processes.
@@ -176,7 +176,7 @@ class Client:
         silence: asyncio.Task[list[Process]] | None = None
         silent: list[Process] = []
         try:
-            # A process that imports its modules may answer late. Until it is ready, Monarch and setup_timeout watch it.
+            # A process that imports its modules may answer late, so its silence counts only after the setup. setup_timeout limits the setup.
             while not (end.done() or self._closed or self._started.done()):
                 await asyncio.wait((end,), timeout=POLL_SECONDS)
             silence = asyncio.ensure_future(processes.first_silent(silent_after, self._note_sign))
