@@ -334,8 +334,8 @@ class WeightsConfig:
     bytes are not encrypted, so the network must be private. Empty: only generators on the trainer's host can read weights; tcp and
     point_to_point then use the loopback address."""
     timeout: float = 60.0
-    """Seconds that each phase of a push or a pull may take: the wait for the lock of a slot, writing the slot, reading it, loading its
-    weights into the engine."""
+    """Seconds that each phase of a push or a pull may take: the wait for the lock of a slot (a rank's memory for one version), writing
+    the slot, reading it, loading its weights into the engine."""
 
     def validate(self) -> None:
         """Raises ValueError naming the value and the limit."""

@@ -250,7 +250,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def pull_model_state_dict(self, version: int, order: Order | None = None) -> int:
-        """Take the weights of a version that another trainer has published. For a trainer without an optimizer."""
+        """Take the weights of a version that another trainer has published. Only a trainer without an optimizer can do so."""
         return await self.in_order(order, lambda: self.load_version(version))
 
     async def load_version(self, version: int) -> int:
