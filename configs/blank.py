@@ -29,7 +29,7 @@ def blank() -> GRPOConfig:
 
 
 def blank_sft() -> SFTConfig:
-    """Supervised training only, for all of its steps."""
+    """Supervised training only. The run never stops before its last step."""
     return SFTConfig(
         environment=_no_task(),
         trainer=_trainer(),

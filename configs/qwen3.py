@@ -1,7 +1,8 @@
 """GRPO with models of Qwen3's shapes, for H200 GPUs, which have 139 GiB of memory. Trainer and generator have separate GPUs or share them.
 
-By default the weights are random and the task is that of the config `tiny`, so a run needs no download. `--trainer.hf-path DIR` reads the
-weights from a Hugging Face directory; `python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
+By default the weights are random and the task is two-digit addition, as in the config `tiny`, so a run needs no
+download. `--trainer.hf-path DIR` reads the weights from a Hugging Face directory;
+`python -m benchmarks random_weights 4b DIR` makes a directory of the right shape. A real run needs
 `--trainer.hf-path DIR --alphabet ""` and a task of your own. The config `qwen3` takes a model of any size.
 """
 
@@ -61,7 +62,9 @@ def qwen3_sft() -> SFTConfig:
 
 
 def qwen3_server() -> ServeConfig:
-    """A Tinker server of a model of your own. `--serve-as NAME=DIRECTORY` names the model and its Hugging Face directory, with a tokenizer.
+    """A Tinker server of a model of your own.
+
+    `--serve-as NAME=DIRECTORY` names the model and its Hugging Face directory, which must have a tokenizer.
 
     Trainers and generator share one GPU. If there is no GPU, all of them run on the CPU.
     """
@@ -90,7 +93,7 @@ def qwen3_0_6b() -> GRPOConfig:
 
 
 def qwen3_0_6b_one_gpu() -> GRPOConfig:
-    """One GPU, of whose memory vLLM takes 0.4."""
+    """One GPU. vLLM takes 0.4 of its memory."""
     return _shared("0_6b", tokens_per_row=16_384, share=0.4)
 
 
@@ -100,7 +103,7 @@ def qwen3_1_7b() -> GRPOConfig:
 
 
 def qwen3_1_7b_one_gpu() -> GRPOConfig:
-    """One GPU, of whose memory vLLM takes 0.35."""
+    """One GPU. vLLM takes 0.35 of its memory."""
     return _shared("1_7b", tokens_per_row=16_384, share=0.35)
 
 
@@ -110,7 +113,7 @@ def qwen3_4b() -> GRPOConfig:
 
 
 def qwen3_4b_one_gpu() -> GRPOConfig:
-    """One GPU, of whose memory vLLM takes 0.3. Weights, gradients and Adam's moments take 60 GiB in float32."""
+    """One GPU. vLLM takes 0.3 of its memory. Weights, gradients and Adam's moments take 60 GiB in float32."""
     return _shared("4b", tokens_per_row=8192, share=0.3)
 
 

@@ -1,8 +1,9 @@
 """PPO with models of Qwen3's shapes, for two H200 GPUs, which have 139 GiB of memory each.
 
-The policy and the reference have the first GPU, the critic and the generator the second. So policy and critic train at the same time, and
-the generator completes the next step's problems meanwhile. Weights and task are those of qwen3.py. The learning rates are verl's. These
-configs have not been run on a GPU yet, nor with pretrained weights.
+The policy and the reference run on the first GPU, and the critic and the generator run on the second. So policy and
+critic train at the same time, and the generator completes the next step's problems meanwhile. Weights and task are the
+same as in qwen3.py. The learning rates are verl's. These configs have not been run on a GPU yet, nor with pretrained
+weights.
 """
 
 from dataclasses import fields, replace
@@ -19,8 +20,8 @@ UPDATES_PER_STEP = 4
 
 
 def qwen3_0_6b_ppo() -> PPOConfig:
-    """PPO at 0.6B. `--plan` estimates 58 GiB on the first GPU. On the second it estimates 35 GiB for the critic, and vLLM takes half of that
-    GPU's memory besides. No activations are recomputed.
+    """PPO at 0.6B. `--plan` estimates 58 GiB on the first GPU. On the second it estimates 35 GiB for the critic, and
+    vLLM also takes half of that GPU's memory. No activations are recomputed.
     """
     base = qwen3.qwen3_0_6b()
     base.trainer.tokens_per_row = 16_384
@@ -28,8 +29,8 @@ def qwen3_0_6b_ppo() -> PPOConfig:
 
 
 def qwen3_4b_ppo() -> PPOConfig:
-    """PPO at 4B. `--plan` estimates 107 GiB on the first GPU. On the second it estimates 78 GiB for the critic, and vLLM takes 0.3 of that
-    GPU's memory besides.
+    """PPO at 4B. `--plan` estimates 107 GiB on the first GPU. On the second it estimates 78 GiB for the critic, and
+    vLLM also takes 0.3 of that GPU's memory.
     """
     base = qwen3.qwen3_4b()
     base.trainer.tokens_per_row, base.trainer.logprob_chunk_tokens = 8192, 4096

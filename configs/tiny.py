@@ -40,7 +40,7 @@ def tiny() -> GRPOConfig:
 
 
 def tiny_sft() -> SFTConfig:
-    """Supervised training only, for all of its steps."""
+    """Supervised training only. The run never stops before its last step."""
     return SFTConfig(**_parts(), steps=400, sft=sft_phase(stop_at=1.0))
 
 

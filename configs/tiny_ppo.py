@@ -24,7 +24,7 @@ def tiny_ppo_tool() -> PPOConfig:
 
 
 def _with_critic(config: GRPOConfig) -> PPOConfig:
-    """The run of `config` with PPO and a critic. A step has the same number of episodes, but only one episode for each problem."""
+    """`config` with PPO instead of GRPO. A step has as many episodes, but only one episode for each problem."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(GRPOConfig)}
     count = config.rollouts.groups_per_step * config.rollouts.group_size
     fields["rollouts"] = replace(config.rollouts, groups_per_step=count, group_size=1, max_refills=0, advantage="gae")
@@ -45,7 +45,7 @@ def tiny_ppo() -> PPOConfig:
         updates_per_step=3,
         epochs_per_step=2,
         rollouts=RolloutConfig(groups_per_step=768, group_size=1, max_refills=0, advantage="gae", temperature=1.3),
-        gae=GAEConfig(bootstrap=False),  # an answer that is cut off is wrong, so the value of its rest is 0
+        gae=GAEConfig(bootstrap=False),  # an answer that is cut off is wrong, so its last state has the value 0
         schedule=ScheduleConfig(kind="linear_warmup_linear", learning_rate=4e-4, warmup_steps=2, min_ratio=0.1),
         critic=CriticConfig(schedule=ScheduleConfig(learning_rate=1e-3, warmup_steps=2), warmup_steps=2),
         sft=sft_phase(stop_at=0.2),

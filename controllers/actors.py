@@ -76,7 +76,7 @@ class Actors:
         """Function that is called with a line of text when a generator dies, and again when the generator is back."""
         self.clients: dict[str, TrainerClient | ReferenceClient | GeneratorClient] = {}
         self.restarts = Restarts(config.survival.policy(), note=BEYOND_LIMIT)
-        self.deaths: dict[str, Exception] = {}  # role -> error that reports its death, until the role is replaced
+        self.deaths: dict[str, Exception] = {}  # role -> error that reports its death, until the actor is replaced
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
         # The hosts come before the transport, because `connect` sets the address of this process, and that must happen before the first use
@@ -178,8 +178,8 @@ class Actors:
     async def death_behind(self, error: Exception) -> Exception | None:
         """The death that caused the error of a call. None if no death caused the error.
 
-        The first sign of a death may be an error of an actor that depends on the dead one: of another rank of the same trainer, or of a
-        generator that pulls weights.
+        The first sign of a death may be an error of an actor that depends on the dead one, such as another rank of the
+        same trainer or a generator that pulls weights.
         """
         if isinstance(error, ActorDiedError | ActorSilentError):
             names = {client.name: role for role, client in self.clients.items()}
@@ -236,7 +236,7 @@ class Actors:
         if lost:
             # Monarch 0.7 cannot connect to hosts a second time in the same program after one of them was lost.
             started = self.config.hosts.started_by() is not None
-            mend = "to resume starts the job again" if started else "start it again by `make worker`, and then resume"
+            mend = "a resume starts the job again" if started else "start it again by `make worker`, and then resume"
             raise ConnectionError(f"the worker of {', '.join(lost)} has ended; {mend}")
         return roles
 
@@ -260,7 +260,7 @@ class Actors:
         """Spawn the trainer and the generator, each only if it is missing, and wait until all actors are ready."""
         trainer, generator = await self._spawn(setup)
         with setup("starting trainer and generator" if self.config.has_generator else "starting trainer"):
-            # The report, which is written at the end, needs matplotlib. Its import delays nothing now, because the actors take longer.
+            # The report at the end of the run needs matplotlib. Importing it now costs no time: the actors take longer.
             importing = asyncio.to_thread(import_module, "controllers.report")
             await asyncio.gather(*(client.ready() for client in self.clients.values()), importing)
         return trainer, generator

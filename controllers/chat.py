@@ -55,7 +55,7 @@ class ChatTemplate:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of the conversation and of the beginning of the assistant's next turn. If the assistant has the last turn, it is left out."""
+        """The tokens of the conversation and of the beginning of the assistant's next turn. If the last turn is the assistant's, it is left out."""
         conversation = self._with_system(messages)
         if conversation[-1]["role"] == "assistant":
             conversation = conversation[:-1]

@@ -27,8 +27,8 @@ Row = tuple[str, list[str]]  # a name, and a text for each run
 
 
 def read_runs(folders: Sequence[Path]) -> dict[str, RunFiles]:
-    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, every name also has the parent folders
-    that it takes to tell the runs apart.
+    """The runs by name. The name of a run is the name of its folder. If two folders have the same name, every name also
+    has as many parent folders as are needed to tell the runs apart.
 
     Raises ValueError for a folder that holds no run or is named twice, and for more runs than there are colours.
     """

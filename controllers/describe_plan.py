@@ -36,7 +36,7 @@ class Demand:
     """The memory of one GPU, or of a machine without GPUs, and the bytes that each process takes there."""
 
     place: str  # "GPU 0" or "this machine"
-    # The work of the run meanwhile, such as "generating". Empty if the processes always hold the same memory.
+    # Part of a step in which the processes hold this memory, such as "generating". Empty if they always hold it.
     phase: str = ""
     capacity: int  # bytes
     taken: dict[str, int]  # process -> bytes

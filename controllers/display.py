@@ -44,7 +44,7 @@ PANEL_COLUMNS = (
     ("trainer", 4, "busy/trainer", ".0%"),
     ("generator", 4, "busy/generator", ".0%"),
 )
-"""Columns of the live panel. It has room for more columns than a line."""
+"""Columns of the live panel. The panel has room for more columns than a printed line."""
 
 
 class LineDisplay:
@@ -90,7 +90,7 @@ class LineDisplay:
         self.row()
 
     def _start_phase(self, phase: str) -> None:
-        """Estimate the time that is left from the steps of this phase only, because they may take longer than earlier steps."""
+        """Estimate the remaining time only from steps of this phase, because they may take longer than earlier steps."""
         began = self._task.start_time
         self.steps.remove_task(self._task.id)
         self.steps.add_task(phase, total=self.total_steps)

@@ -43,7 +43,7 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `tasks` is not used, because the rewards come with the replies during the play."""
+        """Play the episodes of these problems. `tasks` is not used, because the environment's replies already have the rewards."""
 
         async def play(place: int, index: int) -> None:
             keep(first + place, await self._play(index, sender))
@@ -75,7 +75,7 @@ class EpisodeRollouts(Rollouts):
 
 @dataclass(frozen=True, kw_only=True)
 class _Policy(Sampled):
-    """The policy of one episode. An error of the generator becomes a GenerationError, so that the queue has the problem played again."""
+    """The policy of one episode. An error of the generator becomes a GenerationError, so that the queue asks for the problem again."""
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         try:

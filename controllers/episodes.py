@@ -223,12 +223,12 @@ class Player:
             if turn + 1 == limits.max_turns or length + limits.max_tokens_per_turn > limits.max_tokens:
                 break
             playing.add_observation(tokens, text)
-        # The tokens do not have the last reply, because no turn follows it.
+        # The tokens of the last reply are left out, because no turn follows it.
         last = shown(_checked_observation(reply.observation, where, num_tokens=len(self.tokenizer)), self.tokenizer)
         return playing.finish(last, is_cut_off=not reply.is_over, num_retries=num_retries)
 
     async def _ask(self, what: str, ask: Callable[[], T | Awaitable[T]]) -> T:
-        """The answer of a method of an episode. If the answer is awaited, the scorer's time limit holds for it."""
+        """The answer of a method of an episode. If the answer is awaited, the scorer's time limit applies."""
         try:
             answer = ask()
             if inspect.isawaitable(answer):
@@ -338,7 +338,7 @@ class TurnSender:
     async def complete(self, tokens: list[int], number: int) -> Completion:
         """A completion of the tokens.
 
-        number: sets the seed. So the completion does not depend on the other turns of the call.
+        number: sets the seed, so the completion does not depend on the other turns of the call.
         """
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting.append((tokens, number, answer))
@@ -370,7 +370,7 @@ class Sampled:
     """The policy of one episode, whose turns the generator samples."""
 
     sender: TurnSender
-    first_number: int  # index of the first turn; the next turns have the next indices
+    first_number: int  # number of the first turn, which sets its seed; the next turns have the next numbers
 
     async def __call__(self, tokens: list[int], turn: int) -> Completion:
         return await self.sender.complete(tokens, self.first_number + turn)

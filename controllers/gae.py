@@ -3,7 +3,7 @@
 An action is a position whose token the policy sampled. Other positions, such as those of a prompt or of an environment's answer, are skipped:
 the state after an action is the state before the next action, and skipped positions add no discount.
 
-N sequences, T_n positions of sequence n, T the largest of them, A_n actions of sequence n.
+N sequences, T_n positions of sequence n, T the largest T_n, A_n actions of sequence n.
 """
 
 import math
@@ -88,8 +88,11 @@ def estimate(
 def _advantages(
     values_NT: Tensor, rewards_NT: Tensor, action_NT: Tensor, last_N: Tensor, gamma: float, lambda_N: Tensor
 ) -> Tensor:
-    """The advantages, computed from the last position to the first. A position that is no action
-    hands the numbers of the next action on to the position before it."""
+    """The advantages, computed from the last position to the first.
+
+    A position that is no action changes neither the next value nor the next advantage, so the action before it uses
+    those of the action after it.
+    """
     found_NT = torch.zeros_like(values_NT)
     next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)
     for t in reversed(range(values_NT.shape[1])):
@@ -104,8 +107,8 @@ def _advantages(
 def whiten(rows: Sequence[Tensor], is_action: Sequence[Tensor]) -> list[Tensor]:
     """(x - mean) / (std + 1e-8) over the actions of all rows; 0 at other positions. The variance divides by the number of actions minus 1.
 
-    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become unequal. If there is only one action, its
-    number becomes 0.
+    Whiten the whole batch at once: if minibatches are whitened one by one, equal advantages become unequal. If there is
+    only one action, its x becomes 0.
     """
     if not rows:
         return []

@@ -139,7 +139,7 @@ class GRPOConfig(RunConfig):
     def make_loss(self, kl: KL | None = None) -> PolicyLoss:
         """The loss that these fields describe. Raises ValueError for an option that the loss does not have, or whose value is out of its limits.
 
-        kl: if the fields ask for a KL term, the loss has this one instead of the term of the fields.
+        kl: takes the place of the KL term that the fields describe. It is not used if the fields ask for no KL term.
         """
         return self.loss.build(
             kl=(kl or self.kl()) if self.reference_kl and self.reference_kl_in == "loss" else None,
@@ -273,9 +273,9 @@ async def with_columns_of_loss(
 
 
 async def with_trainer_logprobs(run: Run[ConfigOfLoop], samples: Sequence[Sample]) -> list[Sample]:
-    """The samples. Their column old_logprobs, which held the generator's logprobs, now holds those of the trainer's current weights.
+    """The samples. Their column old_logprobs now holds the logprobs under the trainer's current weights.
 
-    The generator's logprobs move to the column generator_logprobs.
+    The generator's logprobs, which it held before, move to the column generator_logprobs.
     """
     extended = []
     for chunk in split(samples, run.config.samples_per_forward_backward):

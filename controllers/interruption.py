@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 REPEATED_WITHIN = 1.0
 """Seconds after the first signal in which further signals are ignored. `timeout` signals a process and then also the process's group, so the
-process gets two signals for one."""
+process gets two signals instead of one."""
 
 
 class Interrupted(BaseException):

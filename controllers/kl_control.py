@@ -70,9 +70,8 @@ def penalised_rewards(
 ) -> list[Tensor]:
     """rewards - kl.coefficient * kl_t at every action, 0 at other positions; each [T_n].
 
-    kl_t is the estimate at token t. It is computed from the token's logprob under the policy that sampled the token, and from that under the
-    reference. Numbers at positions that are no
-    actions are not read, so they may be NaN.
+    kl_t is the estimate at token t. It is computed from the token's logprob under the policy that sampled the token,
+    and from its logprob under the reference. Numbers at positions that are no actions are not read, so they may be NaN.
 
     Example: two actions, rewards 0 and 1, logprobs -0.5 and -1, ref_logprobs -1 and -1, estimator k1, coefficient 0.1 -> -0.05 and 1.
     """

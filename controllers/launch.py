@@ -90,7 +90,7 @@ def main(controller: str) -> None:
 
 
 def _require_devices(invocation: cli.Invocation, controller: str) -> None:
-    """Raise ValueError if this machine has not the devices or the memory for the run, or if --eval-only finds no generator in the config."""
+    """Raise ValueError if this machine lacks the devices or the memory for the run, or if --eval-only finds no generator in the config."""
     config = invocation.config
     if not invocation.eval_only and not config.hosts.addresses:
         for name, model in config.models().items():
@@ -104,9 +104,10 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation, in which eval_only is the folder of a checkpoint. If a run is resumed, also set damaged checkpoints aside and check the run.
+    """The invocation. If eval_only is set, it becomes the folder of a checkpoint.
 
-    Raises ValueError if eval_only holds no whole checkpoint or cannot be written to, or if the config does not allow to resume the run.
+    If a run is resumed, this function also sets damaged checkpoints aside and checks the run. Raises ValueError if
+    eval_only holds no whole checkpoint or cannot be written to, or if the run cannot be resumed with this config.
     """
     if invocation.eval_only:
         checkpoint = checkpoints.find(invocation.eval_only)
@@ -150,7 +151,10 @@ def _first_problems(environment: AnyEnvironment, validation_sets: Sequence[Valid
 def _with_alphabet(
     config: RunConfig, environment: AnyEnvironment, validation_sets: Sequence[ValidationSet]
 ) -> RunConfig:
-    """The config. If its alphabet is "auto", the characters of the problems become the alphabet, and vocab_size becomes that of its tokenizer."""
+    """The config. If its alphabet is "auto", the characters of the problems become the alphabet.
+
+    vocab_size then becomes the number of these characters plus the number of special tokens.
+    """
     if config.alphabet != "auto":
         return config
     problems = _first_problems(environment, validation_sets)

@@ -117,7 +117,7 @@ class MetricsLogger(AbstractContextManager):
         self._open_files()
         self._trackers = Trackers(trackers, folder, project=project, config=config or {}, steps_done=steps_done)
         self._tracked_step = self._last_step  # the last step that the trackers have
-        self._tables: dict[str, int] = {}  # name of a table -> the last step of it that the trackers have
+        self._tables: dict[str, int] = {}  # name of a table -> the last step whose table the trackers have
         console = console or Console()
         live = console.is_terminal and not prints_lines
         self.display: LineDisplay = (LiveDisplay if live else LineDisplay)(console, total_steps)
@@ -159,7 +159,10 @@ class MetricsLogger(AbstractContextManager):
         self.display.print(line)
 
     def step(self, step: int, metrics: Mapping[str, object], *, phase: str, skipped: bool = False) -> None:
-        """Record one step of phase "start", "sft", "grpo", "ppo" or "dpo". Its `nonfinite` lists the metrics that were NaN or infinite."""
+        """Record one step of phase "start", "sft", "grpo", "ppo" or "dpo".
+
+        The record's `nonfinite` lists the metrics that were NaN or infinite.
+        """
         if step <= self._last_step:
             raise ValueError(
                 f"step {step} after step {self._last_step}: each step is recorded once, in ascending order"

@@ -61,8 +61,9 @@ class Reference(FrozenPolicy):
         r is the task's reward, minus the penalty on long completions if there is one.
         kl_t is `kl` at token t, computed from the logprobs of the generator and the reference. The penalty is one number for the whole
         completion, as in RLOO (arXiv 2402.14740), in TRL's RLOOTrainer and, for GRPO, in verl's use_kl_in_reward. An advantage that
-        divides the reward by a standard deviation divides the penalty, too. If the estimator is k1, the penalty is the log ratio of the whole
-        completion, and the expected gradient is that of the KL divergence. If the estimator is k2 or k3, the expected gradient is another one.
+        divides the reward by a standard deviation divides the penalty, too. If the estimator is k1, the penalty is the
+        log ratio of the whole completion, and the expected gradient is the gradient of the KL divergence. With k2 or k3
+        the expected gradient differs from the gradient of the KL divergence.
 
         Example: one group, two completions of two tokens, rewards 1 and 0, estimator k1, coefficient 0.1. At each token the generator's logprob
         minus the reference's is 0.5 in the first completion and 0 in the second. Then R = 0.9 and 0.
@@ -125,7 +126,7 @@ async def start_reference(run: "Run[Any]", *, has_begun: bool, sft_steps: int) -
 
 
 def require_reference(config: "GRPOConfig", folder: RunFolder) -> None:
-    """Raises ValueError if the run in this folder has begun GRPO or PPO, but has not saved the weights from before."""
+    """Raises ValueError if the run in this folder began GRPO or PPO without saving the weights from before."""
     newest = checkpoints.newest(folder.checkpoints)
     state = checkpoints.read(newest) if newest else {}
     if "sft_steps" not in state or state["step"] <= state["sft_steps"]:

@@ -10,12 +10,14 @@ versions, so ahead = max_staleness // versions_per_step. A skipped step changes 
 computes the age of every group before each step, and raises RuntimeError if an age is above max_staleness.
 
 One long completion does not hold up a step. A step takes the first `size` finished groups in the order in which they were drawn. So
-younger groups may overtake an unfinished one. A step may leave groups behind under one condition, so that all of them can still be trained on
-in time: for every k, at most k * size of them are due within the next k steps. If more groups would be due, the step waits.
+younger groups may overtake an unfinished one. But all groups that a step leaves in the queue must still be trained on
+in time. So the step waits unless this condition holds for every k: at most k * size of the groups that it would leave
+are due within the next k steps.
 
-The queue cannot stand still. The condition holds after every step for all groups that are left, and a draw adds groups only up to
-(ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do finish while a step waits,
-because the generator needs no new weights to go on. If ahead is 0, a step trains on all groups that it drew, which is the synchronous loop.
+The queue cannot deadlock. The condition holds after every step for all groups that are left, and a draw adds groups
+only up to (ahead + 1) * size. So when every group has finished, a step can take the first `size` of them. All groups do
+finish while a step waits, because the generator needs no new weights to go on. If ahead is 0, a step trains on all
+groups that it drew, which is the synchronous loop.
 
 A group whose rewards are all equal has no gradient. When all groups of a draw have finished, such groups are replaced by new problems, at
 most max_refills times. A new group takes the place of the group that it replaces, so the queue holds no more groups than before.
@@ -116,9 +118,10 @@ class RolloutQueue:
     async def next_batch(self, version: int) -> RolloutBatch:
         """Draw the problems that may be drawn now, and wait for groups_per_step groups with a signal.
 
-        A group has a signal if it can be trained on. If max_refills refills did not find enough of them, the batch has fewer groups. If no group
-        has a signal, the batch has no samples. version: the version of the weights that trainer and generator have now. Raises the error of a
-        rollout that cannot be completed, and RuntimeError if a group is older than max_staleness versions.
+        A group has a signal if it can be trained on. If max_refills refills did not find enough such groups, the batch
+        has fewer. If no group has a signal, the batch has no samples. version: the version of the weights that trainer
+        and generator have now. Raises the error of a rollout that cannot be completed, and RuntimeError if a group is
+        older than max_staleness versions.
         """
         self.step += 1
         room = (self.ahead + 1) * self.config.groups_per_step - len(self.places)

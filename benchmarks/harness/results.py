@@ -1,7 +1,7 @@
-"""Results of benchmarks: files with one line of JSON for each result. Measures nothing, and imports no torch.
+"""Results of benchmarks: files with one line of JSON for each result.
 
-A line has the figures of a result, and the command, date, device and versions of its measurement. This module only appends lines, and
-nobody edits one.
+A line has the figures of a result, and the command, date, device and versions of its measurement. This module only
+appends lines, and nobody edits one. It measures nothing and imports no torch.
 """
 
 import json
@@ -59,13 +59,13 @@ def gpus() -> tuple[str, ...]:
 
 
 def visible(count: int) -> list[str]:
-    """The first `count` GPUs that CUDA_VISIBLE_DEVICES names, in its order and as it names them. If it is not set: "0" to `count - 1`."""
+    """The first `count` GPUs that CUDA_VISIBLE_DEVICES names, in its order and spelling. If it is unset: "0" to `count - 1`."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count))))
     return [index.strip() for index in named.split(",") if index.strip() not in ("", "-1")][:count]
 
 
 def _how_measured() -> dict[str, Any]:
-    """The fields of a line that say how to repeat it: command, date, device and versions."""
+    """The fields of a line that say how to repeat the measurement: command, date, device and versions."""
     module = sys.argv[0].removesuffix(".py").replace("/", ".").rpartition(".")[2]
     names = gpus()
     versions = {name: _version(name) for name in PACKAGES}

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One shape. Our trainer and torchtitan's pieces both train it.
+    """One shape: a model, the batch of a step, and settings. Our trainer and torchtitan's pieces both train this model.
 
     In a step every GPU has `microbatches` microbatches of `rows` rows. Documents of one length fill each row, so no position is padding.
     """
@@ -17,7 +17,7 @@ class Row:
     rows: int = 1  # rows of a microbatch
     microbatches: int = 1  # microbatches of a step on each GPU
     checkpointing: Literal["none", "products", "selective", "full"] = "selective"
-    attention: Literal["flex", "flash4"] = "flash4"  # the kernel of both sides; a CPU has only one kernel
+    attention: Literal["flex", "flash4"] = "flash4"  # the kernel of both trainers; a CPU has only one kernel
     float8: bool = False
     float8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     num_gpus: int = 1  # FSDP shards the model over all of them; 0 stands for a CPU

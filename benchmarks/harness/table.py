@@ -1,4 +1,7 @@
-"""Tables of the newest results. docs/speed.md shows every row with its target, README.md the headline rows. Measures nothing."""
+"""Tables of the newest results. docs/speed.md shows every row with its target, and README.md shows the headline rows.
+
+This module measures nothing.
+"""
 
 import argparse
 from dataclasses import replace
@@ -24,12 +27,15 @@ def newest(row: TableRow, gpu: str, since: str = "") -> Line | None:
     """The row's newest result; None if there is none. Lines with an error are ignored.
 
     gpu: the kind of GPU whose lines are used for a row with GPUs. A row without GPUs uses the lines of CPUs. since: a moment in UTC, in the
-    format of a line's date; older lines are ignored. The answer's field "file" is a dict: for every line name in the results file of this
-    row's command, the newest line without an error. `gpu` and `since` choose among these lines, too. A row may be the quotient of two other
-    rows. Then the answer has their newest lines in "over" and "under".
+    format of a line's date; older lines are ignored.
+
+    The returned line also has the field "file". It maps each name in the results file of this row's command to the
+    newest line with that name and no error. `gpu` and `since` also limit the lines in "file". If the row is the
+    quotient of two other rows, the returned line has the newest lines of these rows in "over" and "under" instead of
+    "file".
     """
     if row.quotient_of:
-        # A quotient uses only our own tokens_per_second of both rows, so lines count whatever baseline they were compared with.
+        # A quotient divides the tokens_per_second of our own trainer, so the baseline of a line does not matter.
         over, under = (newest(replace(TABLE[name], compared_fields={}), gpu, since) for name in row.quotient_of)
         if over is None or under is None:
             return None
@@ -55,7 +61,7 @@ def misses(row: TableRow, line: Line) -> list[str]:
 
 
 def target(row: TableRow) -> str:
-    """The limits of a row for readers: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is one of the ratio."""
+    """The limits of a row for readers: "≥ 0.98, tokens/s ≥ 40,000". A limit without a name is a limit on the ratio."""
     limits = [(name, "≥", limit) for name, limit in row.at_least.items()]
     limits += [(name, "≤", limit) for name, limit in row.at_most.items()]
     texts = []
