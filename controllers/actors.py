@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib import import_module
@@ -50,6 +50,17 @@ class Death(Exception):
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
         self.error = error
+
+
+class StartAgainError(Exception):
+    """A process on a host of `--hosts` has died. The run can go on only in a new program, because Monarch 0.7 cannot connect to hosts a
+    second time in the same program after one of them was lost.
+    """
+
+    def __init__(self, cause: str, lost: Sequence[str]) -> None:
+        """lost: names of the hosts whose workers have ended. Empty if only a process of a worker has died."""
+        super().__init__(cause)
+        self.lost = tuple(lost)
 
 
 class Actors:
@@ -189,9 +200,22 @@ class Actors:
         if lost := await asyncio.to_thread(self.placement.lost):
             self.report("trainer", ActorDiedError(f"trainer: the worker of {', '.join(lost)} has ended", "trainer"))
             return await self.first_death()
+        if hasattr(error, "rank") and (role := await self._silent_on_hosts()):
+            text = f"{role}: a process on another host does not answer"
+            self.report(role, ActorDiedError(text, role))
+            return await self.first_death()
         if reason := await self._store_error():
             self.report("store", ActorDiedError(f"store: the index of the weights does not answer: {reason}", "store"))
             return await self.first_death()
+        return None
+
+    async def _silent_on_hosts(self) -> str | None:
+        """The role of a model on other hosts that has a process which does not answer. Monarch may report the death of such a process late."""
+        if self.placement.all is None:
+            return None
+        for role, client in self.clients.items():
+            if role != "generator" and not await client.is_alive(self.config.survival.silent_after):
+                return role
         return None
 
     async def _store_error(self) -> str:
@@ -207,13 +231,13 @@ class Actors:
     async def bury(self, others: Collection[str] = ()) -> set[str]:
         """Kill what is left of the actors that have died, and kill the actors with the roles `others`.
 
-        If a host is gone, all actors are killed. Returns the roles of all killed actors. The roles can be spawned again. Raises
-        ConnectionError naming the hosts whose workers have ended.
+        Returns the roles of all killed actors. The roles can be spawned again. Raises StartAgainError if the run has hosts.
         """
+        if self.placement.all is not None:
+            lost = await asyncio.to_thread(self.placement.lost)
+            cause = f"the worker of {', '.join(lost)} has ended" if lost else str(next(iter(self.deaths.values())))
+            raise StartAgainError(cause, lost)
         roles = {*self.deaths, *others}
-        lost = await asyncio.to_thread(self.placement.lost)
-        if lost:
-            roles |= self.clients.keys()
         if "store" in roles:  # all actors have the address of the old store, so all must be spawned again
             roles |= self.clients.keys()
         self.deaths = {}
@@ -233,11 +257,6 @@ class Actors:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._close_transport(), CLOSE_TIMEOUT)
             self._open_transport()
-        if lost:
-            # Monarch 0.7 cannot connect to hosts a second time in the same program after one of them was lost.
-            started = self.config.hosts.started_by() is not None
-            mend = "a resume starts the job again" if started else "start it again by `make worker`, and then resume"
-            raise ConnectionError(f"the worker of {', '.join(lost)} has ended; {mend}")
         return roles
 
     async def start_whatever_dies(self, setup: Setup) -> tuple[TrainerClient, GeneratorClient]:

@@ -1,5 +1,6 @@
 """Config fields that choose on which machines a run's processes live, and the machine of each rank."""
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,9 @@ class HostsConfig:
     number of all hosts less 1, but at least 1."""
     certificates: str = ""
     """Folder of certificates for addresses tls://. It must have the same path on all hosts."""
+    return_timeout: float = 600.0
+    """Seconds in which the worker of a lost host must be started again. The run then goes on in a new program. If a job has started the
+    workers, the new program starts the job again. 0: the death of a process on a host ends the run."""
 
     def names(self) -> list[str]:
         """The names of the hosts in their order. An empty list if the run uses only this machine. Raises ValueError if `addresses` is wrong."""
@@ -64,6 +68,8 @@ class HostsConfig:
             count = len(self.names())
         except ValueError as error:
             raise ValueError(f"hosts.addresses: {error}") from None
+        if not 0 <= self.return_timeout < float("inf"):
+            raise ValueError(f"hosts.return_timeout={self.return_timeout}; it must be finite and at least 0")
         job = self.started_by()
         if job is None and self.job != JobConfig():
             raise ValueError(
@@ -107,6 +113,17 @@ class HostsConfig:
             trainer=connected.part(trainer.start, trainer.stop),
             generators=connected.part(generators.start, generators.stop),
         )
+
+    def wait_for_workers(self, pause: float = 1.0) -> list[str]:
+        """Wait until all workers listen, for at most return_timeout seconds. Returns the names of those that do not listen then.
+
+        Does not wait for the workers of a job, because `connect` starts the job again. pause: seconds between two attempts to connect.
+        """
+        workers = [] if self.started_by() else [address.numeric() for address in hosts.parse(self._split())]
+        deadline = time.monotonic() + self.return_timeout
+        while (missing := [str(worker) for worker in workers if hosts.refusal(worker)]) and time.monotonic() < deadline:
+            time.sleep(pause)
+        return missing
 
     def place_of_rank(self, rank: int, num_ranks: int) -> str:
         """The name of the host of a rank of the trainer, the value model or the reference. Empty if the run uses only this machine."""

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import shlex
+import signal
 import sys
 import tempfile
 import traceback
@@ -22,7 +23,8 @@ from typing import TextIO
 from monarch.actor import shutdown_context
 from rich.console import Console
 
-from controllers import checkpoints, cli, config_file, describe_plan
+from controllers import checkpoints, cli, config_file, describe_plan, new_program
+from controllers.actors import StartAgainError
 from controllers.command import started_as
 from controllers.display import LineDisplay
 from controllers.environments import AnyEnvironment, EpisodeError, Problem, RewardError, Scorer, build_environment
@@ -79,14 +81,34 @@ def main(controller: str) -> None:
     if invocation.dry_run:
         cli.print_config(invocation.config)
         return
-    status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
-    if status:
-        print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
+    death: StartAgainError | None = None
+    try:
+        status = _run(invocation, environment, validation_sets, tokenizer, scorer, train)
+    except StartAgainError as error:
+        status, death = 1, error
     # Monarch is shut down here. If it were left to the interpreter's exit, Monarch would wait only one second, which is too short on a busy
     # machine, and then print a traceback.
     with contextlib.suppress(Exception, KeyboardInterrupt):
         shutdown_context().get(timeout=SHUTDOWN_TIMEOUT)
+    if death is not None:
+        status = _go_on_in_new_program(invocation, death)
+    if status:
+        print(_resume_text(prog, RunFolder(invocation.output_dir), invocation.config), end="", flush=True)
     sys.exit(status)
+
+
+def _go_on_in_new_program(invocation: cli.Invocation, death: StartAgainError) -> int:
+    """Wait for the lost hosts, and replace this program. Returns the exit status only if the run cannot go on."""
+    folder = RunFolder(invocation.output_dir)
+    try:
+        if new_program.wait(invocation.config, folder, death, functools.partial(print, flush=True)):
+            new_program.start_again(folder, verbose=invocation.verbose)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except (OSError, ValueError) as error:
+        print(f"This program cannot start again: {error}", flush=True)
+    print(f"The run failed: {death}.", flush=True)
+    return 1
 
 
 def _require_devices(invocation: cli.Invocation, controller: str) -> None:
@@ -213,7 +235,10 @@ def _run(
     scorer: Scorer,
     train: Train,
 ) -> int:
-    """Train or evaluate, and return the exit status. If the run fails, its error goes to the terminal and to the log file."""
+    """Train or evaluate, and return the exit status. If the run fails, its error goes to the terminal and to the log file.
+
+    Raises StartAgainError if the run can go on only in a new program.
+    """
     folder = RunFolder(invocation.eval_only or invocation.output_dir)
     log_file = folder.log("evaluation" if invocation.eval_only else "controller")
     quiet = contextlib.nullcontext() if invocation.verbose else route_process_output(log_file)
@@ -237,6 +262,9 @@ def _run(
         except GateMissedError as error:
             print(f"The run ends: {error}.", file=terminal)
             return MISSED_STATUS
+        except StartAgainError as error:
+            logging.getLogger(__name__).error("a process on a host has died", exc_info=error)
+            raise
         except BaseException as error:
             # The terminal and the log file both get the traceback, whose note names the actor and the rank.
             logging.getLogger(__name__).error("the run failed", exc_info=error)

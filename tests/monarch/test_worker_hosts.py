@@ -11,11 +11,14 @@ import socket
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 from waiting import GUARD, wait_until
+
+from controllers import checkpoints
 
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
@@ -239,6 +242,66 @@ def test_grpo_over_hosts_of_ssh_writes_the_metrics_of_one_host(grpo_alone, ssh_a
     job = [f"--hosts.job.arguments={ssh_arguments}", "--hosts.job.port", str(port)]
     assert_same_records(grpo(tmp_path / "run", *hosts, *job), grpo_alone)
     wait_until(lambda: not workers_at(port), "the workers end with the run")
+
+
+def kill_after_first_step(running: subprocess.Popen, folder: Path, pid: Callable[[], int]) -> None:
+    """Kill a worker, and so all that it has started, when the checkpoint of the first GRPO step is complete."""
+
+    def has_checkpoint() -> bool:
+        assert running.poll() is None, running.stdout.read()
+        return checkpoints.newest(folder / "checkpoints") is not None
+
+    wait_until(has_checkpoint, "the first checkpoint")
+    os.kill(pid(), signal.SIGKILL)
+
+
+def workers_of_job(pid: int) -> list[psutil.Process]:
+    """The workers that a job of this program has started."""
+    children = psutil.Process(pid).children()
+    return [child for child in children if "run_worker_loop_forever" in " ".join(child.cmdline())]
+
+
+def test_a_run_goes_on_when_a_worker_of_its_job_is_killed(grpo_alone, tmp_path):
+    folder = tmp_path / "run"
+    running = start_grpo(folder, "--hosts", "process://2", "--hosts.trainer", "2")
+    kill_after_first_step(running, folder, lambda: workers_of_job(running.pid)[1].pid)
+    output, _ = running.communicate(timeout=GUARD)
+    assert running.returncode == 0, output
+    assert "goes on in a new program (restart 1," in output
+    assert [json.loads(line)["restart"] for line in (folder / "restarts.jsonl").read_text().splitlines()] == ["program"]
+    assert_same_records(records(folder), grpo_alone)
+
+
+def test_a_run_goes_on_when_a_killed_worker_is_started_again(grpo_alone, two_workers, tmp_path):
+    folder = tmp_path / "run"
+    addresses = ",".join(worker.address for worker in two_workers)
+    running = start_grpo(folder, "--hosts", addresses, "--hosts.trainer", "2")
+    killed = two_workers[1]
+    kill_after_first_step(running, folder, lambda: killed.process.pid)
+    lines = []
+    for line in running.stdout:
+        lines.append(line)
+        if f"Start it again by: make worker ADDRESS={killed.address}" in line:
+            killed.end()
+            two_workers[1] = Worker(address=killed.address)
+    assert running.wait(GUARD) == 0, "".join(lines)
+    assert_same_records(records(folder), grpo_alone)
+
+
+def test_a_run_goes_on_when_a_rank_on_a_host_is_killed(grpo_alone, two_workers, tmp_path):
+    folder = tmp_path / "run"
+    addresses = ",".join(worker.address for worker in two_workers)
+    running = start_grpo(folder, "--hosts", addresses, "--hosts.trainer", "2")
+
+    def second_rank() -> int:
+        below = psutil.Process(two_workers[1].process.pid).children(recursive=True)
+        return next(each.pid for each in below if each.environ().get("RL_ACTORS_PROCESS") == "trainer-1")
+
+    kill_after_first_step(running, folder, second_rank)
+    output, _ = running.communicate(timeout=GUARD)
+    assert running.returncode == 0, output
+    assert "goes on in a new program (restart 1," in output
+    assert_same_records(records(folder), grpo_alone)
 
 
 class Networks:

@@ -1,0 +1,75 @@
+"""Continues a run in a new program, after the death of a process on a host. The new program has the process id of this one, and resumes the run.
+
+This program cannot go on, because Monarch 0.7 cannot connect to hosts a second time after one of them was lost. A user who has started the
+workers must start the lost ones again. A job starts its workers by itself.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from controllers.actors import StartAgainError
+from controllers.run import RunConfig
+from controllers.run_folder import RunFolder, read_jsonl, to_json
+from rl_actors.clients.restarts import HOUR
+
+PROGRAM = "program"
+"""The value of `restart` in a line of restarts.jsonl that reports the start of a new program."""
+
+
+def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
+    """Wait until the run can be resumed. Returns False if it cannot, and then tells the user why. tell: shows a line to the user.
+
+    Every new program is a line of restarts.jsonl. survival.max_restarts_per_hour limits them.
+    """
+    limit = config.survival.max_restarts_per_hour
+    if not (config.hosts.return_timeout and limit and config.checkpoint_every):
+        return False
+    if (number := num_programs(folder) + 1) > limit:
+        tell(f"this is death {number} in the last hour, but survival.max_restarts_per_hour={limit}")
+        return False
+    _note(folder, death)
+    if death.lost and config.hosts.started_by() is None:
+        starts = ", ".join(f"make worker ADDRESS={name}" for name in death.lost)
+        tell(f"{death}; the run waits for it up to {config.hosts.return_timeout:g} s. Start it again by: {starts}")
+        if missing := config.hosts.wait_for_workers():
+            tell(
+                f"no worker listens at {', '.join(missing)} after hosts.return_timeout={config.hosts.return_timeout:g} s"
+            )
+            return False
+    tell(f"{death}; the run goes on in a new program (restart {number}, at most {limit} an hour)")
+    return True
+
+
+def num_programs(folder: RunFolder) -> int:
+    """How many new programs have continued the run in the last hour."""
+    begin = time.time() - HOUR
+    lines = [line for line in read_jsonl(folder.restarts) if line["restart"] == PROGRAM]
+    return sum(datetime.fromisoformat(line["time"]).timestamp() > begin for line in lines)
+
+
+def _note(folder: RunFolder, death: StartAgainError) -> None:
+    steps = read_jsonl(folder.metrics)
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    line = {"restart": PROGRAM, "time": now, "after_step": steps[-1]["step"] if steps else 0, "cause": str(death)}
+    with folder.restarts.open("a") as file:
+        file.write(to_json(line | {"first_step": None, "seconds": None}) + "\n")
+
+
+def command(flags: Sequence[str]) -> list[str]:
+    """The command that started this program, with other flags. Raises ValueError if the program has changed its own command line."""
+    given = sys.argv[1:]
+    start = len(sys.orig_argv) - len(given)
+    if sys.orig_argv[start:] != given:
+        raise ValueError(f"{sys.argv} is not the end of {sys.orig_argv}")
+    return [sys.executable, *sys.orig_argv[1:start], *flags]
+
+
+def start_again(folder: RunFolder, *, verbose: bool) -> None:
+    """Replace this program by one that resumes the run. Returns only by an error: OSError, or ValueError of `command`."""
+    words = command(["--resume", str(folder.path), *(["--verbose"] if verbose else [])])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(words[0], words)
