@@ -340,7 +340,7 @@ class Client:
         return ActorSilentError(f"{self.name}: {self._broken}{reason}{self._output()}", self.name)
 
     async def _answers(self, endpoint: "Endpoint[..., T]", phase: str, *args: object, **kwargs: object) -> list[T]:
-        """The answers of the ranks. If a client spawned their processes, raises ActorDiedError as soon as one of these has ended."""
+        """The answers of the ranks. Raises ActorDiedError as soon as one of the processes in `watched` has ended."""
         watched = self.watched
         if watched is None:
             return await collect(endpoint, *args, **kwargs)
@@ -357,7 +357,7 @@ class Client:
 
     @property
     def watched(self) -> ProcessMesh | None:
-        """The processes of the ranks, if a client spawned them."""
+        """The processes of the ranks. None if this client has not spawned them."""
         return self._processes
 
     def _output(self) -> str:
