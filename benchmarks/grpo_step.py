@@ -54,8 +54,8 @@ class Phases:
 def busy_shares(readings_of_spans: list[dict[int, list[float]]]) -> dict[str, float]:
     """The busy share of each GPU in a phase, as {"gpu0_busy": 0.96, …}.
 
-    readings_of_spans: {GPU: [percent, …]} for every time that the phase ran. Readings are averaged for each of these times, and then these
-    means are averaged. So a long time with many readings counts as much as a short one.
+    readings_of_spans: {GPU: [percent, …]} for every run of the phase. The readings of each run are averaged, and then these means are
+    averaged. So a long run with many readings counts as much as a short one.
     """
     means: dict[int, list[float]] = {}
     for readings in readings_of_spans:

@@ -36,8 +36,8 @@ class EpisodeConfig:
     max_turns: int = 8
     """Largest number of turns of an episode. An episode that is not over after max_turns turns is cut off."""
     max_tokens: int = 0
-    """Largest number of tokens of an episode: its beginning, turns and replies. A turn begins only if the run's max_tokens, the limit of one
-    turn, still fit. 0: as many tokens as both trainer and generator take."""
+    """Largest number of tokens of an episode: its beginning, turns and replies. A turn may take as many tokens as the run's own max_tokens
+    says, and it begins only if the episode has room for all of them. 0: as many tokens as both trainer and generator take."""
 
     def validate(self) -> None:
         if self.max_turns < 1 or self.max_tokens < 0:
@@ -207,8 +207,8 @@ class Player:
         limits, playing = self.limits, _Playing(prompt, text)
         if not prompt or len(prompt) + limits.max_tokens_per_turn > limits.max_tokens:
             raise EpisodeError(
-                f"reset of {problem.prompt!r} gave {len(prompt)} tokens; it must give at least 1, and leave "
-                f"max_tokens={limits.max_tokens_per_turn} of an episode's {limits.max_tokens}"
+                f"reset of {problem.prompt!r} gave {len(prompt)} tokens; it must give at least 1, and leave room for a turn of "
+                f"max_tokens={limits.max_tokens_per_turn} tokens in an episode of at most {limits.max_tokens}"
             )
         for turn in range(limits.max_turns):
             completion = await policy(prompt + playing.tokens, turn)

@@ -147,7 +147,8 @@ async def train_policy(
 
 
 def minibatches(config: PPOConfig, samples: Sequence[Sample], step: int) -> Iterator[list[Sample]]:
-    """The samples of each optimizer step. Each of epochs_per_step passes shuffles all samples and divides them into at most updates_per_step parts.
+    """The samples of each optimizer step. There are epochs_per_step passes. In each pass all samples are shuffled and divided into at most
+    updates_per_step parts.
 
     The order depends only on the run's seed and the step. So policy and critic get the same parts, and a resumed run gets them again.
     """
