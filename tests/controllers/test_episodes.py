@@ -226,7 +226,7 @@ def test_an_episode_that_fails_again_and_again_is_an_error_with_its_last_failure
             r"step after turn 1 of '\?': \['x'\] of 'x' are not in the tokenizer's alphabet",
         ),
         ([], "", r"reset of '\?' gave 0 tokens; it must give at least 1"),
-        ([], "?" * 59, r"gave 59 tokens; .* leave max_tokens=6 of an episode's 64"),
+        ([], "?" * 59, r"gave 59 tokens; .* leave room for a turn of max_tokens=6 tokens in an episode of at most 64"),
     ],
 )
 def test_a_wrong_answer_of_an_episode_is_named_and_not_asked_for_again(characters, replies, beginning, message):
