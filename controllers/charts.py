@@ -26,7 +26,8 @@ DARK |= {"blue": "#6ea8fe", "orange": "#ff9f4a", "green": "#4fce7d", "gray": "#5
 DARK |= {"red": "#ff7d88", "purple": "#bd94f5", "brown": "#cf9f6d"}
 COLORS = ("blue", "orange", "green", "purple", "red", "brown", "gray")
 SIZE = (5.2, 2.9)
-"""Width and height in inches. A page shows a chart about 420 pixels wide, so the text of the chart nearly keeps its size."""
+"""Width and height in inches. A page shows a chart about 420 pixels wide. That is nearly this width, so the text has nearly the size
+that "font.size" says."""
 STYLE = {
     "svg.fonttype": "none",  # text stays text, in the font of the page
     "svg.hashsalt": "report",
@@ -323,8 +324,8 @@ def inline_svg(figure: Figure) -> str:
 def chart(plan: Plan, drawn: Sequence[Curve], records: Records = ()) -> str:
     """One chart as SVG.
 
-    records: the records of one run, if all curves belong to that run. The chart of the reward then also shows the reward's spread, and a
-    chart of all phases marks the supervised phase. Empty if each curve belongs to a run of its own.
+    records: the records of one run, if all curves belong to that run; empty if each curve belongs to a run of its own. With records the chart
+    of the reward also shows the reward's spread, and a chart of all phases marks the supervised phase.
     """
     figure, axes = new_chart(plan.title, plan.unit)
     if "reward/mean" in plan.metrics and records:

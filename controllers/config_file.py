@@ -196,7 +196,10 @@ def _message(cls: Any, error: "ErrorDetails") -> str:
 
 
 def _field_names(cls: Any, path: tuple[str | int, ...]) -> list[str]:
-    """Names of the fields of the dataclass to which a path of field names and keys leads. Empty if the path leads through a list."""
+    """The field names of the dataclass at the end of a path. Empty if the path leads through a list.
+
+    path: names of fields, and keys of dicts, from `cls` to the dataclass.
+    """
     for part in path:
         if get_origin(cls) is dict:  # the part is a key
             cls = get_args(cls)[1]

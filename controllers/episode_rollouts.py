@@ -43,7 +43,8 @@ class EpisodeRollouts(Rollouts):
         self.episodes, self.player = environment, player
 
     async def _complete_run(self, indices: Sequence[int], first: int, tasks: asyncio.TaskGroup, keep: Deliver) -> None:
-        """Play the episodes of these problems. `tasks` is not used, because the environment's replies already have the rewards."""
+        """Play the episodes of these problems. `tasks` is for rewards that are computed later, and is not used:
+        an episode has its rewards when it is over."""
 
         async def play(place: int, index: int) -> None:
             keep(first + place, await self._play(index, sender))

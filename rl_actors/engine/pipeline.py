@@ -25,8 +25,8 @@ from rl_actors.engine.pipeline_stages import Stage
 from rl_actors.losses import Loss
 
 SCHEDULES_KEPT = 4
-"""Largest number of schedules in the cache. A schedule is for one number of microbatches, one shape, and calls either with or without
-gradients."""
+"""Largest number of schedules in the cache. A schedule is made for one number of microbatches and one shape, and either
+for calls with gradients or for calls without."""
 
 
 @dataclass(kw_only=True)
