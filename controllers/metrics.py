@@ -34,7 +34,7 @@ KEYS = (
 class Timer:
     """Seconds since the last reset, by name: `with timer("generate"): …` adds to `timer.seconds["generate"]`.
 
-    `timeline` also records when each phase in which an actor works began and ended.
+    Some phases are the work of an actor. `timeline` also has the begin and the end of each of these phases.
     """
 
     def __init__(self):
@@ -109,8 +109,8 @@ class MetricsLogger(AbstractContextManager):
         console: Console | None = None,  # None: stdout
     ):
         folder.path.mkdir(parents=True, exist_ok=True)
-        # -1 and not 0: a run that resumes before its first finished step repeats step 0 (the first validation), so the old line of step 0
-        # must go too.
+        # If the run was interrupted before it had finished a step, it repeats step 0, the first validation. Then -1 also removes the old line
+        # of step 0.
         self._last_step = steps_done or -1
         self.folder, self._groups_per_step = folder, groups_per_step
         self._files: dict[Path, TextIO] = {}

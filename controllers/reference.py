@@ -96,8 +96,8 @@ async def start_frozen(run: Run[Any], *, has_begun: bool, is_saved: bool) -> Fro
     """Start a model that is never trained. It holds the policy with which a phase of the run begins.
 
     is_saved: True if the folder run/reference keeps the policy. False if trainer and reference both read the policy from hf_path.
-    has_begun: False if the phase begins now; if is_saved is True, the trainer's current weights are then saved in run/reference. True if the
-    phase began before the run was resumed; run/reference then has the weights already.
+    has_begun: True if the phase began before the run was resumed. With is_saved, the reference then reads run/reference. False if the phase
+    begins now. With is_saved, the trainer's current weights are then first saved in run/reference.
     """
     model = run.spawn_reference()
     with run.log.setup("starting reference"):

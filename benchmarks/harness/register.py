@@ -26,7 +26,7 @@ class TableRow:
     argument: str = ""  # one more argument; rows with the same command share a process, which gets the arguments of all
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Fields about the other side. A quotient uses only our side's figures, so it ignores these.
+    # Like `fields`, but about the side with which ours is compared. A quotient of rows reads only our side, so it does not compare these.
     compared_fields: dict[str, Any] = field(default_factory=dict)
     measured: Callable[[Line], str]  # makes the table's text about a line that `newest` returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
@@ -104,7 +104,8 @@ def _tls_overhead(line: Line) -> str:
 
 
 def _grpo_step(line: Line) -> str:
-    """Text with the seconds of the step and of every phase. The step is followed by the idle share of each GPU, a phase by the busy shares.
+    """Text with the seconds of the step and of every phase. The text has the idle share of each GPU behind the step, and the
+    busy shares behind each phase.
 
     The trainer's GPU comes first.
     """
@@ -504,7 +505,8 @@ TABLE = {
     **{f"weights-{model}": _sync_row(model, limit) for model, limit in (("0_6b", 0.1), ("4b", 0.2), ("8b", 0.8))},
     **{f"weights-{model}-network": _network_row(model) for model in ("0_6b", "4b")},
     "ahead-cpu": TableRow(
-        what="rollouts at most two versions ahead of the trainer beside rollouts that wait for it; rewards take 1.5 s on average: the tiny model",
+        what="a run whose rollouts are at most two versions ahead, compared with one whose rollouts wait for the trainer; "
+        "rewards take 1.5 s on average: the tiny model",
         num_gpus=0,
         command=("async_loop", "--staleness", "0", "2", "--steps", "60", "--seconds", "1.5"),
         line="staleness 2, rewards of 1.5 s",
@@ -562,7 +564,7 @@ TABLE = {
         measured=_float8,
     ),
     "trainer-twice": TableRow(
-        what="reports of two trainers with deterministic kernels about five steps on the same rollouts",
+        what="the metrics of two trainers with deterministic kernels in five steps on the same rollouts",
         num_gpus=1,
         command=("determinism",),
         line="trainer deterministic",

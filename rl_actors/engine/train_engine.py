@@ -249,7 +249,8 @@ class TrainEngine:
         if self.config.optimizer is not None or self.config.lora.rank or self.config.head != "logprobs":
             raise ValueError(
                 f"pull_model_state_dict is not possible with optimizer={self.config.optimizer and self.config.optimizer.name}, "
-                f"lora.rank={self.config.lora.rank} and head={self.config.head!r}: only a whole language model that infers takes weights"
+                f"lora.rank={self.config.lora.rank} and head={self.config.head!r}: only a language model "
+                "without an optimizer, adapters or another head takes weights"
             )
         self.memory.onload(["weights"])
         hf.require_same_shapes(self.config.model, version.shapes, f"version {number}", "this model")
@@ -259,7 +260,8 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes in `dtype`, sharded over the ranks. Tensors that are not copied here keep their own dtype.
+        """The tensors that a push publishes, sharded over the ranks. Joined tensors are copied here and have `dtype`. The others keep their
+        own dtype, and the push converts them.
 
         The tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If lora.sync is "adapter",
         they are only the adapters, under peft's names.

@@ -24,9 +24,9 @@ SERVED, GONE = b"\0", b"\1"
 """The first byte of an answer. SERVED: the layout of the slot and its bytes follow. GONE: the text of the error follows."""
 RECEIPT, ACCEPTED = b"\2", b"\3"
 """When all bytes have arrived, the reader sends RECEIPT. The server keeps the slot locked until it has the RECEIPT, and then answers
-ACCEPTED. If the reader does not get this answer, it drops the bytes, because they may be wrong: the server may have stopped waiting and
-released the lock, and a push may then rewrite the slot while its bytes are still being sent. (sendfile returns before all bytes have
-arrived.)"""
+ACCEPTED. If the reader does not get this answer, it drops the bytes, because they may be wrong. A server that waits too long for the RECEIPT
+releases the lock. The next push may then rewrite the slot before the last bytes of the old version have left it, because sendfile returns
+before it has sent all bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Request:
     start: int = 0
     num_bytes: int
     path: str  # by which the bytes come: "tcp" or "point_to_point"
-    # Only for point_to_point: the communicator's backend, "nccl" or "gloo", and the number of bytes of a piece. The reader chooses both for
-    # itself and for the trainer's rank, because gloo ends the process if the two processes use pieces of different sizes.
+    # Only for point_to_point: the communicator's backend, "nccl" or "gloo", and the number of bytes of a piece. The reader chooses these
+    # two values, and the trainer's rank uses the same, because gloo ends the process if the two processes use pieces of different sizes.
     backend: str = ""
     piece_bytes: int = 0
 
