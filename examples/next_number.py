@@ -1,4 +1,4 @@
-"""A task of your own with a graded reward: the number after another one. The reward falls with the distance from the right answer.
+"""A task of your own with a graded reward: add 1 to a number. The reward falls with the distance from the right answer.
 
 PYTHONPATH=examples python -m controllers.grpo --config blank --task next_number:NextNumber
 """
@@ -23,7 +23,7 @@ class NextNumber:
         return self.training[index % len(self.training)]
 
     def reward(self, problem: Problem, completion: str) -> float:
-        """1 for the right number, and 0.1 less for every unit of distance from it. 0 from a distance of 10 on, and for other texts."""
+        """1 for the right number, and 0.1 less for every unit of distance from it, but not below 0. Texts that are no number get 0."""
         try:
             distance = abs(int(completion) - int(problem.answer))
         except ValueError:

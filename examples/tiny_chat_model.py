@@ -1,4 +1,4 @@
-"""Write a tiny model for trials with conversations: a Qwen3 with random weights, a byte-level tokenizer and Qwen3's form of conversations.
+"""Write a tiny model to try conversations with: a Qwen3 with random weights, a byte-level tokenizer and a chat template like Qwen3's.
 
 python examples/tiny_chat_model.py DIRECTORY
 """

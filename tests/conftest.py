@@ -1,4 +1,4 @@
-"""Fixtures for all tests; being here also puts this folder, with references.py, on the import path."""
+"""Fixtures for all tests. Because of this file pytest puts the folder on the import path, so tests can import references.py."""
 
 import os
 import signal
@@ -12,8 +12,8 @@ from xdist.scheduler import LoadScopeScheduling
 from rl_actors import ModelConfig, TrainerConfig
 from rl_actors.processes import threads
 
-threads.choose_kernels()  # the references compute here
-# A shell's background job ignores Ctrl-C, and so would the programs that tests start and interrupt.
+threads.choose_kernels()  # references.py computes in this process
+# As a background job of a shell this process would ignore SIGINT, and so would the programs that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -43,7 +43,7 @@ def untied_qwen3(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def process_group():
-    """A group of one rank, for engines in this process; all engines of the session are built over it."""
+    """A process group of one rank. All engines in this process use it."""
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     former = {name: os.environ.get(name) for name in rank}
     os.environ.update(rank)
@@ -61,7 +61,7 @@ def process_group():
 
 @pytest.fixture
 def make_engine(process_group, tied_qwen3):
-    """make_engine(hf_path=..., any other field of TrainerConfig) -> TrainEngine with those weights; packs rows of 64."""
+    """make_engine(hf_path=..., any other field of TrainerConfig) -> TrainEngine with those weights. It packs samples into rows of 64 tokens."""
 
     from rl_actors.engine.train_engine import TrainEngine
 

@@ -1,4 +1,4 @@
-"""Rewards for the tests of processes that call rewards. They import little, because every process imports this module."""
+"""Rewards for the tests of processes that call rewards. This module imports little, because every process imports it."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from controllers.environments import Problem
 
 
 class OneReward:
-    """Only the reward of an environment."""
+    """Base of environments that have only a reward. `mark` leaves a file with the id of the process."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -24,7 +24,7 @@ class OneReward:
 
 
 class Waiting(OneReward):
-    """The length of the completion, when the file `go` is there."""
+    """The reward is the length of the completion. It comes when the file `go` is there."""
 
     def reward(self, problem, completion):
         self.mark("begun")
@@ -67,7 +67,7 @@ class Raising:
 
 
 class Parity:
-    """Additions. The reward is 1 for half of all completions."""
+    """The problems are additions. The reward is 1 for half of all completions."""
 
     def problem(self, index: int) -> Problem:
         return Problem(prompt=f"{index % 50}+1=", answer=str(index % 50 + 1), key=str(index % 50))
@@ -101,7 +101,7 @@ def hanging(*, seed: int, num_held_out: int, folder: str) -> Hanging:
 
 
 class Unloadable:
-    """It can be pickled here, and not be loaded in another process."""
+    """This process can pickle it, but no other process can load it."""
 
     def __reduce__(self):
         return importable_in, (os.getpid(),)

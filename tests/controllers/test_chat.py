@@ -101,7 +101,7 @@ def test_an_answer_becomes_the_assistants_last_turn(make):
     ("generation", "stops", "end"),
     [
         ({"eos_token_id": [258, 256]}, (258, 256), 258),
-        ({"eos_token_id": 256}, (256,), 256),  # not the tokenizer's own, which is 258
+        ({"eos_token_id": 256}, (256,), 256),  # the tokenizer's own end token is 258
         ({}, (258,), 258),
         (None, (258,), 258),
     ],

@@ -22,7 +22,7 @@ from controllers.run import Run
 
 @dataclass
 class FakeTrainer:
-    """A trainer's save_checkpoint. It copies at once. When `durable` is set, the files are on disk, or writing fails with `error`."""
+    """A trainer's save_checkpoint. It copies the state at once. Writing ends when `durable` is set, and fails if there is an `error`."""
 
     durable: asyncio.Event = field(default_factory=asyncio.Event)
     error: Exception | None = None
@@ -101,7 +101,7 @@ def test_a_caller_that_stops_waiting_does_not_cancel_the_checkpoint(tmp_path):
 
 
 def test_a_checkpoint_is_abandoned_when_no_trainer_writes_its_part_any_more(tmp_path):
-    """Even if the work that called `save` was cancelled while the state was copied. Otherwise a file would be removed while it is written."""
+    """`abandon` waits for the trainer even if the task that called `save` was cancelled. Otherwise it would remove a file that is being written."""
 
     async def run():
         trainer, saver = FakeTrainer(), Checkpoints(tmp_path, keep=2)
@@ -205,7 +205,7 @@ def test_random_states_survive_their_json():
 
 
 def write_checkpoint(folder: Path, step: int) -> Path:
-    """A complete checkpoint with a file of the trainer's."""
+    """Write a complete checkpoint with one file of the trainer, `weights`. Returns its folder."""
 
     class WritingTrainer:
         async def save_checkpoint(self, path: str):

@@ -1,4 +1,4 @@
-"""The command line: the config that it resolves to, its refusals, and configs that survive their JSON."""
+"""The command line: the config that it resolves to, its refusals, and configs that are written as JSON and read again."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Runs over each other: the page, the table, and folders that cannot be compared."""
+"""Comparisons of runs: the page, the table, and folders that cannot be compared."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def test_every_chart_has_a_curve_for_each_run_in_the_colour_of_its_name(html):
         assert f"stroke: var(--{color})" in rewards
     assert "first" in rewards and "second" in rewards
     validation = next(text for text in charts if "Validation hard/accuracy" in text)
-    assert f"var(--{COLORS[1]})" not in validation and "first" in validation  # the second run has none
+    assert f"var(--{COLORS[1]})" not in validation and "first" in validation  # the second run has no validation
     assert Nesting(html).problems == [] and "script" not in page.tags
 
 

@@ -1,4 +1,4 @@
-"""The text of --plan. It starts and writes nothing."""
+"""The text of --plan. The option starts no run and writes no file."""
 
 import os
 import subprocess
@@ -208,15 +208,12 @@ def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_
     held, critic = memory(config.trainer), memory(config.models()["critic"])
     weights = held.parameters + held.buffers
     lines = describe_plan.describe(config).split("\ntotals, not counting the memory of libraries:\n")[1].splitlines()
-    assert (
-        lines
-        == [
-            f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 42.0 GiB of 140.0 GiB",
-            f"  GPU 0 training the critic trainer-0 {size(weights)} + critic-0 {size(critic.total)} of 140.0 GiB",
-            f"  GPU 0 in forward_backward trainer-0 {size(held.total)} of 140.0 GiB",  # the moments stay from update to update
-            f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
-        ]
-    )
+    assert lines == [
+        f"  GPU 0 generating trainer-0 {size(weights)} + generator-0 42.0 GiB of 140.0 GiB",
+        f"  GPU 0 training the critic trainer-0 {size(weights)} + critic-0 {size(critic.total)} of 140.0 GiB",
+        f"  GPU 0 in forward_backward trainer-0 {size(held.total)} of 140.0 GiB",  # the optimizer's moments stay here
+        f"  GPU 0 in optim_step trainer-0 {size(weights + held.gradients + held.optimizer)} of 140.0 GiB",
+    ]
     config.critic.gpu = 1  # no other model is on this GPU, so the critic keeps its memory
     places = {(demand.place, demand.phase): list(demand.taken) for demand in describe_plan.demands(config)}
     assert places["GPU 1", "generating"] == places["GPU 1", "in optim_step"] == ["critic-0"]
@@ -226,7 +223,7 @@ def test_in_turns_the_critic_is_on_the_host_while_trainer_or_generator_work(two_
         describe_plan.require_memory(config)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine with GPUs shares their memory, not its own")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="processes on a machine with GPUs share the GPUs' memory")
 def test_without_gpus_all_processes_share_the_memory_of_the_machine(monkeypatch):
     config = replace(tiny(), reference_kl=0.1)
     config.trainer.parallelism.data_parallel_shard_degree = 2

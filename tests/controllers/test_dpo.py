@@ -26,7 +26,10 @@ PROMPT = [3, 4, 5]
 
 
 def pairs(seed: int = 0) -> tuple[list[Sample], list[torch.Tensor]]:
-    """Samples with the reference's logprobs, and the policy's logprobs, in float64. Those of the prompt are large, and count nothing."""
+    """Samples with the reference's logprobs, and the policy's logprobs, in float64.
+
+    The policy's logprobs of prompt tokens are at most -100, so a loss that counted them would be far off.
+    """
     draw = torch.Generator().manual_seed(seed)
     samples, logprobs = [], []
     for length in [length for lengths in LENGTHS for length in lengths]:
@@ -69,7 +72,7 @@ def test_loss_and_gradient_are_those_of_the_closed_form():
 
 
 def test_the_gradient_of_a_models_weights_is_that_of_plain_autograd():
-    """A model of one matrix: its gradient through LogprobGradient's columns, and through the formula of the paper."""
+    """The model is one matrix. Its gradient through LogprobGradient's columns is compared with that of the paper's formula."""
     samples, _ = pairs()
     draw = torch.Generator().manual_seed(1)
     weight = torch.randn(8, 8, generator=draw, dtype=torch.float64, requires_grad=True)
