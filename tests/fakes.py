@@ -119,7 +119,7 @@ def trainer_info(**values: object) -> TrainerInfo:
 
 
 class AnswersEach:
-    """generate_each of a fake that has generate: all prompts finish at the same time. It never dies."""
+    """generate_each for a fake that has generate: all prompts finish at the same time. The fake never dies."""
 
     returns = ()
 
@@ -223,7 +223,10 @@ class Generation:
 
 
 class RandomGenerator(AnswersEach, ActorOfNothing):
-    """A generator without a model. It draws tokens 2 to 11; they depend on the seed of the call, the prompt and the completion."""
+    """A generator without a model.
+
+    It draws tokens 2 to 11, which depend on the seed of the call, the prompt and the number of the completion.
+    """
 
     last_pull = None  # it moves no bytes
 
@@ -253,11 +256,11 @@ class RandomGenerator(AnswersEach, ActorOfNothing):
 class UnigramTrainer:
     """A trainer of a model that has one number for each token and reads no text: logprobs are log_softmax(numbers). Its gradients are real.
 
-    A tenant is another object of this class, which notes its calls in those of its trainer.
+    A tenant is another object of this class, which adds its calls to the list of its trainer.
     """
 
     def __init__(self, config: TrainerConfig, *, trainer: "UnigramTrainer | None" = None, name: str = "") -> None:
-        """trainer, name: of a tenant."""
+        """trainer, name: for a tenant, the trainer that it belongs to and its name."""
         self.config, self.name = config, name
         self.numbers = torch.zeros(config.model.vocab_size, requires_grad=True)
         self.optimizer = torch.optim.AdamW([self.numbers], lr=0.0)
@@ -375,13 +378,16 @@ class UnigramTrainer:
         torch.save(self.numbers.detach(), Path(path) / "numbers.pt")
 
     async def export_lora(self, path: str) -> None:
-        """Its adapters are the same numbers, in a directory that looks like one of peft's."""
+        """Write the numbers as adapters, in a directory that looks like one of peft's."""
         await self.export_hf(path)
         (Path(path) / adapters.CONFIG_FILE).write_text("{}")
 
 
 class UnigramGenerator:
-    """A generator of the UnigramTrainer's model. A version is a directory of `folder`; one without numbers is the untrained model."""
+    """A generator of the UnigramTrainer's model.
+
+    A version is a directory of `folder`; a directory without numbers.pt is the untrained model.
+    """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Which rank is called slow, and when."""
+"""SlowRank compares each rank with the others, and names the one that stays slow."""
 
 from controllers.slow_rank import SlowRank
 

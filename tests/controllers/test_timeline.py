@@ -11,7 +11,7 @@ from controllers.timeline import Span, StepTimeline, Timeline
 
 
 class Clock:
-    """time.perf_counter of the timeline, set by a test."""
+    """The time that the timeline reads in place of time.perf_counter. A test sets `now`."""
 
     now = 100.0
 

@@ -52,8 +52,9 @@ def wandb_records(path: Path) -> list:
 def read_wandb_file(path: Path) -> list:
     """The records that are in the file, as `wandb sync` would read them.
 
-    The file is a log of LevelDB after a header of 7 bytes: blocks of 32 KiB; every chunk in them has a checksum of 4 bytes, a length of 2
-    and a kind: 1 is a whole record, 2, 3 and 4 are the first, a middle and the last part of one.
+    The file is a log of LevelDB after a header of 7 bytes: blocks of 32 KiB. Every chunk in a block has a checksum of
+    4 bytes, a length of 2 bytes and a kind. Kind 1 is a whole record; kinds 2, 3 and 4 are the first, a middle and the
+    last part of a record.
     """
     from wandb.proto import wandb_internal_pb2
 
@@ -160,7 +161,7 @@ def test_an_absent_package_is_refused_with_the_command_that_installs_it(name, mo
 
 
 def test_a_folder_that_has_the_name_of_a_tracker_is_not_its_package(tmp_path, monkeypatch):
-    (tmp_path / "comet_ml").mkdir()  # as wandb and mlflow leave one where a program runs
+    (tmp_path / "comet_ml").mkdir()  # wandb and mlflow leave such folders where a program runs
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ValueError, match="pip install comet_ml"):
         validate_trackers(["comet_ml"])

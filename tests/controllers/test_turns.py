@@ -1,4 +1,4 @@
-"""Trainer and generator take turns in the memory of a GPU: who holds what when, the results of a run, and what is refused."""
+"""Trainer and generator take turns in the memory of a GPU: the order of calls, the results, and refused settings."""
 
 import asyncio
 import contextlib
@@ -71,7 +71,7 @@ class OffloadingTrainer(NearTrainer):
 
     async def forward_backward(self, samples, loss):
         self.gpu.require(False, "forward_backward")
-        assert self.is_on_host or not self.steps  # the optimizer's state leaves its room to the activations
+        assert self.is_on_host or not self.steps  # the activations use the memory of the optimizer's state
         assert not self.gpu.has_critic
         return await super().forward_backward(samples, loss)
 
@@ -200,7 +200,7 @@ def ppo_records(path: Path, monkeypatch, **fields) -> list[dict]:
 
 
 class SavingTrainer(OffloadingTrainer):
-    """The same trainer with a GPU of its own."""
+    """An OffloadingTrainer with a GPU of its own."""
 
     async def forward_backward(self, samples, loss):
         return await NearTrainer.forward_backward(self, samples, loss)
@@ -240,7 +240,7 @@ def test_each_works_in_its_own_turn_and_the_numbers_are_those_of_a_run_side_by_s
         "sleep 2",
         "offload optimizer weights",
         "wake",
-    ]  # the weights come back for a push, so the generator makes room
+    ]  # a push brings the trainer's weights back to the GPU, so the generator sleeps
     assert gpu.calls == [
         "offload optimizer weights",  # before the generator starts
         *[*push, "pull 0"],
@@ -263,7 +263,7 @@ def test_a_checkpoint_borrows_the_memory_and_the_generator_gets_its_version_agai
     run_with(tmp_path, OffloadingTrainer, SleepingGenerator, turns=TurnsConfig(enabled=True), checkpoint_every=1)
     saved = [index for index, call in enumerate(gpu.calls) if call == "save"]
     versions = []
-    for index in saved[2:]:  # the supervised steps save in their own turn
+    for index in saved[2:]:  # the first two saves are of supervised steps, in the trainer's turn
         assert gpu.calls[index - 1] == "sleep 2"
         assert gpu.calls[index + 1 : index + 3] == ["offload optimizer", "wake"]
         versions.append(gpu.calls[index + 3])
@@ -392,7 +392,9 @@ def test_a_real_run_in_turns_has_the_numbers_of_one_side_by_side(tmp_path):
     moved = [record["offload/gigabytes"] for record in records["resumed"] if record["phase"] == "grpo"]
     assert min(moved) > 0
     for usual, turns in zip(records["usual"], records["resumed"], strict=True):
-        skipped = ("weights/", "validation/")  # a checkpoint's pull comes later; the last of two steps validates
+        # In turns the pull after a checkpoint comes later. The run in turns first ends after two steps, and the last
+        # step of a run validates.
+        skipped = ("weights/", "validation/")
         assert {key: value for key, value in without_times([turns])[0].items() if not key.startswith(skipped)} == {
             key: value for key, value in without_times([usual])[0].items() if not key.startswith(skipped)
         }

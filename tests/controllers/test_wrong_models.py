@@ -1,4 +1,4 @@
-"""Models that a run cannot use: each is refused before a process starts, in a message that names what and where."""
+"""Models that a run cannot use. Each is refused before a process starts; the message names the fault and its place."""
 
 import json
 import sys
@@ -12,7 +12,7 @@ from controllers import launch
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory) -> Path:
-    """A directory with a model that works. A test changes what a case is about, and puts it back."""
+    """A directory with a model that works. A test changes the files that its case names, and restores them."""
     path = tmp_path_factory.mktemp("models") / "mine"
     save_model(path)
     lines = [json.dumps({"prompt": f"{a}+1=", "answer": str(a + 1)}) for a in range(20)]
@@ -44,7 +44,8 @@ def refusal(directory, monkeypatch, capsys):
 
 
 CHANGES = {
-    # what is changed: (file -> None: no such file, a text: its content, a dict: entries of its JSON), message
+    # name of a case: (file -> change, message)
+    # None removes the file, a text replaces its content, and a dict replaces entries of its JSON.
     "another architecture": (
         {"config.json": {"model_type": "gemma3_text"}},
         "mine/config.json has model_type 'gemma3_text'; supported are qwen3, qwen3_moe, llama, mistral",

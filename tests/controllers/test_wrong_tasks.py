@@ -1,4 +1,7 @@
-"""Command lines, data files and rewards that a run cannot use. Each is refused before a process starts, in a message that names what and where."""
+"""Command lines, data files and rewards that a run cannot use.
+
+Each is refused before a process starts, in a message that names the fault and its place.
+"""
 
 import json
 import sys

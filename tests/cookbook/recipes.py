@@ -1,4 +1,4 @@
-"""Recipes of tinker-cookbook as programs in an environment of their own (`make cookbook`), and what they left behind."""
+"""Run recipes of tinker-cookbook in a Python environment of their own (`make cookbook`), and read their results."""
 
 import contextlib
 import json
@@ -72,7 +72,10 @@ class Outcome:
 
 @contextlib.contextmanager
 def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
-    """A server with the state in this folder, and recipes that run in the folder. base: directory of the base model; None: the tiny model."""
+    """Start a server with its state in this folder, and yield a Cookbook that runs recipes there.
+
+    base: directory of the base model; None: the tiny model.
+    """
     write_data_sets(folder)
     state = folder / "state"
     command = [str(ROOT / ".venv/bin/python"), "-m", "controllers.serve", "--config", "tiny_chat"]
@@ -88,7 +91,7 @@ def serving(folder: Path, base: Path | None = None) -> Iterator[Cookbook]:
         )
     try:
         exports = read_exports(server, folder / "server.log")
-        # The tokenizer's loader takes a folder of this name for the model.
+        # The loader of the tokenizer reads a local folder that has the name of the model.
         (folder / MODEL).parent.mkdir(parents=True, exist_ok=True)
         (folder / MODEL).symlink_to(base or state / "base" / MODEL)
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "disabled"}

@@ -28,7 +28,7 @@ def test_chat_sl_and_its_resumption(cookbook):
     fixed = [NAMED, "renderer_name=qwen3", "save_every=1", "eval_every=0", "lora_rank=8", "max_length=512"]
     fixed += ["dataset=HuggingFaceH4/no_robots/train.jsonl", "batch_size=32", "behavior_if_log_dir_exists=resume"]
     done = cookbook.run("recipes.chat_sl.train", *fixed, "max_steps=2", log="chat_sl").require_success()
-    # Without its last line the list of checkpoints is that of a program which was killed before its end.
+    # Without its last line, the list of checkpoints is like one that a killed program leaves.
     checkpoints = done.folder / "checkpoints.jsonl"
     lines = [line for line in checkpoints.read_text().splitlines() if json.loads(line)["name"] != "final"]
     checkpoints.write_text("".join(f"{line}\n" for line in lines))

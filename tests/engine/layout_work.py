@@ -144,7 +144,7 @@ def gradients(engine) -> dict[str, Tensor]:
 def refused(engine) -> list[tuple[str, int, str]]:
     """(message, failing rank, state afterwards) of calls in which a loss fails on only one rank, as this rank sees them.
 
-    The first answer is of a call of many microbatches, the second of a call of one.
+    The first call has many microbatches, the second has one.
     """
     answers = []
     for samples, loss in ((samples_with(*TRAINED), FailingPolicy()), (samples_with(*TRAINED)[:3], FailingSequence())):

@@ -1,7 +1,7 @@
-"""FSDP keeps weights, gradients and optimizer state on the host: the numbers of a trainer that keeps them on its device.
+"""FSDP's CPU offload: the steps are those of a trainer that keeps weights, gradients and moments on its device.
 
-On a CPU both are the same memory, and the trainer refuses the field. Here the refusal and the pinning are taken away, so that FSDP goes its
-way of the host all the same; tests/gpu has the real one.
+Without a GPU both places are the same memory, and the trainer refuses fsdp_cpu_offload. These tests remove the refusal
+and the pinning, so that FSDP runs its offload on a CPU. tests/gpu tests the offload on a GPU.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def steps(engine, samples) -> list:
 
 
 def without_pinning(patch) -> list[CPUOffloadPolicy]:
-    """Returns the policies that torchtitan makes, which FSDP then gets."""
+    """Remove the refusal and the pinning. Returns a list to which every new offload policy is added."""
     made = []
 
     def unpinned() -> CPUOffloadPolicy:

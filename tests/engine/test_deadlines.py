@@ -50,13 +50,13 @@ def hang_in_a_step(parallelism: dict[str, Any], folder: Path) -> tuple[dict[str,
     if dist.get_rank() < dist.get_world_size() - 1:
         assert deadlines.late(failure.value)
         (folder / str(dist.get_rank())).touch()
-    # The end of this process would be another error for ranks that wait for it.
+    # If this process ended now, the ranks that wait for it would get another error.
     wait_for_reports(folder)
     return of_groups, "".join(traceback.format_exception(failure.value)), seconds
 
 
 def deadlines_of_groups(engine) -> dict[str, float]:
-    """Seconds by name of the mesh."""
+    """The deadline of each group in seconds, by the name of its mesh."""
     groups = {
         name: mesh.get_group() for name, mesh in engine.built.parallel_dims.get_all_one_dimensional_meshes().items()
     }

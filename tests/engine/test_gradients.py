@@ -50,7 +50,7 @@ def test_without_gradients_the_norm_is_0():
 
 
 def test_large_gradients_that_are_finite_have_a_finite_norm():
-    # Each norm is 1e19; the square of a second one would leave float32's range.
+    # Each norm is 1e19. The sum of their squares is 1e40, beyond the range of float32.
     assert make({str(i): torch.full((1,), 1e19) for i in range(100)}).norm() == pytest.approx(1e20, rel=1e-6)
 
 

@@ -17,7 +17,7 @@ LLAMA3_SCALING = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64.0,  # wavelengths of 13 positions on both sides of its parts
+    "original_max_position_embeddings": 64.0,  # so few that wavelengths lie in all three ranges of the scaling
 }
 LLAMA = replace(BASE, architecture="llama", rms_norm_eps=1e-5)
 MOE = replace(BASE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -77,10 +77,10 @@ def worst(a: torch.Tensor, b: torch.Tensor) -> float:
 def test_a_directory_of_transformers_gives_its_logits_here_and_back(make_engine, directory, tmp_path, shape):
     engine = make_engine(directory(shape))
     expected = transformers_log_probabilities(directory(shape))
-    assert expected.std() > 1.0  # a model that guesses uniformly would show little
+    assert expected.std() > 1.0  # a model that guesses uniformly would hide differences
     assert worst(log_probabilities(engine), expected) < 1e-4
 
-    # An export that copies the loaded directory would pass without training.
+    # Train first, because otherwise an export that copies the loaded directory would pass.
     engine.forward_backward(random_samples([31, 7], seed=1), "cross_entropy")
     engine.optim_step(OptimParams(learning_rate=1e-2))
     engine.export_hf(str(tmp_path / "export"))

@@ -1,4 +1,4 @@
-"""Random weights of a seed: the same in every layout, drawn as torchtitan draws them in one process, and no part repeats another."""
+"""Every layout has the random weights that torchtitan draws in one process from the seed. No part repeats another."""
 
 from dataclasses import replace
 from functools import cache

@@ -1,4 +1,7 @@
-"""Layouts that torch, torchtitan or a pipeline cannot run are refused before any process starts. Other tests show that upstream still cannot."""
+"""Layouts that torch, torchtitan or a pipeline cannot run are refused before any process starts.
+
+Other tests in this file show that upstream still cannot run them.
+"""
 
 from dataclasses import replace
 from types import SimpleNamespace

@@ -37,4 +37,4 @@ def test_no_chunk_of_logits_has_more_positions_than_the_config_says(make_engine,
     assert sizes == expected
     sizes.clear()
     engine.forward_backward(samples, GSPO())
-    assert sizes == 2 * expected  # a loss of whole samples needs the logprobs before it has a gradient
+    assert sizes == 2 * expected  # a loss of whole samples computes all logprobs first, then each chunk again

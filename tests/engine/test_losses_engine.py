@@ -1,4 +1,6 @@
-"""Every loss through the whole engine. Loss and gradients are compared with closed forms that are written here, on transformers in float64.
+"""Every loss through the whole engine.
+
+Loss and gradients are compared with closed forms in this file, applied to a transformers model in float64.
 
 A closed form takes one sample: p [T] its logprobs, c its columns, h [T] the entropies of the whole distribution, all_TV the logprobs of all
 tokens. T positions, V vocabulary, K ids a position, N positions of a chunk.
@@ -42,7 +44,10 @@ def model(tied_qwen3):
 
 @pytest.fixture(scope="module")
 def everything(model) -> list[Sample]:
-    """Samples with every column that a loss may read. Given logprobs are near the model's own, so that ratios are on both sides of 1."""
+    """Samples with every column that a loss may read.
+
+    Their logprobs are near the model's own, so that ratios are on both sides of 1.
+    """
     samples = ppo_samples(LENGTHS)
     generator = torch.Generator().manual_seed(1)
     made = []
@@ -61,7 +66,7 @@ def everything(model) -> list[Sample]:
 
 
 def reference(model, sample: Sample) -> tuple[Tensor, Tensor, Tensor]:
-    """(logprobs of the targets [T], entropy [T], logprobs of everything [T, V])"""
+    """(logprobs of the targets [T], entropy [T], logprobs of all tokens [T, V])"""
     all_TV = (model(input_ids=sample.tokens[None]).logits[0].double() / sample.temperature).log_softmax(-1)
     return all_TV.gather(-1, sample.targets[:, None])[:, 0], -(all_TV.exp() * all_TV).sum(-1), all_TV
 
@@ -148,7 +153,7 @@ LOSSES = {
 
 
 def with_columns_of(loss, samples, *, top_k: bool) -> list[Sample]:
-    """The samples with only the columns that the loss reads. top_k: also those of K targets a position."""
+    """The samples with only the columns that the loss reads. top_k: also the columns of K targets per position."""
     names = frozenset().union(*columns_of(loss))
     if not top_k:
         names -= {"target_ids", "target_weights"}
@@ -199,7 +204,7 @@ def test_loss_and_gradients_are_those_of_a_closed_form_on_transformers_in_float6
     error = relative_error(engine, expected)
     print(f"{name}: loss {abs(output.metrics['loss:sum'] - total) / abs(total):.1e}, gradient {error:.1e}")
     assert output.metrics["loss:sum"] == pytest.approx(total, rel=1e-5)
-    assert error < 5e-6  # a float32 model rounds as much; test_losses.py compares the losses themselves within 1e-6
+    assert error < 5e-6  # float32 has such rounding errors; test_losses.py compares the losses themselves within 1e-6
 
 
 def without_some_targets(samples: list[Sample], *, weight: float) -> list[Sample]:

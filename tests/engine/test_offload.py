@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state go to the host and come back: the same bits, and the bytes of the arithmetic."""
+"""Weights, gradients and optimizer state go to the host and come back unchanged. Their bytes equal the estimate."""
 
 import pytest
 import torch

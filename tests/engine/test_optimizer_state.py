@@ -11,7 +11,10 @@ STEP = OptimParams(learning_rate=1e-2, grad_divisor=10.0)
 
 
 class SlowingDown(torch.optim.Optimizer):
-    """An optimizer that divides the learning rate by the number of its steps. That is a Python number in the state of each parameter."""
+    """An optimizer that divides the learning rate by the number of its steps.
+
+    The state of each parameter holds this number as a Python int.
+    """
 
     def __init__(self, params, lr: float) -> None:
         super().__init__(params, {"lr": lr})

@@ -1,4 +1,4 @@
-"""The seconds of a rank's own computing: without waits for other ranks, and only where no collective runs."""
+"""The seconds that a rank itself computes, without waits for others. Only modules without a collective are measured."""
 
 import time
 from typing import Any
@@ -28,7 +28,9 @@ def slow_down(engine, seconds: float) -> None:
 
 
 def own_times(parallelism: dict[str, Any], fields: dict[str, Any]) -> list[list[float | None]]:
-    """The own seconds of all ranks for a token: before the first step, after one at full speed, and after STEPS with a slow last rank."""
+    """The own seconds per token of all ranks: before the first step, after a step at full speed, and after each of
+    STEPS steps with a slow last rank.
+    """
     engine = make_engine("", parallelism, fields)
     times = [by_rank(engine.info().own_seconds_per_token)]
     for number in range(1 + STEPS):

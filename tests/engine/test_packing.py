@@ -233,7 +233,7 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": rows_per_microbatch, "num_ranks": num_ranks}
     pipeline = {"uniform": True, "min_microbatches": 4, "microbatch_multiple": 4} if uniform else {}
     planning, counting = [], []
-    for _ in range(3):  # a garbage collection over everything that the tests have imported may fall into one of them
+    for _ in range(3):  # a long garbage collection may fall into one of the measurements
         start = time.process_time()
         ranks = plan(lengths, row_multiple=row_multiple, **limits, **pipeline)
         planning.append(time.process_time() - start)
@@ -242,16 +242,18 @@ def test_ten_thousand_long_tailed_samples_are_planned_fast_and_with_little_paddi
         counting.append(time.process_time() - start)
     # Measured: 0.05 to 0.11 s for the plan and 0.012 s for the loop. A busy machine slows both.
     assert min(planning) < 25 * min(counting)
-    # Measured: 0.02 % on one rank and 0.2 % on eight. In a pipeline of four it is up to 1.9 %, because 283 rows a rank become 288.
+    # Measured waste: 0.02 % on one rank and 0.2 % on eight. A pipeline of four wastes up to 1.9 %, because 283 rows a
+    # rank become 288.
     assert waste(lengths, ranks) < (0.025 if uniform else 0.01)
     assert len({(len(batch.rows), batch.row_length) for batch in ranks[0]}) <= 3
 
 
 @pytest.mark.parametrize(("num_samples", "allowed"), [(256, 0.30), (1000, 0.05), (10_000, 0.01)])
 def test_the_slowest_of_eight_ranks_is_little_above_the_mean(num_samples, allowed):
-    """The slowest rank's attention cost, summed over microbatches, is compared with the mean of the ranks. Measured: 23 %, 2.6 % and 0.3 % more.
+    """The slowest rank's attention cost, summed over microbatches, is compared with the mean of the ranks.
 
-    Samples of 4,096 positions cause the rest: one such sample costs more than any row of several samples.
+    Measured excess: 23 %, 2.6 % and 0.3 %. Samples of 4,096 positions cause the excess: one such sample costs more than
+    any row of several samples.
     """
     lengths = long_tailed(num_samples)
     limits = {"tokens_per_row": 4096, "rows_per_microbatch": 1, "num_ranks": 8}

@@ -138,8 +138,8 @@ def one_process(run, directory_of):
 def errors_of(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """The largest error of each kind.
 
-    An error of a logprob or an entropy is relative to 1 + its size. An error of a gradient is relative to its norm, after 1e-7 of the norm of
-    all gradients was subtracted.
+    An error of a logprob or an entropy is relative to 1 + its size. An error of a gradient, less 1e-7 of the norm of
+    all gradients, is relative to the norm of the gradient.
     """
     errors: dict[str, float] = {}
 

@@ -147,8 +147,9 @@ def refusing(engine) -> dict:
 
 
 def interrupted(engine, directory: Path) -> None:
-    """Check that the trainer works again after a call that fails inside torch's schedule, and that all ranks refuse a checkpoint that does
-    not fit only the last stage.
+    """Check that the trainer works again after a call that fails inside torch's schedule.
+
+    Also check that all ranks refuse a checkpoint that only the last stage cannot load.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner.schedule_class, "_update_losses", lambda *_: 1 / 0)  # after the last microbatch
@@ -262,7 +263,7 @@ def child(rank: int, world_size: int, directory: str, paths: dict[str, str]) -> 
 
 
 def run_in_one_process(case: Case, base: str, folder: Path, make_engine) -> None:
-    """Write the results of one process, with which those of the pipeline are compared."""
+    """Write the results of one process. The test compares the results of the pipeline with them."""
     folder.mkdir()
     engine = make_engine(base, logprob_chunk_tokens=50, **case.fields)
     results = {} if case.fields else {"refused": refusing(engine)}
@@ -335,7 +336,8 @@ def test_a_pipeline_gives_the_numbers_of_one_process(run_group, make_engine, nam
     assert {rank["num_parameters"] for rank in trained} == {one["trained"]["num_parameters"]}
     # A checkpoint of one process goes on as a pipeline, and a checkpoint of the pipeline goes on in one process.
     assert_same([rank["resumed"] for rank in ranks], one["resumed"], case.tolerance)
-    # The chunks are those of the run before, because in bfloat16 the head's gradient depends on them. A step could round a weight the other way.
+    # This engine has the same logit chunks as the one before, because in bfloat16 the head's gradient depends on the
+    # chunks. With other chunks a step could round a weight the other way.
     engine = make_engine(str(folder / f"{name} base"), logprob_chunk_tokens=50, **case.fields)
     assert_same([going_on(engine, folder / name / "checkpoint")], one["resumed"], case.tolerance)
     # The pipeline exported the same weights that it saved.

@@ -10,7 +10,7 @@ from references import random_samples
     ("packing", "samples_per_row"),  # for every microbatch, the number of samples in each of its rows
     [
         ("packed", [[4]]),
-        ("token_budget", [[1, 1, 1, 1]]),  # the budget is 2 rows of 256 positions, which has room for 8 rows of 64
+        ("token_budget", [[1, 1, 1, 1]]),  # the budget is 2 rows of 256 positions, enough for 8 rows of 64
         ("fixed", [[1, 1], [1, 1]]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tenants of one trainer: each has the numbers of its run alone, bit for bit, and what one does reaches no other."""
+"""Each tenant of a trainer gets, bit for bit, the numbers that it would get alone. No tenant affects another."""
 
 from dataclasses import replace
 
@@ -222,7 +222,7 @@ def test_what_a_trainer_cannot_do_with_tenants_is_refused_and_changes_nothing(ma
 
 
 def in_turn_and_alone(path, parallelism, fields):
-    """On this rank: whether each tenant's answers in turn are those alone, whether its state is, and its gradient norms."""
+    """By tenant, on this rank: whether answers and state in turn are those alone, and the first gradient norm."""
     samples = samples_with(*TRAINED)
     calls = {"samples": lambda seed: samples[seed % 7 : 9]}
     made = []

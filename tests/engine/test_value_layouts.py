@@ -23,13 +23,16 @@ COLUMNS = ("loss_weights", "returns", "old_values")
 LOSS = ValueLoss(clip=0.2)
 STEP = OptimParams(learning_rate=1e-2, eps=1e-2, grad_divisor=100.0, grad_clip_norm=1.0)
 WITH_VALUES = {"tied", "experts", "balanced experts", "four blocks", "Llama"}
-"""Models of the layout table that can have values. One with adapters cannot. A head of values is never tied, so "untied" is "tied"."""
+"""Models of the layout table that can have values.
+
+A model with adapters cannot. A value head is never tied, so "untied" would repeat "tied".
+"""
 TABLE = [row for row in LAYOUTS if row[-1] in WITH_VALUES]
 QUICK = {("FSDP2", "tied"), ("TP2", "tied")}
 
 
 def value_samples() -> list[Sample]:
-    """Samples with returns, some of which are huge where no position is trained."""
+    """Samples with returns, which are huge at positions that are not trained."""
     draw = torch.Generator().manual_seed(11)
     samples = []
     for sample in samples_with("loss_weights"):
@@ -117,7 +120,7 @@ def test_values_are_those_of_transformers_with_the_same_head(run, directory_of):
 
 
 def from_policy(path: str, folder: str) -> dict[str, Any]:
-    """A value model that starts from a policy's checkpoint, with what it refuses."""
+    """The results of a value model that starts from a policy's checkpoint, and the errors of refused calls."""
     policy = make_engine(path, layout(), {})
     policy.forward_backward(samples_with("loss_weights"), "cross_entropy")
     policy.optim_step(STEP)

@@ -13,7 +13,7 @@ def free_bytes() -> list[int]:
 
 
 def test_a_value_model_takes_the_memory_of_its_own_gpu(tiny_run):
-    tiny_run[0].wait()  # the memory of the devices is measured here
+    tiny_run[0].wait()  # the run must end before the test measures the memory of the devices
     config = TrainerConfig(model=ModelConfig(num_hidden_layers=4), compute_dtype="bfloat16", gpu=1)
     before = free_bytes()
     with ValueTrainerClient.spawn(config) as critic:

@@ -1,4 +1,4 @@
-"""A GPU begins with the random weights of a CPU."""
+"""A trainer on a GPU starts with the random weights that it would have on a CPU."""
 
 import pytest
 import torch

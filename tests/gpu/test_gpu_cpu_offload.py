@@ -1,4 +1,4 @@
-"""FSDP's CPU offload on a GPU: the steps of a trainer without it, and weights, gradients and moments on the host."""
+"""FSDP's CPU offload on a GPU: the steps are those of a trainer without it, and its state is on the host."""
 
 import math
 from dataclasses import replace

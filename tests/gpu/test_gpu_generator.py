@@ -1,4 +1,4 @@
-"""A generator on a GPU: its core in a process of its own, pulls under CUDA graphs, two replicas and two ranks where two GPUs are free."""
+"""A generator on a GPU: vLLM's engine core in a process of its own, pulls under CUDA graphs, replicas and ranks."""
 
 import os
 import signal

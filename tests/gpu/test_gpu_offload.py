@@ -17,7 +17,7 @@ PARAMS = OptimParams(learning_rate=1e-3, grad_divisor=2048.0)
 def engine(monkeypatch, tiny_run):
     from rl_actors.engine.train_engine import TrainEngine
 
-    tiny_run[0].wait()  # the memory of the device and the speed of its copies are measured here
+    tiny_run[0].wait()  # the run must end before a test measures the memory and the copies of the device
     process = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     for name, value in process.items():
         monkeypatch.setenv(name, str(value))
@@ -91,7 +91,7 @@ def assert_memory_is_freed(engine) -> None:
 
 def test_offload_and_onload_reach_six_tenths_of_a_pinned_copy(engine):
     step(engine)
-    engine.offload()  # makes the host's memory
+    engine.offload()  # allocates the buffers on the host
     engine.onload()
     bounds = pinned_copies()
     for call, bound in zip((engine.offload, engine.onload), bounds, strict=True):

@@ -23,7 +23,7 @@ CACHE = 8 << 30
 @pytest.fixture(scope="module")
 def actors(tiny_run):
     """A trainer and a generator on one GPU, with the same weights after a step."""
-    tiny_run[0].wait()  # the memory of the device is measured here
+    tiny_run[0].wait()  # the run must end before a test measures the memory of the device
     config = replace(generator_config(gpu=0), sleep_mode=True, kv_cache_bytes=CACHE)
     with TrainerClient.spawn(trainer_config()) as trainer, trainer.spawn_generator(config) as generator:
         generator.pull_model_state_dict(_next_version(trainer)).result()
@@ -38,7 +38,7 @@ def _next_version(trainer) -> int:
 @pytest.mark.parametrize("level", [1, 2])
 def test_sleep_releases_weights_and_cache_and_a_pull_after_it_serves_the_trainers_logprobs(actors, level):
     trainer, generator = actors
-    generator.generate(PROMPTS, SAMPLED).result()  # with a prefix in the cache
+    generator.generate(PROMPTS, SAMPLED).result()  # leaves prefixes in the cache
     weights = 2 * trainer.info().result()[0].num_parameters
     free = torch.cuda.mem_get_info()[0]
     released = generator.sleep(level).result()

@@ -81,7 +81,7 @@ def test_two_deterministic_trainers_report_the_same_bits(attention):
         samples.append(Sample.from_tokens(ids[:4], ids[4:], old_logprobs=-11.9, advantages=1.0))
     params = OptimParams(learning_rate=1e-4, grad_divisor=num_loss_tokens(samples))
     with TrainerClient.spawn(config, name="one") as one, TrainerClient.spawn(config, name="other") as other:
-        # Both trainers have all their calls at once.
+        # All calls of both trainers are sent before any answer is read.
         calls: list[list] = [[], []]
         for of_trainer, trainer in zip(calls, (one, other), strict=True):
             for _ in range(3):
