@@ -1,4 +1,4 @@
-"""A synchronous run whose generator is killed: the same steps as those of a run in which nothing dies."""
+"""A synchronous run whose generator is killed has the same steps as a run in which nothing dies."""
 
 import asyncio
 import functools
@@ -24,7 +24,7 @@ from controllers.interruption import Interruption
 from controllers.run_folder import RunFolder, read_jsonl
 
 NUM_STEPS, NUM_SFT_STEPS = 8, 40
-# Keys that hold seconds, or what follows from them, or the restarts themselves.
+# Prefixes of keys that differ between two equal runs: measurements, values computed from them, and the number of restarts.
 MEASURED = ("time/", "busy/", "tokens/s", "memory/", "weights/", "mfu", "restarts")
 
 
@@ -42,7 +42,7 @@ def config() -> GRPOConfig:
 
 
 def run(folder: RunFolder) -> tuple[list[dict[str, Any]], str]:
-    """The records of a run, without what is measured, and its terminal output."""
+    """The records of a run, without the MEASURED keys, and its terminal output."""
     made = config()
     made.validate()
     environment, validation_sets = launch._task(made)

@@ -190,7 +190,7 @@ def test_a_wrong_value_is_refused_by_name(fields, message):
 
 
 def test_a_data_set_that_is_nowhere_is_refused_with_the_command_that_fetches_it(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # nobody waits for a network that is absent
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # the test needs no network
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     message = "task='no/where', split='train': .*hf download --repo-type dataset no/where"
     with pytest.raises(ValueError, match=message):

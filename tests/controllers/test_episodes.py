@@ -1,4 +1,4 @@
-"""Episodes: whose tokens are trained, that no token is encoded again, limits, wrong environments, and the way through the queue of rollouts."""
+"""Episodes: which tokens are trained on, that no token is encoded again, limits, faulty environments, and episodes in the queue of rollouts."""
 
 import asyncio
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def characters(tmp_path_factory) -> Tokenizer:
 
 @dataclass
 class Echo:
-    """An environment whose episodes do what a test says. `replies` are those to the turns, one after the other."""
+    """An environment whose episodes do what a test says. `replies` has the reply to each turn, in order."""
 
     replies: list[Reply]
     beginning: object = "?"
@@ -439,13 +439,13 @@ def test_a_demonstration_is_trained_turn_by_turn_with_the_tokens_that_end_turns(
     environment = Products(seed=0, num_held_out=100)
     problems = [environment.problem(index) for index in range(300)]
     asks = [problem for problem in problems if len(environment.demonstration(problem)) == 2]
-    assert 60 < len(asks) < 140  # a third; the others say a number at once
+    assert 60 < len(asks) < 140  # a third of all; the other demonstrations give a number at once
     problem = asks[0]
     sample = asyncio.run(player.demonstrate(environment, problem))
     trained = sample.targets[sample.columns["loss_weights"] != 0].tolist()
     expression = problem.prompt.removesuffix("?")
     eos = [tokenizer.end_token_id]
-    assert set(sample.columns) == {"loss_weights"}  # cross entropy takes no other
+    assert set(sample.columns) == {"loss_weights"}  # cross entropy takes no other column
     assert trained == tokenizer.encode(f"c{expression}") + eos + tokenizer.encode(problem.answer) + eos
     game = GuessingGame(seed=0, num_held_out=10)
     with pytest.raises(
@@ -476,7 +476,7 @@ def test_the_game_and_the_products_reward_only_what_is_right():
 
 @pytest.mark.parametrize("make_config", [tiny_game, tiny_tool])
 def test_random_turns_of_a_shipped_task_fit_its_alphabet_and_its_limits(tmp_path, make_config):
-    """A policy of random weights says anything."""
+    """A policy with random weights may produce any text."""
     config, draw = make_config(), Random(0)
     config.validate()
     build_character_tokenizer(tmp_path, config.alphabet)

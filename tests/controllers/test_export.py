@@ -23,7 +23,7 @@ RECORDS = [
 
 @pytest.fixture
 def make_run(make_engine, tmp_path):
-    """make_run(lora) -> the folder of a run with checkpoints of the steps 2 and 3, by a real engine."""
+    """make_run(lora) -> the folder of a run. A real engine wrote its checkpoints of steps 2 and 3."""
 
     def make(lora: LoRAConfig | None = None) -> Path:
         base, folder = tmp_path / "base", RunFolder(tmp_path / "run")

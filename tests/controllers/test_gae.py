@@ -1,4 +1,4 @@
-"""Advantages and returns beside sums written out over the actions in Python's float64."""
+"""Advantages and returns, compared with sums over the actions that are written out in Python's float64."""
 
 import math
 import statistics

@@ -110,7 +110,7 @@ def test_the_config_of_a_run_runs_again(finished_run, tmp_path):
 
 @pytest.fixture(scope="module")
 def resumed_run(finished_run) -> tuple[list[dict], list[dict], str]:
-    """Its records, those after two steps more, and what the terminal showed of these, with --verbose."""
+    """The finished run is resumed for two more steps. Its records before and after that, and the terminal's text with --verbose."""
     folder = finished_run[0]
     before = read_jsonl(folder / "metrics.jsonl")
     process = start("--resume", folder, "--steps", 6, "--verbose")

@@ -1,4 +1,4 @@
-"""Hosts in a config: which host has which ranks, and what cannot be."""
+"""Hosts in a config: which host has which ranks, and which settings are refused."""
 
 import asyncio
 import re
@@ -96,7 +96,7 @@ def test_a_worker_that_would_be_open_to_everyone_does_not_start(monkeypatch, arg
 
 
 class Reads:
-    """The endpoint `read` of Probes on two hosts. The second one sees another folder in the place of the first one's."""
+    """The endpoint `read` of Probes on two hosts that share no folder. The second host reads from `other`."""
 
     def __init__(self, other: Path) -> None:
         self.other = other

@@ -28,7 +28,7 @@ def sequences(draw):
 
 
 def columns(batch, fill: float | None = None) -> list[list[torch.Tensor]]:
-    """The four lists of tensors. fill: the number at every position that is no action."""
+    """A list of tensors for each of the four parts of a sequence. fill: the number at every position that is no action."""
     found: list[list[torch.Tensor]] = [[], [], [], []]
     for *numbers, is_action in batch:
         action_T = torch.tensor(is_action)
@@ -86,7 +86,7 @@ def test_a_coefficient_without_a_target_is_fixed():
 
 
 def test_the_coefficient_settles_where_the_divergence_is_its_target():
-    """A policy whose divergence falls with the coefficient as 0.03 / (1 + coefficient) is at the target 0.01 with coefficient 2."""
+    """The policy's divergence is 0.03 / (1 + coefficient), so it is at the target 0.01 when the coefficient is 2."""
     config = KLControlConfig(target=0.01, gain=0.5)
     for start in (1e-2, 100.0):
         coefficient = start

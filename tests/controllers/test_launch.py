@@ -10,7 +10,7 @@ import torch
 
 from controllers import launch
 
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the memory of a machine without GPUs is asked here")
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="the test needs a machine without GPUs")
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_a_config_larger_than_the_memory_is_refused_with_the_sizes_and_with_what
     command_line, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(launch, "_run", lambda *_: pytest.fail("the run began"))
-    for flag in ("--dry-run", "--output-dir"):  # the last is a run
+    for flag in ("--dry-run", "--output-dir"):  # without --dry-run it is a run
         value = ["run"] if flag == "--output-dir" else []
         status, out, err = command_line("--config", "qwen3_4b", flag, *value)
         assert (status, out) == (2, ""), err
@@ -69,12 +69,13 @@ def test_an_output_folder_that_cannot_be_made_is_refused(command_line, tmp_path,
 
 @pytest.fixture
 def nobody(command_line, tmp_path):
-    """nobody(*arguments) -> as command_line, as a user who may not write where root may."""
-    command_line("--config", "tiny", "--dry-run")  # imports what is needed: nobody may not read this Python's folder
+    """nobody(*arguments) -> the same as command_line(*arguments), run by a user who cannot write everywhere as root can."""
+    # This call imports the modules, because the user `nobody` may be unable to read their files.
+    command_line("--config", "tiny", "--dry-run")
 
     def run(*arguments: object) -> tuple[int, str, str]:
         user = os.geteuid()
-        if user == 0:  # root may write everywhere, nobody may not
+        if user == 0:  # root can write everywhere, so the user `nobody` takes its place
             tmp_path.chmod(0o755)
             for above in list(tmp_path.parents)[:-2]:
                 above.chmod(0o755)

@@ -1,4 +1,4 @@
-"""GRPO trains adapters over an exported Hugging Face directory, synced merged into the weights or as vLLM's adapter."""
+"""GRPO trains adapters over an exported Hugging Face directory. The generator gets merged weights, or the adapter for vLLM."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""A model of one's own, from the id to the server: a run from a Hub cache without a network, its export, and vLLM's server on it."""
+"""A user's own model: a run that starts from its id in the Hub cache without a network, the run's export, and vLLM's server on the export."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def start(environment: dict[str, str], controller: str, *arguments: object) -> s
 
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory) -> dict[str, str]:
-    """An environment without a network for the Hub, whose cache has the model."""
+    """Environment variables that forbid requests to the Hub and name a cache that has the model."""
     cache = tmp_path_factory.mktemp("hub")
     save_model(put_in_hub_cache(cache, ID))
     return {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cache)}
@@ -130,7 +130,7 @@ def test_vllms_server_answers_from_the_export_with_the_tokens_of_the_runs_genera
 def answers_of_the_generator(
     run: Path, config: GRPOConfig, prompts: list[list[int]], stop_token_ids: tuple[int, ...], logs: Path
 ) -> list[list[int]]:
-    """Greedy completions by the actors of the run, with the weights of its last step."""
+    """Greedy completions by new actors with the run's config and the weights of its last step."""
     with TrainerClient.spawn(config.trainer, logs=LogRoute(directory=logs)) as trainer:
         trainer.load_checkpoint(str(run / "checkpoints/step-3/trainer")).result()
         with trainer.spawn_generator(config.generator, logs=LogRoute(directory=logs)) as generator:
@@ -140,7 +140,7 @@ def answers_of_the_generator(
 
 @contextmanager
 def server(model: Path, log: Path) -> Iterator[str]:
-    """The address of vLLM's server on a directory; all of its processes have ended when the context has."""
+    """Start vLLM's server on a directory and give its address. All of its processes end with the context."""
     port = portpicker.pick_unused_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--dtype", "float32", "--max-model-len", "128", "--enforce-eager"]
