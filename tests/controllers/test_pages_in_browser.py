@@ -1,4 +1,4 @@
-"""The pages of runs in a real browser: headless Chromium opens them in a frame of the width of a phone and of a wide screen."""
+"""The pages of runs in a real browser: headless Chromium opens them in a frame as wide as a phone, and in one as wide as a large screen."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from waiting import GUARD
 from controllers.compare import write_comparison
 from controllers.report import write_report
 
-# A page in a frame of its own width: a browser's window is never as narrow as a phone. The program filters the groups as a user does,
-# and leaves what it finds in the frame around.
+# The page is in a frame, because a browser's window is never as narrow as a phone. The script filters the groups as a user does, and writes
+# its findings into the element `found` beside the frame.
 FRAME = """<!doctype html><iframe src="{page}" style="border:0;width:{width}px;height:3000px"></iframe><pre id="found"></pre>
 <script>
 addEventListener("load", () => {{
@@ -45,7 +45,7 @@ addEventListener("load", () => {{
 
 
 def open_page(page: Path, width: int, folder: Path) -> dict:
-    """What the browser finds on a page of this width. Fails on anything that the page's console says."""
+    """Open a page at this width and return the script's findings. Fails if the page writes anything to the console."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "this test needs a browser: apt-get install -y chromium"
     frame = folder / f"frame-{width}.html"
@@ -72,7 +72,8 @@ def test_a_report_fits_a_phone_and_a_wide_screen_and_its_groups_can_be_filtered(
     write_report(folder.path)
     found = open_page(folder.report, width, tmp_path)
     assert found["width"] == width and found["needed"] <= width, "the page is wider than the screen"
-    # The last step at first; then all steps, those that are not trained on, all again, and those with a text.
+    # At first the page shows the groups of the last step. The filters then choose all groups, those with equal rewards, all again, and those
+    # with the text "D5".
     assert found["groups"] == [["6"], ["3", "4", "5", "6"], ["4"], ["3", "4", "5", "6"], ["5"]]
     assert len(found["charts"]) > 100 and min(found["charts"]) >= 8, "pixels of a text in a chart"
 

@@ -1,4 +1,4 @@
-"""The parts of PPO's loop: minibatches, rewards of tokens, and what the critic makes of them. The value models are stand-ins with known values."""
+"""The parts of PPO's loop: minibatches, rewards of tokens, and the critic's advantages and returns. The value models are fakes with known values."""
 
 import asyncio
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_the_divergence_from_the_reference_is_subtracted_at_every_token():
         return [torch.full((len(sample),), -0.75) for sample in samples]
 
     config = replace(tiny_ppo(), reference_kl=0.3, reference_kl_in="reward")
-    kl = KL(coefficient=0.1, estimator="k1")  # the coefficient of this step, which may have moved
+    kl = KL(coefficient=0.1, estimator="k1")  # this step's coefficient may differ from reference_kl
     reference = SimpleNamespace(logprobs=logprobs)
     rows, measured = asyncio.run(token_rewards(config, batch, batch.samples, reference, kl))
     # The policy's logprob is 0.25 above the reference's at each token of the completion. Prompts have the old logprob 0 and are no actions.
@@ -120,7 +120,7 @@ def test_a_moved_coefficient_is_that_of_the_loss_and_a_target_needs_a_first_one(
     config = replace(tiny_ppo(), reference_kl=0.3)
     assert config.make_loss().kl == KL(coefficient=0.3, estimator="k3")
     moved = config.kl_control.next_kl(config.kl(), 5.0)
-    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")  # no target, no move
+    assert config.make_loss(moved).kl == KL(coefficient=0.3, estimator="k3")  # no target: the coefficient stays
     config.kl_control.target = 0.01
     assert config.make_loss(config.kl_control.next_kl(config.kl(), 5.0)).kl.coefficient == pytest.approx(0.306)
     config.validate()

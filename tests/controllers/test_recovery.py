@@ -82,8 +82,8 @@ class MortalTrainer(EngineTrainer):
 class Fate:
     """Kills a trainer at calls of these names and numbers: {("optim_step", 7): "raises"}.
 
-    raises: the call raises the error of the death. hangs: the call does not end, and only the watch of the processes tells. other: the call
-    raises another error, as a rank does whose neighbour has died.
+    raises: the call raises the error of the death. hangs: the call does not end, and the run learns of the death only from `death`. other:
+    the call raises another error, as a rank does when a neighbouring rank has died.
     """
 
     def __init__(self, deaths: dict[tuple[str, int], str]) -> None:
@@ -130,7 +130,7 @@ class MortalActors(Actors):
 
 @pytest.fixture
 def run(make_engine, monkeypatch):
-    """run(folder, deaths): a run whose trainer dies there; its exit status. `run.actors` are the actors of the last one."""
+    """run(folder, deaths) -> the exit status of a run whose trainer dies at these calls. `run.actors` are the actors of the last run."""
     monkeypatch.setattr("controllers.report.write_report", lambda _: None)
 
     def run(
@@ -251,7 +251,7 @@ def placements(monkeypatch) -> list[MortalPlacement]:
 
 
 def loses_host(placements: list[MortalPlacement], number: int) -> BeforeCall:
-    """The call of forward_backward with this number fails as that of a rank does whose neighbour is gone, because the host is lost."""
+    """A hook that loses the host at this call of forward_backward. The call fails as on a rank whose neighbouring rank is gone."""
     calls = []
 
     async def before(call: str, _) -> None:
@@ -288,7 +288,7 @@ def test_steps_since_the_checkpoint_train_on_the_rollouts_that_they_had(run, tmp
 def test_a_run_ahead_whose_trainer_dies_skips_no_problem_and_trains_on_none_twice(run, tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
     config, environment = grpo_config(), ParityReward(0.0, 20)
-    config.rollouts.max_staleness = 4  # two steps of two versions
+    config.rollouts.max_staleness = 4  # two steps ahead, because each step makes two versions
     folder = RunFolder(tmp_path / "run")
     deaths = {("optim_step", 9): "hangs", ("optim_step", 17): "raises"}
     assert run(folder, deaths, config=config, environment=environment) == 0

@@ -1,6 +1,7 @@
-"""The KL divergence from the policy as GRPO began: in the reward against a closed form in float64, and the runs that cannot have it.
+"""The KL divergence from the policy with which GRPO began: as a part of the reward, compared with a closed form in float64. Also the runs that
+cannot have a reference.
 
-The reference that a real run holds is in test_grpo.py.
+test_grpo.py tests the reference of a real run.
 """
 
 import asyncio
@@ -66,7 +67,7 @@ def groups() -> list[Group]:
 
 
 class ReferenceClient:
-    """A client that answers forward with random logprobs of prompts and completions. It keeps those of the completions."""
+    """A client that answers forward with random logprobs of prompts and completions. It keeps the logprobs of the completions."""
 
     def __init__(self):
         self.completions: list[list[float]] = []
@@ -169,14 +170,14 @@ def test_the_example_of_the_docstring():
 
 
 def test_k1_in_the_reward_has_the_gradient_of_the_expected_reward_less_the_kl():
-    """The mean is over all completions of two tokens out of three, which are enumerated, in float64."""
+    """Completions have two tokens, and the vocabulary has three. The expectation is a sum over all nine completions, in float64."""
     draw = torch.Generator().manual_seed(2)
     logits, reference = (torch.randn(4, 3, generator=draw, dtype=torch.float64) for _ in range(2))
     logits.requires_grad_()
     pairs = [(a, b) for a in range(3) for b in range(3)]
     rewards = torch.rand(9, generator=draw)
 
-    def logprobs_ST(logits_43):  # row 0 is of the first token, row 1 + a of the second after the first token a
+    def logprobs_ST(logits_43):  # row 0: the first token. Row 1 + a: the second token after first token a
         rows = torch.log_softmax(logits_43, -1)
         return torch.stack([torch.stack([rows[0, a], rows[1 + a, b]]) for a, b in pairs])
 
@@ -258,7 +259,7 @@ def test_a_reference_asked_for_only_at_resume_is_refused(tmp_path, monkeypatch, 
 @pytest.mark.parametrize(
     ("step", "state", "has_reference"),
     [
-        (9, {"sft_steps": 5}, True),  # it had one
+        (9, {"sft_steps": 5}, True),  # the run had a reference
         (5, {"sft_steps": 5}, False),  # the supervised phase is just over
         (3, {"recent": []}, False),  # in the supervised phase
     ],
@@ -273,7 +274,7 @@ def test_a_reference_that_is_there_or_still_to_come_is_taken_at_resume(
 def test_the_weights_of_hf_path_are_a_reference_at_any_time(tmp_path, monkeypatch, capsys):
     made = tiny()
     directory = save_random(tmp_path / "model", made.trainer.model)
-    capsys.readouterr()  # transformers shows its progress
+    capsys.readouterr()  # discards the progress that transformers shows
     config = replace(made, trainer=replace(made.trainer, hf_path=directory), sft_steps=0)
     folder = past_run(tmp_path / "run", step=9, has_reference=False, config=config, sft_steps=0)
     assert resume(monkeypatch, capsys, folder, "--reference-kl", "0.05") == (None, "")

@@ -117,7 +117,7 @@ class Nesting(HTMLParser):
 
 
 def episodes(step: int) -> dict:
-    """A group of two episodes, of two turns and of one."""
+    """A group of two episodes. The first has two turns, the second has one."""
     first = [("environment", "?", None), ("policy", "5", 0.0), ("environment", "+", None), ("policy", "<7>", 1.0)]
     second = [("environment", "?", None), ("policy", "", -0.5)]
     conversations = []
@@ -238,7 +238,7 @@ def test_a_long_run_shows_groups_of_some_steps_and_of_the_last_one(monkeypatch):
     groups = [{"step": step, "completions": ["x"] * 4} for step in range(1, 101)]
     assert shown_steps(groups) == list(range(1, 101))
     monkeypatch.setattr("controllers.report.COMPLETIONS_SHOWN", 50)
-    # Every eighth step would have 52 completions.
+    # Every eighth step would have 52 completions in all, so every ninth is shown.
     assert shown_steps(groups) == [1, 10, 19, 28, 37, 46, 55, 64, 73, 82, 91, 100]
 
 

@@ -1,4 +1,7 @@
-"""A killed or interrupted GRPO run, resumed, writes the lines of an uninterrupted one: real controller and engine, recorded rollouts, one process."""
+"""A GRPO run that is killed or interrupted and then resumed writes the lines of an uninterrupted run.
+
+The real controller and engine run in one process, with recorded rollouts.
+"""
 
 import asyncio
 import contextlib
@@ -162,14 +165,14 @@ class RecordedGenerator(AnswersEach):
 
 
 class NoisyReward(ParityReward):
-    """An environment that draws from the global random state, as a user's may."""
+    """An environment that draws from the global random state, as a user's environment may."""
 
     def reward(self, problem, completion):
         return float(super().reward(problem, completion) != (random.random() < 0.3))
 
 
 class Hints(GuessingGame):
-    """The guessing game in the characters of this file. A demonstration is one wrong guess and the right one."""
+    """The guessing game with the alphabet of this file. A demonstration has a wrong guess and then the right one."""
 
     def problem(self, index):
         return replace(super().problem(index), prompt="=")
@@ -227,9 +230,9 @@ def grpo_config() -> GRPOConfig:
 
 @pytest.fixture
 def run(make_engine, monkeypatch):
-    """run(folder): the controller's own path from a folder to the end, or up to optimizer step `last`; its exit status.
+    """run(folder) -> exit status. The controller runs to the end, or up to optimizer step `last`.
 
-    written: the checkpoint that was begun last is complete when the run is killed.
+    written: True if the checkpoint that was begun last is complete when the run is killed.
     """
     monkeypatch.setattr("controllers.report.write_report", lambda _: None)
 
@@ -280,7 +283,7 @@ def run(make_engine, monkeypatch):
         invocation = cli.Invocation(config=config or grpo_config(), output_dir=folder.path, resume=path, **flags)
         build_character_tokenizer(folder.path / "tokenizer", ALPHABET)
         tokenizer, task = load_tokenizer(folder.path / "tokenizer"), environment or NoisyReward(0.0, 20)
-        random.seed(None if resume else 0)  # a new process has a state of its own
+        random.seed(None if resume else 0)  # a new process has a random state of its own
         sets = build_sets(task, {}, seed=0)
         work = launch._train(train, invocation, folder, task, sets, tokenizer, Scorer(), io.StringIO(), interruption)
         return asyncio.run(launch._until_signal(work, interruption))
@@ -309,7 +312,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     resumed_at = []
-    # In the supervised phase, within a step of two updates, and at the first update of a later one.
+    # The runs are killed in the supervised phase, between the two updates of a step, and before the first update of a later step.
     for last in (3, 6, 9):
         folder = RunFolder(tmp_path / f"killed-{last}")
         with pytest.raises(Killed):
@@ -333,7 +336,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(run, whole, tmp_path, written
 def test_a_run_ahead_that_was_killed_skips_no_problem_and_trains_on_none_twice(run, tmp_path, monkeypatch, written):
     monkeypatch.setattr(launch, "MetricsLogger", partial(MetricsLogger, groups_per_step=100))
     config = grpo_config()
-    config.rollouts.max_staleness = 4  # two steps of two versions
+    config.rollouts.max_staleness = 4  # two steps ahead, because each step makes two versions
     environment = ParityReward(0.0, 20)
     for last in (7, 11):
         folder = RunFolder(tmp_path / f"killed-{last}")
@@ -341,9 +344,9 @@ def test_a_run_ahead_that_was_killed_skips_no_problem_and_trains_on_none_twice(r
             run(folder, config=config, last=last, written=written, environment=environment)
         assert run(folder, config=config, resume=True, environment=environment) == 0
         state = checkpoints.read(checkpoints.newest(folder.checkpoints))
-        assert len(state["pending"]) >= 2 * 4  # two steps ahead
+        assert len(state["pending"]) >= 2 * 4  # groups of two steps
         used = [line["prompt"] for line in read_jsonl(folder.rollouts)]
-        first = 5 * 8  # the supervised steps took the problems before
+        first = 5 * 8  # the supervised steps took the problems before this one
         drawn = [environment.problem(index).prompt for index in range(first, state["cursor"])]
         assert len(used) == len(set(used))
         assert sorted(used + [environment.problem(index).prompt for index in state["pending"]]) == sorted(drawn)
@@ -358,7 +361,7 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
     expected = lines(whole)
     assert [record["phase"] for record in expected] == ["start"] + ["sft"] * 5 + ["grpo"] * 6
     assert all(record["episode/turns_mean"] > 1 for record in expected if record["phase"] == "grpo")
-    moments = random.Random(0).sample(range(1, 17), 3)  # optimizer steps: 5 supervised ones and two in each other step
+    moments = random.Random(0).sample(range(1, 17), 3)  # optimizer steps: 5 supervised ones, then two a step
     for last in moments:
         folder = RunFolder(tmp_path / f"killed-{last}")
         with pytest.raises(Killed):
@@ -372,7 +375,7 @@ def test_a_run_of_episodes_that_was_killed_plays_the_same_episodes_and_goes_on_b
 @pytest.mark.parametrize(
     ("call", "number", "steps_done"),
     [
-        ("forward_backward", 5, 3),  # two calls a supervised step: the third one is finished
+        ("forward_backward", 5, 3),  # two calls a supervised step, so the third step is finished
         ("generate", 1, 5),  # the rollouts of the first GRPO step are dropped
         ("refill", 2, 8),  # rollouts are dropped after rewards of the same step drew random numbers
         ("forward_backward", 14, 6),  # the first GRPO step is finished

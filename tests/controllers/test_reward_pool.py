@@ -1,4 +1,4 @@
-"""Rewards in processes: several at once beside the event loop, processes that are replaced, and none that is left behind."""
+"""Rewards in processes: several are computed at once beside the event loop, failed processes are replaced, and no process is left behind."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Rollouts that run ahead: which groups a step trains on, how old they may be, and that nothing is lost, repeated or waited for for ever."""
+"""Rollouts that run ahead: which groups a step trains on, how old they may be, and that none is lost, repeated or awaited for ever."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ def group(index: int, version: int = 0, *, has_signal: bool = True) -> Group:
 
 
 def places(*described: tuple[int, bool]) -> list[Place]:
-    """Places of (step at which it was drawn, whether its group has finished)."""
+    """A Place for each (step at which its problem was drawn, whether its group has finished)."""
     made = []
     for index, (step, is_finished) in enumerate(described):
         made.append(Place(index=index, step=step, group=group(index) if is_finished else None))
@@ -58,7 +58,7 @@ def test_a_long_completion_is_passed_by_younger_groups_until_it_is_due():
 
 
 def test_young_groups_are_not_taken_if_the_old_ones_could_then_not_all_be_trained_on_in_time():
-    # Four groups of step 1 are due at step 3. If step 2 took the two of step 2, step 3 would have to train on four.
+    # The four groups drawn at step 1 are due at step 3. If step 2 trained on the two groups drawn at step 2, step 3 would have to train on four.
     described = [(1, False), (1, False), (1, False), (1, False), (2, True), (2, True)]
     assert chosen_indices(described, size=2, step=2, ahead=2) is None
 
@@ -117,7 +117,7 @@ class Simulated:
         async with self.queue as queue:
             for _ in range(num_steps):
                 batches.append(await queue.next_batch(self.version))
-                assert len(queue.places) <= queue.ahead * SIZE  # with this batch (ahead + 1) * SIZE
+                assert len(queue.places) <= queue.ahead * SIZE  # at most (ahead + 1) * SIZE with this batch
                 if batches[-1].samples:
                     for _ in range(self.draw.randrange(20)):
                         await asyncio.sleep(0)  # the step trains
@@ -164,7 +164,7 @@ def test_every_problem_is_used_once_and_no_group_is_too_old_whatever_takes_long(
             assert len(ages) <= SIZE and max(ages, default=0) <= max_staleness
             oldest = max([oldest, *ages])
     if max_staleness >= versions_per_step:
-        assert oldest > 0  # it does run ahead
+        assert oldest > 0  # the rollouts do run ahead
     else:
         assert oldest == 0
 

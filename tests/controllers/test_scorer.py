@@ -83,7 +83,7 @@ def test_pauses_before_new_attempts_double(monkeypatch):
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     assert score(Later(failures=7), "a", max_retries=7).num_retries == 7
-    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]  # the last one is the reward's own
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 0.0]  # the last sleep is in Later.reward
 
 
 def test_a_reward_that_does_not_come_is_named_with_its_limit():

@@ -24,7 +24,7 @@ from controllers.run_folder import RunFolder, read_jsonl
 WIDTH = 200
 LONG = ["--config", "tiny", "--steps", "1000", "--checkpoint-every", "1000", "--validate-every", "1000"]
 LONG += ["--rollouts.groups-per-step", "8", *PARITY]
-SLOW_STEPS = ["--sft.batch-size", "20000", "--samples-per-forward-backward", "20000"]  # seconds each
+SLOW_STEPS = ["--sft.batch-size", "20000", "--samples-per-forward-backward", "20000"]  # each step takes seconds
 
 
 class Terminal:
@@ -77,7 +77,7 @@ class Terminal:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that a terminal shows after these characters. It has WIDTH columns and room for all lines."""
+    """The lines that a terminal shows after these characters. It is WIDTH columns wide and high enough for all lines."""
     lines, row, column = [""], 0, 0
     for code, letter, character in re.findall(r"\x1b\[([?\d;]*)([A-Za-z])|(.)", written, re.DOTALL):
         if letter == "A":
