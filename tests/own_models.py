@@ -1,4 +1,4 @@
-"""Directories as users bring them: a tiny Qwen3 or Llama with a byte-level tokenizer, a chat template and a generation_config.json."""
+"""Model directories such as users have: a tiny Qwen3 or Llama with a byte-level tokenizer, a chat template and a generation_config.json."""
 
 import json
 from dataclasses import replace

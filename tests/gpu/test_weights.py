@@ -44,7 +44,7 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 def write_versions(pipe, place: Place) -> None:
-    """A rank with weights on its GPU, and a server of its slots."""
+    """Write a new version to the slots of a rank, and send its manifest, whenever the pipe brings True. A server serves the slots."""
     snapshot = Snapshot(rank=0, timeout=TIMEOUT, choose_place=lambda num_bytes, device: place)
     server = SlotServer(snapshot.find, host="127.0.0.1", secret=SECRET, timeout=TIMEOUT)
     version = 0
@@ -66,7 +66,7 @@ def write_versions(pipe, place: Place) -> None:
     ids=["two slots on the GPU", "one slot on the GPU", "pinned"],
 )
 def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behind(place, path):
-    torch.zeros(1, device="cuda")  # a reader on a GPU pins what it maps
+    torch.zeros(1, device="cuda")  # a reader that uses CUDA pins the memory that it maps
     before = set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -85,7 +85,7 @@ def test_a_process_reads_the_slots_of_another_ones_gpu_and_nothing_is_left_behin
                     on_device.copy_(piece.values, non_blocking=True)
                     torch.cuda.synchronize()
                     assert (on_device == version).all()
-        # A version that is open stays whole when its trainer dies.
+        # A reader that has opened a version can read all of it after the trainer's death.
         here.send(True)
         with SlotSource(manifest=here.recv(), path="auto", timeout=TIMEOUT).open() as opened:
             writer.kill()

@@ -19,7 +19,7 @@ class Collector(Actor):
 async def main() -> None:
     model = rl.ModelConfig(vocab_size=48, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32)
     config = rl.GeneratorConfig(model=model, max_model_len=256)
-    transport = rl.TorchStoreTransport(store_name="mine")  # a store of yours; opening and closing it is yours, too
+    transport = rl.TorchStoreTransport(store_name="mine")  # this program opens and closes the store
     procs = {name: this_host().spawn_procs(per_host={"gpus": 1}) for name in ("store", "trainer", "generator")}
     await torchstore.initialize(store_name="mine", mesh=procs["store"])
     await setup_torch_elastic_env_async(procs["trainer"])

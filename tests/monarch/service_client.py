@@ -1,7 +1,7 @@
 """A client of a service in a program of its own. It reads commands from stdin, and prints one line of JSON for each.
 
-open: forward_backward. steps N RATE: N whole steps, by default with a learning rate of 0. forward: version and summed logprobs.
-generate: a completion of the newest weights.
+"open" calls forward_backward. "steps N RATE" takes N whole steps; the default learning rate is 0. "forward" returns the version and the
+sum of the logprobs. "generate" returns a completion of the newest weights.
 """
 
 import json

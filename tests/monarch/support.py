@@ -73,7 +73,7 @@ def generator_config(*, tied: bool = True, dtype="float32") -> GeneratorConfig:
         max_num_seqs=64,
         kv_cache_bytes=32 << 20,
         enforce_eager=True,
-        sleep_mode=True,  # on a CPU it changes nothing but that `sleep` is not refused
+        sleep_mode=True,  # on a CPU its only effect is that `sleep` is not refused
     )
 
 
@@ -121,8 +121,8 @@ def shared_memory() -> set[str]:
 
 def left_in_shared_memory(before: set[str]) -> set[str]:
     """Segments that are newer than `before` and that no living process maps. Other programs run at the same time and use segments, too."""
-    # A segment of another program is not mapped for a moment after it was made, and before its tracker removes it. So the segments are
-    # looked at until none is left. The last look decides.
+    # No process maps a segment of another program for a moment after its creation and before its removal. So this function looks until
+    # none is left, and returns the result of the last look.
     left = shared_memory() - before
     for _ in range(60):
         left &= shared_memory() - mapped_by_processes()
@@ -217,7 +217,7 @@ def publish_from_here(transport: Transport, weights: dict[str, Tensor], *, strea
 
 
 class DyingTensors(dict):
-    """Tensors of a push. The process is killed when this many of them have been copied."""
+    """Tensors of a push. The process is killed when `copied` tensors have been copied."""
 
     def __init__(self, tensors: dict[str, Tensor], copied: int) -> None:
         super().__init__(tensors)
@@ -268,7 +268,7 @@ class TestTrainer(PolicyTrainer):
 
     @endpoint
     async def num_frozen(self) -> int:
-        """Number of objects that the garbage collector of this process leaves out."""
+        """Number of objects that gc.freeze has taken out of garbage collection in this process."""
         return gc.get_freeze_count()
 
     @endpoint
@@ -283,7 +283,7 @@ class TestTrainer(PolicyTrainer):
         parameters = list(self.engine.built.model.parameters())
         weights = [parameter.detach().clone() for parameter in parameters]
         with torch.no_grad():
-            # hf_state_dict splits the fused query, key and value. To use it, the gradients take the weights' places for a moment.
+            # hf_state_dict splits the fused query, key and value of the parameters. So the parameters hold the gradients while it runs.
             for parameter in parameters:
                 parameter.copy_(parameter.grad)
             named = self.engine.hf_state_dict()

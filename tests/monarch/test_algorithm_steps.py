@@ -31,9 +31,8 @@ from rl_actors.losses import LOSSES, PolicyLoss
 
 NUM_STEPS, NUM_UPDATES = 5, 2
 AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
-LETTERS = (
-    string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"
-)  # with two special tokens the vocabulary of the shared model
+# The shared model's vocabulary has these characters and two special tokens.
+LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"
 
 
 def shared() -> GRPOConfig:
@@ -96,10 +95,10 @@ def check(lines: list[dict]) -> None:
     for line in lines:
         assert "nonfinite" not in line and "skipped" not in line and line["updates_skipped"] == 0
         assert math.isfinite(line["loss"]) and line["grad_norm"] > 0
-        assert line["logprob_diff/max"] < 1e-3  # float32 on both sides
+        assert line["logprob_diff/max"] < 1e-3  # trainer and generator compute in float32
 
 
-# Each list runs through all its values. Values of different lists do not depend on each other, so they share runs.
+# A run takes one value from every list, because the lists do not depend on each other. Every value is in some run.
 CHOICES = list(
     zip(
         POLICY_LOSSES,

@@ -13,7 +13,7 @@ from rl_actors.transports.base import find
 from rl_actors.vllm.requests import NO_VERSION
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-NUM_TENSORS = 24  # of the model: 11 in each of 2 blocks, the embedding and the last norm
+NUM_TENSORS = 24  # the model has 11 in each of 2 blocks, the embedding and the last norm
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_version_that_cannot_be_read_leaves_the_generator_the_weights_that_it_
     assert worst(generator.compute_logprobs(SEQUENCES).result(), before) == 0
     last = generator.info().result().last_pull
     assert generator.pull_model_state_dict(synced).result() == synced
-    assert generator.info().result().last_pull == last  # it has this version, and pulls nothing
+    assert generator.info().result().last_pull == last  # the generator has this version already, and pulls nothing
 
 
 def test_a_push_and_a_pull_say_how_many_bytes_took_which_path_in_how_many_seconds(generator, trainer, synced):

@@ -77,7 +77,7 @@ def test_every_pull_gives_the_digests_of_an_engine_that_loaded_the_same_weights_
 
 
 def test_a_pull_and_a_directory_give_the_same_digests(trainer, generator, generator_mesh, tmp_path):
-    """One engine takes versions from both, in turns, so that neither can pass by doing nothing."""
+    """One engine pulls two versions, and then loads both from directories. Every one of these steps must change the weights."""
     found = {}
     for seed in (1, 2):
         version = support.step(trainer, seed=seed)

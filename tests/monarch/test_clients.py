@@ -175,16 +175,16 @@ def test_optim_step_raises_a_failure_that_nobody_asked_for_and_steps_nothing(tra
         failed.result()
     trainer.discard_gradients()
     trainer.forward_backward(random_samples(), loss="cross_entropy")
-    assert trainer.optim_step(STEP).result().policy_version == version + 1  # an asked failure is not raised twice
+    # failed.result() has raised the failure, so optim_step does not raise it again.
+    assert trainer.optim_step(STEP).result().policy_version == version + 1
 
 
 def test_a_call_refused_before_the_limits_were_known_stops_the_next_optim_step(trainer, trainer_mesh, tmp_path):
     gate = Gate(folder=tmp_path)
     trainer.forward(random_samples(), loss=gate)
     gate.wait_begun()
-    trainer = TrainerClient(
-        trainer_mesh
-    )  # its set-up, which learns the limits, waits behind the call that the gate holds
+    # The new client learns the limits in its set-up, which waits behind the call that the gate holds.
+    trainer = TrainerClient(trainer_mesh)
     bad = [Sample.from_tokens([1], [support.VOCAB_SIZE])]
     trainer.forward_backward(random_samples(), loss="cross_entropy")
     trainer.forward_backward(bad, loss="cross_entropy")
@@ -201,7 +201,7 @@ def test_a_failed_call_that_nobody_asked_for_warns_when_it_is_collected(trainer)
     ):
         trainer.load_checkpoint("nowhere")
         trainer.ready().result()
-        trainer.info().result()  # its turn comes after the failed call, which nothing refers to any more
+        trainer.info().result()  # runs after the failed call; then nothing refers to the failed call any more
         gc.collect()
 
 
@@ -222,7 +222,7 @@ def test_clients_and_calls_say_their_name_state_and_version(trainer_mesh, tmp_pa
 
 @pytest.fixture
 def numbered(trainer, trainer_mesh):
-    """numbered(number, endpoint, *args) calls an endpoint as a message with this number, as a network would that repeats messages."""
+    """numbered(number, endpoint, *args) calls an endpoint with this message number. A network may repeat a message with its number."""
     trainer_mesh.setup.call_one("numbered").get(timeout=GUARD)
 
     def call(number: int, endpoint: str, *args):
@@ -267,7 +267,7 @@ def test_a_second_client_replaces_the_first_whose_next_call_says_so(trainer, tra
 
 def test_a_call_that_outlasts_call_timeout_breaks_the_client_until_gradients_are_discarded(trainer_mesh, tmp_path):
     gate = Gate(folder=tmp_path)
-    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # the gate holds every call that this limits
+    trainer = TrainerClient(trainer_mesh, call_timeout=1.0)  # the gate holds every call that runs under this limit
     with pytest.raises(TimeoutError, match="trainer: forward_backward did not answer within 1 s; its ranks may still"):
         trainer.forward_backward(random_samples(), loss=gate).result()
     with pytest.raises(RuntimeError, match="trainer is broken: forward_backward did not .*call discard_gradients"):
@@ -288,7 +288,7 @@ def test_closing_twice_is_closing_once_and_a_call_after_it_is_refused(trainer_me
     trainer.close().result()
     with pytest.raises(RuntimeError, match="trainer: forward is not possible after close"):
         trainer.forward(random_samples())
-    with TrainerClient(trainer_mesh) as other:  # closing leaves a mesh of the caller as it is
+    with TrainerClient(trainer_mesh) as other:  # the caller spawned the mesh, so closing does not stop it
         assert other.info().result()[0].state == "idle"
 
 
@@ -340,7 +340,7 @@ def test_the_failure_of_a_rank_and_the_death_of_one_in_a_call_reach_the_caller(t
     support.wait_until(lambda: support.descendants(os.getpid()) <= before)
     last_words = Path(info.logs).read_text()
     assert "Fatal Python error: Aborted" in last_words and "in forward_backward" in last_words
-    assert "Fatal" not in capfd.readouterr().err  # the terminal is the caller's
+    assert "Fatal" not in capfd.readouterr().err  # the traceback is only in the log
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from controllers.tokenizer import build_character_tokenizer, load_tokenizer
 from controllers.validation import build_sets
 from rl_actors import TrainerClient
 
-LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # and two special tokens: the shared vocabulary
+LETTERS = string.digits + "+-=." + string.ascii_lowercase + "ABCDEF"  # the shared vocabulary adds two special tokens
 PAIRS_PER_STEP, NUM_HELD_OUT = 8, 16
 
 
@@ -38,7 +38,7 @@ def shared() -> DPOConfig:
         trainer=support.trainer_config(),
         generator=support.generator_config(),
         pairs_per_step=PAIRS_PER_STEP,
-        samples_per_forward_backward=6,  # two calls and a rest in every step
+        samples_per_forward_backward=6,  # calls of 6, 6 and 4 samples in every step
         schedule=ScheduleConfig(learning_rate=1e-3),
         validate_every=2,
         checkpoint_every=0,

@@ -22,7 +22,7 @@ from rl_actors.config import RestartPolicy
 pytestmark = pytest.mark.slow
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11], [12, 13]]
 LONG = SamplingParams(max_tokens=300, n=8, seed=7)
-SILENT_AFTER = 20.0  # a start on a busy machine must not take so long without an answer
+SILENT_AFTER = 20.0  # seconds; a start on a busy machine must show a sign of life sooner
 
 
 def config(**fields):
@@ -76,7 +76,7 @@ def in_order(groups) -> list:
 
 
 def assert_close(groups, expected) -> None:
-    """The tokens are the same, and the logprobs within 1e-5. Generators that share the prompts compute other batches than one does."""
+    """The tokens are the same, and the logprobs within 1e-5. Generators that share the prompts have other batches than a single generator."""
     for group, wanted in zip(groups, expected, strict=True):
         for completion, other in zip(group, wanted, strict=True):
             assert replace(completion, logprobs=[]) == replace(other, logprobs=[])
@@ -114,7 +114,7 @@ def test_an_engine_core_that_is_killed_or_stopped_is_replaced_with_its_generator
         core.send_signal(number)
         assert in_order(groups) == expected
         assert generator.num_restarts == 1 and gone(core)
-        # The core's only rank runs in the core's own process, whose end either of the two names may tell.
+        # The only rank runs in the core's own process, so the message may name the core or the rank.
         cause = (
             r"vLLM's (engine core|worker of rank 0) \(pid \d+\)" if number == signal.SIGKILL else "no sign of life for"
         )
@@ -129,7 +129,7 @@ def test_an_engine_core_that_is_killed_or_stopped_in_its_first_start_is_replaced
         cores = []
 
         def core_has_started() -> bool:
-            with contextlib.suppress(ValueError, psutil.Error):  # there is none yet
+            with contextlib.suppress(ValueError, psutil.Error):  # no core has started yet
                 cores.append(core_below(name="early"))
             return bool(cores)
 

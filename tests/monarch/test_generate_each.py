@@ -1,4 +1,4 @@
-"""generate_each: completions prompt by prompt as they finish, what a caller that leaves early ends, and the errors in the loop."""
+"""generate_each: completions prompt by prompt as they finish, callers that leave the loop early, and errors in the loop."""
 
 import asyncio
 import threading
@@ -12,7 +12,7 @@ from rl_actors import SamplingParams
 
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3], [11]]
 SAMPLED = SamplingParams(max_tokens=24, n=4, seed=7)
-# The first and the last run to the end of the context, 509 and 511 tokens; the second has room for four.
+# The completions of the first and the last prompt fill the context with 509 and 511 tokens, the one of the second with four.
 LONG_AND_SHORT = [[5, 6, 7], [3] * (MAX_MODEL_LEN - 4), [11]]
 LONG = SamplingParams(max_tokens=MAX_MODEL_LEN, ignore_stop=True, seed=3)
 
@@ -55,12 +55,12 @@ def test_a_prompt_comes_as_soon_as_it_has_finished(generator, generator_mesh, sy
     (index, [completion]), running, rest = asyncio.run(first_and_rest())
     assert (index, len(completion.tokens)) == (1, 4)
     assert len(running) == 2
-    # The prompt with less room for its completion ends first.
+    # The longer prompt has the shorter completion, which ends first.
     assert [(index, len(completions[0].tokens)) for index, completions in rest] == [(0, 509), (2, 511)]
 
 
 def test_plain_for_loops_in_threads_get_their_own_completions(generator, synced):
-    """As from a REPL, which has no event loop. Four calls run at the same time."""
+    """A plain loop needs no event loop, for example in a REPL. Four calls run at the same time."""
     params = [SamplingParams(max_tokens=12, n=2, seed=100 * index) for index in range(4)]
     expected = [generator.generate(PROMPTS, one).result() for one in params]
     answers: dict[int, dict] = {}
@@ -144,7 +144,7 @@ def test_a_failing_step_raises_in_the_loop_and_names_the_generator(generator, ge
     groups = generator.generate_each(LONG_AND_SHORT, LONG)
     next(groups)
     generator_mesh.fail_next_forward.call_one("the kernel is broken").get(timeout=GUARD)
-    for _ in range(2):  # the error stays
+    for _ in range(2):  # every further next() raises the error again
         with pytest.raises(RuntimeError, match="the kernel is broken") as raised:
             next(groups)
         assert any("raised in generator" in note and "generate" in note for note in raised.value.__notes__)

@@ -325,7 +325,7 @@ def test_a_trainers_config_makes_no_generator(trainer):
 
 
 def test_a_pull_logs_no_warning_about_layers_that_have_no_weights_to_load(generator, generator_mesh, trainer, synced):
-    """A tied head and the rotary embedding have none. vLLM itself would warn of both at every pull."""
+    """A tied head and the rotary embedding have no weights to load. vLLM alone would warn of both at every pull."""
     generator_mesh.vllm_log.call_one().get(timeout=GUARD)
     support.step(trainer)
     generator.pull_model_state_dict(trainer.push_model_state_dict().result()).result()

@@ -14,15 +14,15 @@ from rl_actors import GeneratorClient, IndexTransport, SamplingParams, TrainerCl
 from rl_actors.processes.spawn import spawn_processes
 
 SEQUENCES = [[5, 6], list(range(30)), [7, 3] * 20]
-NUM_TENSORS = 24  # of the model: 11 in each of 2 blocks, the embedding and the last norm
+NUM_TENSORS = 24  # the model has 11 in each of 2 blocks, the embedding and the last norm
 THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 class Actors:
-    """An index, a generator, and whatever a test starts besides. All end with the context."""
+    """An index, and the actors that a test spawns. All of them end when the context ends."""
 
     def __init__(self, path: str = "auto") -> None:
-        """path: of the bytes"""
+        """path: the path of the weights, as in WeightsConfig"""
         self.path = path
 
     def __enter__(self) -> "Actors":
@@ -52,7 +52,7 @@ class Actors:
 @pytest.mark.parametrize("path", ["auto", "point_to_point"])
 @pytest.mark.parametrize("rank, copied", [(1, 0), (0, NUM_TENSORS // 2), (1, NUM_TENSORS), (0, "written")])
 def test_a_rank_that_is_killed_in_a_push_leaves_generators_the_version_before(rank, copied, path):
-    """copied: number of tensors that the rank has copied when it is killed; "written": all, and the rank has ended its write."""
+    """copied: number of tensors that the rank has copied when it is killed; "written": all, and its write has ended."""
     with Actors(path) as actors:
         mesh = actors.spawn("trainer", 2, support.TestTrainer, support.trainer_config(shard=2))
         trainer, generator = TrainerClient(mesh), GeneratorClient(actors.generator("generator"))

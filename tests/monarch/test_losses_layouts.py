@@ -33,7 +33,7 @@ WIDE = GSPO(ratio_low=0.5, ratio_high=2.0)
 
 
 def with_columns(samples: list[Sample], **makers) -> list[Sample]:
-    """The samples with more columns. A maker is called with (generator, number of positions)."""
+    """Copies of the samples with more columns. makers: for each column a function of (generator, number of positions) that makes it."""
     draw = torch.Generator().manual_seed(7)
     made = []
     for sample in samples:

@@ -113,7 +113,7 @@ def test_an_unloaded_adapter_is_refused_and_its_name_may_come_back_with_other_we
     assert worst(before, expected(served.models["attention"], SEQUENCES)) < 1e-4
     running = generator.generate(PROMPTS, replace(SAMPLING, max_tokens=200), adapter="again")
     generator.unload_adapter("again").result()
-    assert running.done()  # the unloading has waited for it
+    assert running.done()  # unload_adapter has waited for the running request
     check_completions(served, "attention", running.result())
     for call in (generator.generate, generator.compute_logprobs):
         with pytest.raises(ValueError, match="adapter='again' is not loaded; loaded are 'all layers', "):
@@ -154,7 +154,7 @@ def test_a_generator_that_is_started_again_has_its_adapters(served):
 
 
 def test_a_pull_replaces_the_weights_under_the_adapters(served):
-    """Whole weights are pulled into an engine that has adapters, as for a sampler of a full version."""
+    """The engine has adapters and pulls whole weights, as it does for a server's sampler whose version is whole weights."""
     weights = support.random_weights(tied=False, seed=5)
     support.publish_from_here(served.transport, weights, stream="whole", version=3)
     served.generator.pull_model_state_dict(3).result()

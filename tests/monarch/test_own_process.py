@@ -49,7 +49,7 @@ def test_a_child_started_through_the_executable_ends_with_the_thread_that_starte
 
 
 def test_a_process_below_a_stopped_child_ends_with_the_child(tmp_path):
-    """vLLM's core starts its workers in this way. A worker that only starts must not outlive a core that was killed."""
+    """vLLM's core starts its workers in this way. A worker that is still starting must not outlive a core that was killed."""
     code = (
         "import multiprocessing, time\n"
         "worker = multiprocessing.get_context('spawn').Process(target=time.sleep, args=(3600,))\n"
@@ -67,7 +67,7 @@ def test_a_process_below_a_stopped_child_ends_with_the_child(tmp_path):
 
 
 def never_restarted(**fields) -> GeneratorConfig:
-    """The config of a generator whose death is an error. tests/monarch/test_dying_generators.py has those that are started again."""
+    """The config of a generator whose death is an error. tests/monarch/test_dying_generators.py has generators that are started again."""
     return replace(support.generator_config(), restarts=RestartPolicy(max_per_hour=0), **fields)
 
 
@@ -97,7 +97,7 @@ def core_below(parent: int | None = None, name: str = "generator") -> psutil.Pro
     """The engine core of a generator that a process, or this one, has spawned under this name."""
     found = []
     for process in psutil.Process(parent).children(recursive=True):
-        # A core has no environment that could be read, because vLLM writes its title there.
+        # The environment of a core cannot be read, because vLLM overwrites it with the title of the process.
         if "EngineCore" in process.name() and process.parent().environ()["RL_ACTORS_PROCESS"] == f"{name}-0":
             found.append(process)
     [core] = found
@@ -180,7 +180,7 @@ def test_kill_9_of_the_core_is_an_error_for_every_waiting_call_that_names_the_pr
 
 
 def fail_to_open(generator: GeneratorClient, transport: support.WorkersFail, version: int, worker: int | None) -> None:
-    """Two pulls that a worker cannot open. The other's answers must not be taken for those of later calls."""
+    """Pull a version twice that one worker cannot open. Later calls must not take the other worker's answers for their own."""
     if worker is None:
         return
     republish(transport, version)
@@ -209,11 +209,11 @@ def test_tensor_parallel_ranks_pull_sample_and_end_together(published):
         core = core_below(name="parallel")
         workers = core.children()
         assert len(workers) == 2
-        # The ranks' shared memory has lost its names, so that nothing is left of it after a kill.
+        # The names of the ranks' shared memory are already removed, so that a kill leaves nothing behind.
         assert not list(Path("/dev/shm").glob("*-cpushm_*"))
         call = generator.generate(PROMPTS, ENDLESS)
         workers[1].kill()
-        # The worker's end is named, or the core's, if that has seen it first.
+        # The error names the worker, or the core if it has ended by then, too.
         with pytest.raises(
             RuntimeError, match=r"vLLM's (worker of rank 1|engine core) \(pid \d+\) .*; spawn the generator again"
         ):

@@ -47,7 +47,7 @@ def test_every_rank_reports_its_number_its_device_and_its_optimizer(trainer, mes
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ranks_still_work_after_a_signal_to_all_processes_of_a_program(trainer, number):
-    """A terminal sends Ctrl-C to all processes of a program, and a scheduler SIGTERM. The program may then still want a checkpoint."""
+    """A terminal sends Ctrl-C to all processes of a program, and a scheduler sends SIGTERM. The program may then still want a checkpoint."""
     pids = [info.pid for info in trainer.info().result()]
     for pid in pids:
         os.kill(pid, number)
@@ -65,7 +65,7 @@ def test_every_rank_traces_the_steps(trainer, tmp_path):
         events = json.loads((tmp_path / f"rank-{rank}.json").read_text())["traceEvents"]
         names = [event.get("name", "") for event in events]
         assert names.count("Optimizer.step#SGD.step") == 2
-        # There is one for each of the two blocks in each of the two steps.
+        # Each of the two steps reduces the gradients of both blocks.
         assert sum(name.startswith("FSDP::post_backward_reduce (layers.") for name in names) == 4
 
 

@@ -127,7 +127,7 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
     assert (version, trained) == (9, 10)
     assert [program.end() for program in others] == [0, 0]
     wait_until(lambda: not remote.ask(service.address, {"wants": "status"})["status"]["clients"])
-    # This program's Monarch may be in use with other connections already.
+    # A program can attach when its Monarch already has other connections.
     with TrainerClient.attach(service.address) as trainer:
         samples = support.random_samples(seed=2)
         output = trainer.forward(samples).result()
@@ -142,7 +142,7 @@ def test_three_clients_train_and_one_is_killed_in_an_open_step(service):
 def test_an_attached_client_refuses_and_fails_as_any_other(service):
     sample = Sample.from_tokens([3], [4], advantages=1.0)
     with TrainerClient.attach(service.address) as trainer:
-        with pytest.raises(ValueError, match="vocab"):  # in the caller's thread
+        with pytest.raises(ValueError, match="vocab"):  # the call itself raises
             trainer.forward(support.random_samples()[:1] + [Sample.from_tokens([10**6], [4])])
         with pytest.raises(RuntimeError, match="no gradients are accumulated") as caught:
             trainer.optim_step(OptimParams(learning_rate=0.0)).result()
@@ -175,7 +175,7 @@ def test_the_numbers_of_a_service_count_its_clients_and_their_calls(service):
     assert numbers['clients{actor="trainer"}'] >= 1 and numbers['step_open_seconds{actor="trainer"}'] > 0
     assert (added("forward", "answered"), added("forward_backward", "answered")) == (1, 1)
     assert (added("optim_step", "failed"), added("optim_step", "answered")) == (1, 0)
-    # Every client of this service has seen its version.
+    # The service and the client have seen the same newest version.
     assert numbers['policy_version{actor="trainer"}'] == trainer.policy_version
     assert numbers['silent_seconds{actor="trainer",process="trainer-0"}'] < GUARD
     assert numbers["up_seconds"] > before["up_seconds"]
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_an_attached_client_is_written_by_the_service(service, t
         saved.wait().result()
         assert (tmp_path / "saved").is_dir()
         assert trainer.load_checkpoint(str(tmp_path / "saved")).result() == saved.policy_version
-        (tmp_path / "saved" / ".metadata").chmod(0o666)  # DCP unpickles it
+        (tmp_path / "saved" / ".metadata").chmod(0o666)  # DCP unpickles this file, so nobody else may write it
         with pytest.raises(ValueError, match="metadata can be written by others .mode 666."):
             trainer.load_checkpoint(str(tmp_path / "saved")).result()
 
@@ -220,7 +220,7 @@ def test_with_certificates_calls_and_monarch_are_encrypted_and_without_one_nobod
     for port in listening_ports(running.process.pid):
         with contextlib.suppress(ConnectionError, TimeoutError):
             refused += refuses_strangers(trusting, port)
-    assert refused >= 2  # the door and Monarch
+    assert refused >= 2  # the port for clients and Monarch's port
     assert program.end() == 0
     assert running.stop()[0] == 128 + signal.SIGTERM
 

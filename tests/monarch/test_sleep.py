@@ -23,14 +23,14 @@ def test_a_generator_falls_asleep_after_its_requests_and_wakes_with_its_weights(
     running = generator.generate([[5, 6, 7]], SamplingParams(max_tokens=100, ignore_stop=True))
     falling = generator.sleep()
     held = generator.generate([[5, 6, 7]])
-    assert falling.result().num_bytes == 0  # of a CPU
+    assert falling.result().num_bytes == 0  # a CPU releases nothing
     [[completion]] = running.result()
     assert len(completion.tokens) == 100
     assert generator.info().result().asleep == 1
     for call in (held, generator.generate([[5, 6, 7]]), generator.compute_logprobs(SEQUENCES)):
         with pytest.raises(RuntimeError, match=ASLEEP):
             call.result()
-    assert generator.sleep(2).result() == DeviceMemory()  # it sleeps
+    assert generator.sleep(2).result() == DeviceMemory()  # the generator sleeps already
     generator.wake().result()
     assert generator.wake().result() == DeviceMemory()
     info = generator.info().result()

@@ -1,4 +1,4 @@
-"""Lines that a user reads about the way of the weights: the path in the log and in `info`, once, and no line for every pull."""
+"""The log and `info` name the path of the weights. The log names it once, and has no line for every pull."""
 
 from dataclasses import replace
 

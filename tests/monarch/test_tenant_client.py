@@ -103,7 +103,7 @@ def test_after_a_timeout_each_tenant_whose_call_is_unanswered_must_discard_its_g
     one.ready().result()
     landlord.discard_gradients().result()
     gate = Gate(folder=tmp_path)
-    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # the gate holds every call that this limits
+    landlord.call_timeout, usual = 1.0, landlord.call_timeout  # the gate holds every call that runs under this limit
     try:
         with pytest.raises(TimeoutError, match="landlord: forward_backward did not answer within 1 s"):
             one.forward_backward(random_samples(), loss=gate).result()

@@ -19,9 +19,9 @@ LAYOUTS = {"FSDP2": (2, 1), "TP2": (1, 2), "FSDP2 x TP2": (2, 2)}  # (data_paral
 class Numbers:
     """Results of three calls of forward_backward, with an optim_step after each of the first two, and of a forward at the end."""
 
-    losses: list[float]  # of each forward_backward
-    grad_norms: list[float]  # of each optim_step
-    logprobs: list[list[Tensor]]  # of each forward_backward and of the forward, in the order of the samples
+    losses: list[float]  # one for each forward_backward
+    grad_norms: list[float]  # one for each optim_step
+    logprobs: list[list[Tensor]]  # a list for each forward_backward and for the forward, in the order of the samples
 
 
 def config(hf_path: str, shard: int, tensor: int) -> TrainerConfig:

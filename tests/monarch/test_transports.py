@@ -256,7 +256,7 @@ def test_the_generator_holds_the_weights_of_a_sharded_trainer(
 
 @pytest.mark.slow
 def test_a_bfloat16_generator_holds_the_cast_weights(sharded, use, tmp_path):
-    """The trainer casts the weights. Beside a generator that computes in float32, this generator casts them itself."""
+    """The trainer casts the weights, until a float32 generator announces itself. Then this generator casts them."""
     transport = TorchStoreTransport()
 
     async def start():

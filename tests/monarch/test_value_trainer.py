@@ -1,4 +1,4 @@
-"""A value model through its client: in processes of others, from checkpoints, trained, saved, and beside a policy of several ranks."""
+"""A value model through its client: in processes of the caller, from checkpoints, trained, saved, and in the processes of a policy."""
 
 import asyncio
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_a_value_depends_on_the_tokens_up_to_its_position_and_on_no_later_one(cr
     [first], [second] = (
         critic.forward([Sample.from_tokens(ids[:1], ids[1:])]).result().values for ids in (tokens, changed)
     )
-    # Position i reads tokens[i]: the value of the state before targets[i]. So target 5, token 6 itself, has no part in its own value.
+    # Value i depends on tokens 0 to i, which are the state before target i. So token 6, which is target 5, does not change value 5.
     assert_close(first[:6], second[:6], rtol=0, atol=0)
     assert (first[6:] != second[6:]).all()
 
@@ -134,7 +134,7 @@ def test_policy_and_value_model_of_two_ranks_share_processes_and_take_turns(rank
             assert all(map(torch.equal, judged.result().values, expected.values))
             assert [info.pid for info in critic.info().result()] == [info.pid for info in policy.info().result()]
             assert len(trained.result().logprobs) == 8
-        again = policy.forward(support.random_samples()).result()  # the critic's end leaves the policy
+        again = policy.forward(support.random_samples()).result()  # closing the critic does not change the policy
         assert all(map(torch.equal, trained.result().logprobs, again.logprobs))
         orphan = policy.spawn_value_trainer(processes=policy)
         orphan.ready().result()

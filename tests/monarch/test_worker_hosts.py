@@ -33,7 +33,7 @@ ENVIRONMENT = {
 def run(
     addresses: str, folder: Path, certificates: str = "", job: dict | None = None, before: Sequence[str] = ()
 ) -> dict:
-    """The output of hosts_program.py. before: the beginning of the command, which runs the rest."""
+    """The output of hosts_program.py. before: a command, with arguments, that runs the program."""
     program = [
         sys.executable,
         str(HERE / "hosts_program.py"),
@@ -66,7 +66,7 @@ class Worker:
     def __init__(
         self, *flags: str, scheme: str = "tcp", host: str = "127.0.0.1", address: str = "", before: Sequence[str] = ()
     ) -> None:
-        """before: the beginning of the command, which runs the rest."""
+        """before: a command, with arguments, that runs the worker."""
         self.before = before
         self.address = address or f"{scheme}://{host}:{free_port()}"
         self.process = subprocess.Popen(
@@ -162,7 +162,7 @@ def ssh_arguments(tmp_path) -> Iterator[str]:
         f"KbdInteractiveAuthentication no\nAllowUsers {getpass.getuser()}\n"
     )
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # sshd of Debian demands this folder of root
+        Path("/run/sshd").mkdir(exist_ok=True)  # Debian's sshd needs this folder if root starts it
     server = subprocess.Popen([sshd, "-D", "-e", "-f", str(folder / "config")], stderr=(folder / "log").open("w"))
     words = ["-F", "none", "-p", str(port), "-i", f"{folder}/user", "-o", f"UserKnownHostsFile={folder}/known_hosts"]
     try:
@@ -192,7 +192,7 @@ def test_workers_that_a_job_starts_over_ssh_give_the_numbers_of_one_host(alone, 
     wait_until(lambda: not workers_at(port), "the workers end with the run")
 
 
-# Keys of a run's records that hold seconds, or what follows from them, or the restarts themselves.
+# Beginnings of the keys whose values may differ between equal runs: measurements, and numbers of restarts.
 MEASURED = ("time/", "busy/", "tokens/s", "memory/", "weights/", "mfu", "ranks/", "restarts")
 
 
@@ -209,7 +209,7 @@ def start_grpo(folder: Path, *flags: str) -> subprocess.Popen:
 
 
 def records(folder: Path) -> list[dict]:
-    """The records of a run, without what is measured."""
+    """The records of a run, without the keys of MEASURED."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if not key.startswith(MEASURED)} for line in lines]
 
@@ -350,7 +350,7 @@ class Networks:
         subprocess.run([self.ip, *arguments], check=True, capture_output=True, text=True)
 
     def within(self, index: int) -> list[str]:
-        """The beginning of a command that runs the rest in a namespace."""
+        """A command, with arguments, that runs the command after it in a namespace."""
         return [self.ip, "netns", "exec", self.names[index]]
 
 

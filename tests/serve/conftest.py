@@ -9,7 +9,7 @@ from serving import Api
 
 @pytest.fixture
 def api(tmp_path):
-    """api(coroutine function of an Api, fields of the config) runs it with a server of its own."""
+    """api(use, **fields) runs the coroutine function `use` with the Api of a new server, whose config has these fields."""
 
     def run(use, folder: Path = tmp_path, **fields: object):
         async def main():

@@ -69,7 +69,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What happens to a request for training in the place of its answer."""
+    """A fault of the connection, which takes the place of the answer to a request for training."""
 
     reaches_server: bool  # False: the connection ends before the request is passed on
     answer: bytes = b""  # goes to the client; then the connection ends

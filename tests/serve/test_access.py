@@ -1,4 +1,4 @@
-"""Keys, rates, the access log, and what the server shows of itself."""
+"""Keys, rate limits, the options of the command, the server's metrics, and signed addresses of exported weights."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""The protobuf messages: what the official SDK writes is read, and what is written is what it reads."""
+"""The protobuf messages: the server reads messages of the official SDK, and the SDK reads messages of the server."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Promises: answers, failures, repetitions, and what is forgotten."""
+"""Promises: answers, failures, repeated requests, and answers that are dropped."""
 
 import asyncio
 
@@ -84,7 +84,7 @@ def test_a_fetched_answer_is_dropped_after_a_while_and_its_key_later():
         promise = futures.submit("key", "call", work)
         futures.fetched(await futures.wait(promise.request_id, 1))
         clock.now = 50.0
-        assert futures.submit("key", "call", work) is promise  # it is still known as a repetition
+        assert futures.submit("key", "call", work) is promise  # the key is still known
         assert promise.answer is DROPPED
         clock.now = 200.0
         assert futures.submit("key", "call", work) is not promise

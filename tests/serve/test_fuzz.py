@@ -1,4 +1,4 @@
-"""Bodies that no client would send: no answer is a fault of the server, and the run goes on."""
+"""Bodies that no client would send: they cause no server error, and the training run goes on."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Memory of a server's processes: after 10,000 requests of all kinds it is that after 5,000."""
+"""A server's processes use as much memory after 10,000 requests of all kinds as after 5,000."""
 
 import random
 from pathlib import Path
@@ -47,9 +47,9 @@ class Mixture:
         self.sampler = self.service.create_sampling_client(base_model="tiny_chat").result()
 
     def fill_cache(self) -> None:
-        """Send prompts that together use every block of the generator's cache of keys and values, whose pages count when they are used.
+        """Send prompts that use every block of the generator's KV cache. A page of memory counts as resident only after its first use.
 
-        The cache has 256 MiB, which are 65,536 tokens. No two prompts have a common beginning, which they would share in the cache.
+        The cache has 256 MiB, which are 65,536 tokens. No two prompts have a common beginning, because they would share its blocks.
         """
         params = types.SamplingParams(max_tokens=1)
         prompts = [[self.draw.randrange(256) for _ in range(2000)] for _ in range(36)]

@@ -1,6 +1,6 @@
 """Requests that schemathesis makes from the server's own OpenAPI document, and changed protobuf bodies, against real actors.
 
-No answer is a fault of the server, and afterwards its actors train and sample. Needs the package schemathesis, which `.venv-cookbook` has.
+No request causes a server error, and afterwards the actors train and sample. Needs the package schemathesis, which `.venv-cookbook` has.
 """
 
 import random
@@ -17,11 +17,11 @@ from hypothesis import HealthCheck, Phase, given, seed, settings  # noqa: E402  
 
 types = tinker.types
 pytestmark = pytest.mark.slow
-EXAMPLES = 40  # of each route
+EXAMPLES = 40  # requests to each route
 
 
 class Target:
-    """A server with a session, a training run and a sampler, whose names take the place of some of the made ones."""
+    """A server with a session, a training run and a sampler, whose names replace some of the generated names."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -43,7 +43,7 @@ class Target:
         }
 
     def with_known_names(self, values: object, draw: random.Random) -> object:
-        """The fields of a body or of a path; about half of those that name something get a name that exists. Long work becomes short."""
+        """The fields of a body or of a path. About half of the names become names that exist. Numbers that cause long work become small."""
         if not isinstance(values, dict):
             return values
         changed = dict(values)
@@ -57,7 +57,7 @@ class Target:
         return changed
 
     def require_alive(self) -> None:
-        """Train and sample once, in a session whose numbers no made request has used."""
+        """Train and sample once, in a new session, whose sequence numbers no generated request has used."""
         service = tinker.ServiceClient(base_url=self.url, api_key="tml-test")
         inputs = {"target_tokens": [2, 3, 4]}
         datum = types.Datum(model_input=types.ModelInput.from_ints([1, 2, 3]), loss_fn_inputs=inputs)
@@ -82,7 +82,7 @@ def target(server):
 
 
 def require_no_fault(url: str, response: httpx.Response) -> None:
-    """The answer is no fault of the server, and neither is the answer to its promise."""
+    """Fail if the response is an error of the server, or if it is a promise whose answer is an error of the server."""
     assert response.status_code < 500, (str(response.request.url), response.text)
     is_json = response.headers.get("content-type", "").startswith("application/json")
     promise = response.json() if is_json and response.status_code == 200 else {}

@@ -47,9 +47,9 @@ class Tables(HTMLParser):
 
 
 def browse(url: str, folder: Path, width: int) -> tuple[str, set[str]]:
-    """(the page after its program has run, hosts of all requests of the page). Fails on anything that the page's console says.
+    """(the page after its program has run, hosts of all requests of the page). Fails if the page writes anything to the console.
 
-    The browser finds no host but this machine. Its own requests, such as those for updates, have no page as their initiator.
+    The browser finds no host but this machine. The browser's own requests, such as requests for updates, are left out.
     """
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     assert chromium, "this test needs a browser: apt-get install -y chromium"
@@ -104,7 +104,7 @@ def test_the_page_shows_models_queue_versions_speeds_and_curves(api, tmp_path, w
         assert queue[:2] == ["forward_backward", "1"]
         runs = {row[0]: row for row in tables.texts["runs"]}
         assert runs[first][2:5] == ["0", "in memory", "3"] and runs[second][2:5] == ["4", "in memory", "0"]
-        # The first run has a curve of losses and one of gradient norms. The rates have a point between two measurements.
+        # The first run has a curve of losses and one of gradient norms. The rates have a point for each interval between two measurements.
         assert tables.curves["runs"] == [3, 3] and tables.curves["sampled"] == tables.curves["trained"] == [2]
         versions = tables.texts["versions"]
         assert [row[1:] for row in versions] == [

@@ -1,4 +1,4 @@
-"""Facts of the protocol that the SDK depends on, with a model of one number per token in the place of actors."""
+"""Facts of the protocol that the SDK depends on. A fake model with one number per token replaces the actors."""
 
 import asyncio
 import time
@@ -291,7 +291,7 @@ def test_a_run_that_makes_room_goes_on_where_it_was(api):
         assert api.trainers[0].is_closed
         await api.forward_backward(second, 1, TEXT)
         blocked = await api.send_forward_backward(first, 3, TEXT)
-        assert "max_trainers=1" in await api.error(blocked)  # the second run has gradients
+        assert "max_trainers=1" in await api.error(blocked)  # the second run has gradients, and keeps its trainer
         await api.optim_step(second, 2)
         await api.forward_backward(first, 4, TEXT)
         await api.optim_step(first, 5)
@@ -319,7 +319,7 @@ def test_a_server_that_starts_again_knows_runs_checkpoints_and_samplers(api, tmp
 
     async def after(api):
         rows, metrics = await api.forward_backward(model, 1, TEXT, forward_only=True)
-        assert metrics["loss:sum"] < 3 * LOG_16 - 0.1  # the trained state
+        assert metrics["loss:sum"] < 3 * LOG_16 - 0.1  # the weights are the trained ones
         assert (await api.sample(sampler, 1, params={"seed": 1})).SerializeToString() == answer
 
     model, sampler, answer = api(before, tmp_path)

@@ -210,7 +210,7 @@ def test_a_state_with_optimizer_continues_bit_for_bit(service):
             each.optim_step(ADAM).result()
         return logprobs_of(each)
 
-    # Two tenants, one step of each in turn: each equals the other's run without interruption.
+    # Two tenants with equal seeds take equal steps in turns, and stay equal.
     for seed in range(3):
         assert steps(client, [seed]) == steps(other, [seed])
     path = client.save_state("middle").result().path
@@ -289,7 +289,7 @@ print("logprobs", output.loss_fn_outputs[0]["logprobs"].to_numpy().tobytes().hex
 
 
 def run_program(url: str, num_steps: int, *, path: str = "", end: str = "normal") -> bytes:
-    """Run the program and return the logprobs that it prints at its end. path: of the state with which it begins."""
+    """Run the program and return the logprobs that it prints at its end. path: the saved state with which the program begins."""
     command = [sys.executable, "-c", STEPS_OF_A_PROGRAM, url, path, str(num_steps), end]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=600, env=os.environ | {"TINKER_TELEMETRY": "0"}
@@ -314,7 +314,7 @@ def test_a_state_continues_bit_for_bit_in_another_program(server, service):
     continued = run_program(server.url, 3, path=path)
     for _ in range(3):
         chain_step(client)
-    # Six steps that nobody waits for, in one program, are the same six steps, too.
+    # One program that takes the six steps without waiting for them has the same result.
     assert logprobs_of(client) == continued == run_program(server.url, 6)
 
 
@@ -383,7 +383,7 @@ def test_logprobs_of_samples_are_those_of_the_scaled_distribution(service):
     every = [sampler.compute_logprobs(types.ModelInput.from_ints([*PROMPT, token])) for token in range(261)]
     at_one = torch.tensor([future.result()[-1] for future in every], dtype=torch.float64)
     assert at_one.exp().sum().item() == pytest.approx(1.0, abs=1e-4)
-    # One request asks for every token in the place of the prompt's last one.
+    # One request asks for the logprobs of all tokens at the last position of the prompt.
     ids = torch.full((len(PROMPT) - 1, 261), -1)
     ids[-1], ids[0, 0] = torch.arange(261), PROMPT[1]
     wanted = types.TensorData.from_torch_sparse(ids, pad_value=-1)
@@ -453,7 +453,7 @@ def test_a_program_goes_on_from_its_last_saved_state_after_its_server_was_killed
     weights = client.save_weights_for_sampler("w").result().path
     saved = logprobs_of(client)
     chain_step(client)  # this step is lost with the server
-    client.forward_backward(policy_data(1), "ppo")  # so is this call, which the kill meets
+    client.forward_backward(policy_data(1), "ppo")  # the kill interrupts this call
     first.end(signal.SIGKILL)
 
     second = Process(state)

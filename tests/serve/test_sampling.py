@@ -1,4 +1,4 @@
-"""Samplers: versions of the weights in one generator, stops, and what is returned. The model is one number per token."""
+"""Samplers: versions of the weights in one generator, stop conditions, and the returned values. The fake model has one number per token."""
 
 import asyncio
 
@@ -58,7 +58,7 @@ def test_a_snapshot_keeps_its_weights_and_an_inflight_sampler_moves_with_the_sav
         trained = await seen(api, newer, 1)
         assert trained > -1 and await seen(api, inflight, 1) == trained
         assert await seen(api, snapshot, 1) == pytest.approx(-np.log(16))
-        assert await seen(api, newer, 2) == trained  # back again
+        assert await seen(api, newer, 2) == trained  # the generator has changed back
 
     api(use)
 
@@ -79,7 +79,7 @@ def test_requests_of_two_versions_at_once_each_get_their_weights(api):
         for sampler, promise in promises:
             response = codec.CLASSES["SampleResponse"].FromString((await api.fetch(promise)).content)
             found[sampler].add(float(np.frombuffer(response.prompt_logprobs, "<f4")[1]))
-        assert [len(values) for values in found.values()] == [1, 1, 1]  # one set of weights each
+        assert [len(values) for values in found.values()] == [1, 1, 1]  # each sampler used a single version
         assert len(set.union(*found.values())) == 3
 
     api(use)
