@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from test_resumed_run import grpo_config
 
+from configs.tiny import tiny
 from controllers import hosts, launch, new_program
 from controllers.actors import StartAgainError
 from controllers.cli import Invocation
@@ -125,7 +126,7 @@ def test_a_program_is_replaced_by_one_that_resumes_the_run_or_fails(folder, monk
     def replace_program(_: str, words: list[str]) -> None:
         replaced.append(words)
 
-    given = config(return_timeout=600.0 if returns else 0.0)
+    given = replace(tiny(), hosts=HostsConfig(addresses="process://2", return_timeout=600.0 if returns else 0.0))
     invocation = Invocation(
         config=given,
         config_name="",
