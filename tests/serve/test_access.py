@@ -1,4 +1,4 @@
-"""Keys, rate limits, the options of the command, the server's metrics, and signed addresses of exported weights."""
+"""Keys, rate limits, the access log, the options of the command, metrics, and signed addresses of exported weights."""
 
 import asyncio
 import io
