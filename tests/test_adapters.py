@@ -1,4 +1,4 @@
-"""Adapters of `load_adapter`: directories that fit, the caller's checks, and the products on a CPU. No process is started."""
+"""Adapters of `load_adapter`: fit to the model, the caller's checks, and matrix products on a CPU. No process starts."""
 
 import json
 from dataclasses import replace

@@ -93,7 +93,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows(monkeypatch):
-    """rows(made) replaces the rows of the table by these."""
+    """rows(made) replaces the rows of the table by those in `made`."""
 
     def put(made: dict[str, TableRow]) -> None:
         monkeypatch.setattr(table, "TABLE", made)
@@ -265,7 +265,7 @@ def test_a_row_that_ignores_an_interrupt_is_killed_after_a_while_or_at_a_second_
 
 
 def training_line(name: str, *, reference_attention: str, speed: float) -> dict[str, Any]:
-    """Fields of a line of trainer_speed that was measured with the shape of the row of this name."""
+    """The fields of a line of trainer_speed that was measured with the settings of the row `name`."""
     return {**asdict(ROWS[name]), "reference_attention": reference_attention, "tokens_per_second": speed}
 
 

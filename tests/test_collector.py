@@ -1,4 +1,4 @@
-"""The garbage collector of our processes and of others, and the start and the end of ours, each in a process of its own."""
+"""The garbage collector in our processes and in others, and how ours start and end. Each test starts a process."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""scripts/doctor.py beside the locks of this checkout."""
+"""scripts/doctor.py, with the lock files of this checkout."""
 
 import importlib.util
 from pathlib import Path

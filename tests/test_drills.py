@@ -1,4 +1,4 @@
-"""benchmarks/drills.py: what a round draws and how the table reads; rounds with real processes."""
+"""benchmarks/drills.py: the random choices of a round, the table, and rounds with real processes."""
 
 import argparse
 import itertools
@@ -81,7 +81,7 @@ def test_the_seconds_end_with_the_step_after_the_recovery_or_else_with_the_next_
     assert seconds_to_next_step([earlier, died | {"seconds": 8.0}], steps, moment) == 9.0
     cut_short = died | {"seconds": None}
     assert seconds_to_next_step([cut_short, died | {"seconds": 19.0}], steps, moment) == 20.0
-    assert seconds_to_next_step([earlier], steps, moment) == 2.0  # the death has no line
+    assert seconds_to_next_step([earlier], steps, moment) == 2.0  # no line reports the death
     assert seconds_to_next_step([earlier], steps[:1], moment) is None
 
 

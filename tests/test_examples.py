@@ -1,4 +1,4 @@
-"""The files of examples/ are what docs/tasks.md says of them."""
+"""The files of examples/ do what docs/tasks.md says about them."""
 
 import ast
 import os

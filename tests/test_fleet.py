@@ -1,4 +1,4 @@
-"""The lives of generators behind one client, and the calls that they share. The generators here are fakes without a process."""
+"""Deaths and restarts of a client's generators, and calls that are divided among them. The generators are fakes."""
 
 import asyncio
 import functools
@@ -54,8 +54,8 @@ class FakeGenerator:
         self.version = -1
         self.signs_every = 0.0  # seconds between its signs of life
         self.seeds: list[list[int]] = []  # by call
-        self.released: asyncio.Queue[int] = asyncio.Queue()  # places that may finish; empty: all at once
-        self.waits = False  # whether prompts finish only when `release` says so
+        self.released: asyncio.Queue[int] = asyncio.Queue()  # places in the call that may finish, if `waits`
+        self.waits = False  # if false, all prompts finish at once
         self.is_up: Callable[[], Awaitable[None]] = self.nothing
         self.on_pull: list[Callable[[], Awaitable[None]]] = []  # by pull
         self.on_load: list[Callable[[], Awaitable[None]]] = []  # by load of an adapter
@@ -65,7 +65,7 @@ class FakeGenerator:
     async def nothing(self) -> None: ...
 
     def die(self, error: Exception | None = None) -> None:
-        """End the process: all calls that wait fail, and the watch tells it."""
+        """End the process: all waiting calls fail, and `death` returns the error."""
         self.dead.set_result(error or ActorDiedError(f"{self.name} ({self.number}) was killed", self.name))
 
     async def die_now(self) -> None:
@@ -73,7 +73,7 @@ class FakeGenerator:
         await asyncio.sleep(0)
 
     async def alive(self, work: Awaitable) -> object:
-        """The result of the work, or the error of the end of the process if that comes first."""
+        """The result of the work. Raises the error with which the process died if the death comes first."""
         task = asyncio.ensure_future(work)
         await asyncio.wait((task, self.dead), return_when=asyncio.FIRST_COMPLETED)
         if self.dead.done():
@@ -178,7 +178,7 @@ class Started:
 
 
 def in_loop(test):
-    """The test as a plain function."""
+    """The test as a plain function, which runs the coroutine in an event loop."""
 
     @functools.wraps(test)
     def run(*args, **kwargs) -> None:
@@ -352,7 +352,7 @@ async def test_prompts_of_a_dead_generator_go_to_another_with_their_seeds_and_fi
         dying, other = generators.spawned
         dying.waits = True
         call = await fleet.start_generate([[index] for index in range(6)], ONE, [60, 61, 62, 63, 64, 65])
-        dying.released.put_nowait(1)  # the prompt 2
+        dying.released.put_nowait(1)  # its place 1 is prompt 2
         await until(lambda: any(index == 2 for index, _ in fleet._routed[call]._finished))
         dying.die()
         groups = dict(await fleet.finished_groups(call, 6))
@@ -555,7 +555,7 @@ async def test_a_generator_that_returns_tries_again_until_the_version_is_there(m
         await fleet.pull(7, 1.0, True)
         generators.spawned[0].die()
         await until(lambda: "1: pull 7" in generators.events)
-        await fleet.pull(4, 1.0, True)  # of the trainer's recovery
+        await fleet.pull(4, 1.0, True)  # the pull after the trainer's recovery
         assert states(fleet) == ["healthy"] and generators.spawned[1].version == 4 and fleet.num_restarts == 1
 
 
@@ -614,7 +614,7 @@ async def test_a_generator_that_dies_in_its_sleep_is_started_again_at_the_wake()
 async def test_a_generator_that_is_silent_for_as_long_as_the_caller_of_death_allows_is_replaced():
     async with Started(2, RestartPolicy(backoff=0.0, silent_after=120.0)) as (fleet, generators):
         generators.spawned[0].signs_every = 50.0
-        fleet.expect_signs(180.0)  # longer than the policy's time, which stays
+        fleet.expect_signs(180.0)  # no effect: the policy's 120 s are shorter
         fleet.expect_signs(60.0)
         await asyncio.sleep(0)
         assert states(fleet) == ["healthy", "healthy"] and fleet.num_restarts == 0
@@ -652,7 +652,7 @@ def test_a_client_has_the_states_and_restarts_of_its_generators(monkeypatch):
     generators = Generators()
 
     class LateFake(FakeGenerator):
-        """Made outside of the loop of the clients."""
+        """A fake that is made outside of the clients' event loop, and initialised inside it by `ready`."""
 
         def __init__(self, name: str) -> None:
             self.name, self.generators, self.number = name, generators, 0

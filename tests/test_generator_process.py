@@ -1,4 +1,4 @@
-"""Processes beside GPUs, their environment, and refusals of what a machine does not have. No GPU is needed here."""
+"""The environment of processes that use GPUs, and refusals of what a machine lacks. No GPU is needed here."""
 
 import re
 import sys
@@ -38,7 +38,7 @@ def on_gpus(monkeypatch, count: int, visible: str) -> None:
 def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
     on_gpus(monkeypatch, 2, "5,7")
     assert process_environment(GeneratorConfig(gpu=1, num_threads=3)) == {
-        "CUDA_VISIBLE_DEVICES": "7,5",  # its own first
+        "CUDA_VISIBLE_DEVICES": "7,5",  # its own GPU first
         "OMP_NUM_THREADS": "3",
     }
     assert process_environment(GeneratorConfig()) == {}
@@ -48,7 +48,7 @@ def test_a_generator_sees_the_gpu_that_its_config_names(monkeypatch):
 
 def test_processes_beside_a_gpu_have_few_threads_unless_the_user_says_how_many(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert threads.gpu_environment() == {}  # on a CPU the threads compute
+    assert threads.gpu_environment() == {}  # on a CPU the threads compute, so their number stays
     on_gpus(monkeypatch, 1, "")
     assert threads.gpu_environment() == {"OMP_NUM_THREADS": "4"}
     before = torch.get_num_threads()
@@ -77,7 +77,7 @@ def test_replicas_and_tensor_parallel_ranks_have_gpus_of_their_own(monkeypatch):
     validation.require_gpu(config)
     replicas = [config_of_replica(config, index) for index in range(2)]
     visible = [process_environment(replica)["CUDA_VISIBLE_DEVICES"] for replica in replicas]
-    assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # their own first
+    assert visible == ["3,4,2,5,6,7", "5,6,2,3,4,7"]  # their own GPUs first
     assert [(replica.replicas, replica.seed) for replica in replicas] == [(1, 5), (1, 6)]
     for too_many in (replace(config, replicas=3), replace(config, tensor_parallel=3)):
         with pytest.raises(ValueError, match=r"takes 6 GPUs from generator.gpu=1 on, but this program sees 6"):
@@ -97,7 +97,7 @@ def test_numbers_of_replicas_and_ranks_are_positive(field):
 def test_a_trainer_of_more_processes_than_gpus_is_refused_by_the_client(monkeypatch):
     config = TrainerConfig()
     config.parallelism.data_parallel_shard_degree = 2
-    validation.require_gpus(config)  # on a CPU any number may share the cores
+    validation.require_gpus(config)  # on a CPU any number of processes may share the cores
     on_gpus(monkeypatch, 1, "")
     with pytest.raises(ValueError, match="data_parallel_shard=2 takes 2 GPUs, but this program sees 1"):
         TrainerClient.spawn(config)

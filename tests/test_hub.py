@@ -1,4 +1,4 @@
-"""Models by their ids on the Hugging Face Hub: a prepared cache without a network, and what a user reads without one."""
+"""Models by their ids on the Hugging Face Hub: a prepared cache without a network, and errors if a model is missing."""
 
 import shutil
 from dataclasses import replace
@@ -25,7 +25,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def cached(cache, tied_qwen3):
-    """The directory of ID in the cache, with a model of its own."""
+    """The directory of ID in the cache. It has the files of a small model."""
     snapshot = put_in_hub_cache(cache, ID)
     shutil.copytree(tied_qwen3, snapshot, dirs_exist_ok=True)
     return snapshot

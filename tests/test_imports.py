@@ -19,7 +19,7 @@ PACKAGES = ("rl_actors", "controllers", "configs")
 LEVELS = {
     "configs": 6,
     "controllers": 5,
-    "rl_actors": 4,  # the package's own __init__ names the clients
+    "rl_actors": 4,  # the package's own __init__ imports the clients
     "rl_actors.clients": 4,
     "rl_actors.policy_trainer": 3,
     "rl_actors.generator": 3,
@@ -46,7 +46,7 @@ LEVELS = {
 
 
 def level(module: str) -> int | None:
-    """level("rl_actors.engine.packing") -> 1; None for what is not ours."""
+    """level("rl_actors.engine.packing") -> 1; None for a module that is not ours."""
     parts = module.split(".")
     prefixes = (".".join(parts[:n]) for n in range(len(parts), 0, -1))
     return next((LEVELS[prefix] for prefix in prefixes if prefix in LEVELS), None)

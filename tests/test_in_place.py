@@ -1,6 +1,6 @@
-"""Copying into live parameters gives what vLLM's own loader gives, for every worker of a tensor-parallel engine and any pieces.
+"""A copy into live parameters equals what vLLM's loader gives, for all tensor-parallel workers and uneven pieces.
 
-The model is vLLM's, built on a CPU without the packing of its kernels, as it is on a GPU.
+The model is vLLM's. It is built on a CPU, but its weights are not packed for CPU kernels, as on a GPU.
 """
 
 import os

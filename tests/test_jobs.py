@@ -1,4 +1,4 @@
-"""Jobs that start workers: what cannot be, and what Monarch hands to Slurm and to Kubernetes for our config.
+"""Jobs that start workers: options that are refused, and what Monarch hands to Slurm and to Kubernetes for our config.
 
 There is no cluster here. A stub in the place of `sbatch` records the script that it gets, and the call that would reach Kubernetes is caught.
 """
@@ -44,7 +44,7 @@ KUBERNETES = JobConfig(
 
 @pytest.fixture(autouse=True)
 def own_transport():
-    """Monarch's jobs change the transport of the whole program. Afterwards it is what it was before."""
+    """Monarch's jobs change the transport of the whole program. This fixture restores it after each test."""
     with monarch.configured(default_transport="tcp://127.0.0.1:0"):
         yield
 

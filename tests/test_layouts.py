@@ -10,7 +10,7 @@ SMALL = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidd
 
 @pytest.fixture(autouse=True)
 def any_base(monkeypatch):
-    """A path for configs of adapters, which need a directory of weights. These tests do not read it."""
+    """Configs of adapters need a directory of weights. Any path will do here, because nothing reads it."""
     monkeypatch.setattr(ModelConfig, "require_same", lambda _, path: None)
 
 

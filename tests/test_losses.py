@@ -320,7 +320,7 @@ ESTIMATORS = {
 
 
 def with_options(seed=3):
-    """data() with a reference, and with a generator that is not the old trainer."""
+    """data() with logprobs of a reference, and with logprobs of a generator that differ from the old ones."""
     logprobs_BL, columns = data()
     generator = torch.Generator().manual_seed(seed)
 
@@ -426,7 +426,7 @@ def test_a_loss_with_a_ratio_takes_a_reweighting_only_with_the_generators_own_co
     for correction in (TruncatedImportanceSampling(), IcePop(reweights=True)):
         required = {name: columns_of(loss(correction=correction))[0] for name, loss in policy_losses.items()}
         needing = {name for name in required if "generator_logprobs" in required[name]}
-        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}  # or the ratio would be multiplied twice
+        assert needing == {"cispo", "gspo", "importance_sampling", "ppo"}  # else one ratio would count twice
     assert "generator_logprobs" not in columns_of(PPO(correction=IcePop()))[0]
 
 

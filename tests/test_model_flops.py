@@ -1,4 +1,4 @@
-"""Floating-point operations of a model beside a count by hand, and MFU."""
+"""Floating-point operations of a model, compared with a count by hand, and MFU."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ MODEL = ModelConfig(
     num_key_value_heads=1,
     head_dim=6,
 )
-ATTENTION = 8 * 12 + 2 * 8 * 6 + 12 * 8  # parameters of a block
+ATTENTION = 8 * 12 + 2 * 8 * 6 + 12 * 8  # parameters of a block's attention
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -28,7 +28,7 @@ def test_the_flops_of_a_document_are_those_of_every_product_and_attended_positio
     for position in range(length):
         forward += 2 * products + 3 * 2 * (2 * 12 * (position + 1))  # scores, and the sum of values
     counted = length * flops_per_token(MODEL, length)
-    assert counted == pytest.approx(3 * forward, rel=2 / length)  # the backward pass has two products for each
+    assert counted == pytest.approx(3 * forward, rel=2 / length)  # the backward pass has two products for each of these
     assert counted < 3 * forward
 
 

@@ -1,4 +1,4 @@
-"""The interface that gloo listens on: the one that leads to the other ranks, and not the one that the machine's name leads to."""
+"""gloo listens on the interface that leads to the other ranks, not on the one of the address of the machine's name."""
 
 from rl_actors.processes import network
 

@@ -24,11 +24,11 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DOCS = {path.name: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
 PROGRAM = re.compile(r"<!-- test: (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 PROGRAMS = dict(PROGRAM.findall("\n".join([README, *DOCS.values()])))
-TASK = "task"  # a module for a command line; the others are programs
+TASK = "task"  # a module that a command names; the test runs no program of this name
 AFTER = """
 import sys
 loaded = {"torchao", "torchtitan.models", "vllm"} & set(sys.modules)
-assert not loaded, f"whoever calls actors loads none of their stack, but here is {loaded}"
+assert not loaded, f"a program that calls actors must not load their libraries, but it has loaded {loaded}"
 """
 
 
@@ -43,7 +43,7 @@ def test_the_pages_have_the_programs_that_are_run_here():
     assert set(PROGRAMS) == {"repl", "embedding", "trainer", TASK, "letters", "episode", "distillation"}
 
 
-# Most tests in tests/monarch drive actors on meshes of their own, as the program of the page on embedding does.
+# The program of the page on embedding is slow. Most tests in tests/monarch, too, drive actors on meshes of their own.
 @pytest.mark.parametrize("name", ["repl", "trainer", pytest.param("embedding", marks=pytest.mark.slow)])
 def test_a_program_of_a_page_runs_as_printed(name, tmp_path):
     (tmp_path / "program.py").write_text(PROGRAMS[name] + AFTER)
@@ -64,7 +64,7 @@ def test_the_task_of_the_readme_is_taken_by_the_command_under_it(tmp_path):
     source.write_text(PROGRAMS[TASK])
     [command] = re.findall(r"^\.venv/bin/python (.*my_task.*)$", README, re.MULTILINE)
     arguments = command.replace("'{}'", "{}").split()
-    # Builds the task, and encodes its held-out problems and a thousand training problems.
+    # --dry-run builds the task, and encodes its held-out problems and a thousand training problems.
     assert json.loads(run([sys.executable, *arguments, "--dry-run"], tmp_path).stdout)["environment"]["task"]
     spec = importlib.util.spec_from_file_location("my_task", source)
     module = importlib.util.module_from_spec(spec)

@@ -18,7 +18,7 @@ def test_a_prompt_goes_where_it_or_an_earlier_turn_of_it_went():
     router.assign([1, 2], 1, BOTH)
     assert router.assign([1, 2, 3, 4], 1, BOTH) == 0  # the next turn of an episode
     assert router.assign([1, 2], 1, BOTH) == 0
-    assert router.assign([1, 3], 1, BOTH) == 1  # a common start is not an earlier prompt
+    assert router.assign([1, 3], 1, BOTH) == 1  # no earlier prompt is a prefix of this one
     assert router.assign([1, 2, 3, 4, 5], 1, BOTH) == 0
     router.forget()
     assert router.assign([1, 2, 3, 4, 5], 1, BOTH) == 1

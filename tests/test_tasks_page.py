@@ -1,4 +1,4 @@
-"""Every command of docs/tasks.md is taken by the command line, and every flag, reward and metric that the page names exists."""
+"""The command line accepts every command of docs/tasks.md. Every flag, reward and metric that the page names exists."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def here(folder, monkeypatch):
-    """This folder, with the import path of a command that begins in it."""
+    """Work in `folder`, with the import path of a command that starts there."""
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(str(folder / "examples"))
     monkeypatch.syspath_prepend(str(folder))
@@ -71,7 +71,7 @@ def test_the_page_has_commands_of_every_kind():
 @pytest.mark.parametrize("arguments", commands(), ids=named)
 def test_a_command_of_the_page_is_taken(arguments, here, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["controllers.grpo", *arguments, "--dry-run"])
-    launch.main("controllers.grpo")  # exits where it refuses
+    launch.main("controllers.grpo")  # exits if it refuses the command
     assert json.loads(capsys.readouterr().out)["environment"]["num_held_out"] > 0
 
 

@@ -34,7 +34,7 @@ release.set()
 
 
 def workers(*, prepared: bool) -> list[int]:
-    """Numbers of OpenMP workers: of the thread that prepared the process, and of another thread."""
+    """Numbers of OpenMP workers: of the main thread, which prepares the process if `prepared`, and of another."""
     program = PROGRAM.format(prepared=prepared)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=GUARD, check=True)
     return [int(number) for number in done.stdout.split()]
@@ -45,4 +45,4 @@ def test_only_the_thread_that_prepared_its_process_has_workers():
     assert workers(prepared=False) == [
         2,
         2,
-    ]  # unprepared, the other thread has workers too, so the count would see them
+    ]  # without preparation the other thread has workers, too, and the count shows them

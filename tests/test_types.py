@@ -1,4 +1,4 @@
-"""Samples: the one shift of the project, and pickling."""
+"""Samples: the only shift of tokens to targets in the project, and pickling."""
 
 import pickle
 

@@ -1,7 +1,8 @@
-"""Names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that the code relies on beside their public interfaces.
+"""Names and behaviour of torch, torchtitan, torchstore, Monarch and vLLM that are not public, but that the code needs.
 
-docs/upstream.md has a row for each, and each row has one check here. After an upgrade run `python tests/test_upstream.py` first. In seconds
-it prints the rows that no longer hold. It starts no engine and no actor.
+docs/upstream.md has a row for each, and each row has one check here. After an upgrade run
+`python tests/test_upstream.py` first. Within seconds it prints which rows no longer hold. It starts no engine and no
+actor.
 """
 
 import ast
@@ -28,7 +29,7 @@ CODE = ("rl_actors", "controllers", "configs", "benchmarks")
 FOREIGN = ("torch", "torchao", "torchtitan", "torchstore", "monarch", "vllm")
 FOREIGN_PATH = re.compile(rf"({'|'.join(FOREIGN)})([.:]\w+)+")
 VARIABLES = re.compile(r"(HF|HYPERACTOR|NCCL|TORCH|TORCHELASTIC|TORCHINDUCTOR|VLLM)_[A-Z0-9_]+")
-TIMEOUT = 300  # seconds; it takes fifteen
+TIMEOUT = 300  # seconds; all checks take about fifteen
 CHECKS: dict[str, Callable[[], None]] = {}
 
 
@@ -196,7 +197,7 @@ def _() -> None:
 
 
 def one_stage(**fields: Any) -> tuple[Any, Any]:
-    """(stage, schedule): a pipeline's only stage computes y = w x with w = 2; the schedule has two microbatches, and its loss is the sum."""
+    """(stage, schedule): the stage computes y = w x with w = 2; the schedule has 2 microbatches and loss y.sum()."""
     import torch
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
@@ -271,7 +272,7 @@ def _() -> None:
     stage, schedule = one_stage()
     fully_shard(stage.submod, mesh=mesh())
     stage.has_backward = True
-    stage.submod(torch.ones(1, 1)).sum().backward()  # what an earlier call accumulated
+    stage.submod(torch.ones(1, 1)).sum().backward()  # gradients of an earlier call
     stage._post_metadata_inference_cleanup()
     assert stage.submod.weight.grad is None, "torch keeps accumulated gradients: our override can go"
     stage.submod(torch.ones(1, 1)).sum().backward()
@@ -513,7 +514,7 @@ def _() -> None:
 
 
 def expert(experts: Any, number: int, x_RD: Any) -> Any:
-    """One expert of torchtitan's in the dtype of its weights."""
+    """The output of one of torchtitan's experts, computed in the dtype of its weights."""
     import torch.nn.functional as F
 
     gate_RF, up_RF = x_RD @ experts.w1_EFD[number].T, x_RD @ experts.w3_EFD[number].T
@@ -644,7 +645,7 @@ def _() -> None:
     ):
         assert name in config.__dataclass_fields__
     with pytest.raises(AttributeError):
-        layer.moe.router.renamed = True  # slots: a field that was renamed is refused
+        layer.moe.router.renamed = True  # the configs have slots, so they refuse a renamed field
 
 
 @row("torchtitan.models.common.ComplexRoPE._precompute_cache")
@@ -688,7 +689,7 @@ def _() -> None:
     assert converter.torchao_config.emulate
     assert "self.torchao_config" in source(Float8LinearConverter.convert)
     emulated = converter.torchao_config.cast_config_weight.scaling_granularity
-    assert emulated.name == "TENSORWISE", "torchtitan emulates the recipe that is named: our replacement can go"
+    assert emulated.name == "TENSORWISE", "torchtitan emulates the requested recipe: our replacement can go"
 
 
 # torchstore and Monarch
@@ -709,7 +710,7 @@ def _() -> None:
         return {inspect.iscoroutinefunction(value._method) for value in endpoints}
 
     importlib.import_module("rl_actors.transports.torchstore")
-    assert kinds(theirs) == {True, False}, "torchstore's controller is of one kind: AsyncController can go"
+    assert kinds(theirs) == {True, False}, "torchstore's endpoints are of one kind: AsyncController can go"
     assert torchstore.api.Controller is not theirs and kinds(torchstore.api.Controller) == {True}
 
 
@@ -739,7 +740,7 @@ def _() -> None:
     from monarch._src.actor import actor_mesh
 
     assert parameters(monarch.actor.unhandled_fault_hook) == ["failure"]
-    assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)  # looked up at the fault
+    assert "from monarch.actor import unhandled_fault_hook" in source(actor_mesh)  # imported when a fault occurs
 
 
 def absent_from_monarchs_library(names: Iterable[str]) -> list[str]:
@@ -881,11 +882,11 @@ def _() -> None:
     assert "raise self._format_exception(outputs)" in source(SyncMPClient.get_output)
     assert "self.utility_results[call_id] = future" in source(SyncMPClient.call_utility)
     assert "self.ensure_alive()" in source(SyncMPClient._send_input)
-    # If this fails, vLLM ends the waiting of a killed core's callers itself, and wake_callers may go.
+    # If this fails, vLLM itself wakes the callers that wait for a killed core, and wake_callers can go.
     assert "# shutdown signal, exit thread." in made and "outputs_queue.put_nowait(EngineDeadError" not in made
     assert {"engine_dead", "engine_manager"} <= set(BackgroundResources.__annotations__)
     assert "self.processes: list[BaseProcess]" in source(CoreEngineProcManager.__init__)
-    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)  # vllm/core.py finds the signal there
+    assert '"Failed core proc(s): {finished}"' in source(wait_for_engine_startup)  # vllm/core.py finds the signal in it
     assert "spawn.get_command_line" in source(popen_spawn_posix.Popen) and callable(util.spawnv_passfds)
 
 
@@ -993,7 +994,7 @@ def _() -> None:
         assert ours[:-1] == theirs[: len(ours) - 1]
     for name in ("token_lora_indices", "sampler_indices"):
         assert isinstance(getattr(PunicaWrapperCPU, name), property)
-    # The reason for ours: a row whose place is -1 gets the last adapter.
+    # GroupedAdapters is needed because vLLM's own kernel applies the last adapter to a row whose place is -1.
     found = torch.zeros(1, 1)
     torch_ops.bgmv_shrink(torch.ones(1, 1), torch.tensor([3.0, 5.0]).reshape(2, 1, 1, 1), found, torch.tensor([-1]))
     assert found.item() == 5
@@ -1110,7 +1111,7 @@ def _() -> None:
 
     from rl_actors.vllm import cpu, gpu, start
 
-    core = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH"}  # of vllm/core.py
+    core = {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_WORKER_MULTIPROC_METHOD", "VLLM_RPC_BASE_PATH"}  # in vllm/core.py
     ours = {*core, *start.ENGINE_ENV, *start.BATCH_INVARIANT_ENV, *cpu.ENV, *gpu.ENV, "VLLM_CONFIGURE_LOGGING"}
     known = {name for name in ours if name.startswith("VLLM_")}
     assert len(known) == 8 and known <= set(vllm.envs.environment_variables)
@@ -1233,7 +1234,7 @@ def own_names(trees: Sequence[ast.Module]) -> set[str]:
 
 
 def reached_names() -> Iterator[tuple[str, str]]:
-    """(where, name): private names of others that our code imports or uses, and environment variables of theirs."""
+    """(where, name): private names of other packages that our code imports or uses, and their environment variables."""
     trees = dict(sources())
     own = own_names(list(trees.values()))
     for path, tree in trees.items():
@@ -1243,14 +1244,14 @@ def reached_names() -> Iterator[tuple[str, str]]:
 
 
 def reached_by(node: ast.AST, own: set[str]) -> list[str]:
-    """The names of `reached_names` in one node of the syntax tree. own: the private names that our code defines."""
+    """Names that `reached_names` finds in one node of the syntax tree. own: the private names that our code defines."""
     names: list[str] = []
     if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in FOREIGN:
         names = [*node.module.split("."), *(alias.name for alias in node.names)]
     elif isinstance(node, ast.Import):
         names = [part for alias in node.names for part in alias.name.split(".")]
     elif isinstance(node, ast.Attribute):
-        # Our code uses its own private names only through self, so the same name of another object is a foreign one.
+        # Our code uses its own private names only through self, so the same name on another object is foreign.
         is_own = node.attr in own and ast.unparse(node.value) in ("self", "cls", "super()")
         names = [] if is_own or node.attr == "_replace" else [node.attr]  # named tuples document _replace
     elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):

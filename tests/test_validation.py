@@ -1,4 +1,4 @@
-"""Tables of bad input, each with the words of its refusal: the name, the value and the limit."""
+"""Tables of bad inputs, each with words that its error must contain: the name, the value and the limit."""
 
 import math
 import subprocess
@@ -453,4 +453,4 @@ print(len(behind - before), len(running() - behind))
 def test_a_large_call_wakes_none_of_torchs_threads_in_the_callers_process():
     """torch has as many threads as the host has cores, and waking them can take longer than a step."""
     done = subprocess.run([sys.executable, "-c", WAKES], capture_output=True, text=True, timeout=GUARD, check=True)
-    assert done.stdout.split() == ["0", "2"]  # the 2 shows that the program counts at all
+    assert done.stdout.split() == ["0", "2"]  # the 2 shows that the program finds new threads

@@ -1,4 +1,4 @@
-"""The official SDK, unmodified, against a server of fakes: its own client loops, retries and queues over a real port."""
+"""The official, unmodified SDK against a server of fakes. Its client loops, retries and queues run over a real port."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ class Background:
 
     async def _serve(self, folder, fields) -> None:
         async with Api(folder, hold_seconds=20.0, **fields) as self.api:
-            self.faults: list[int] = []  # statuses that the next requests get in the place of their answer
+            self.faults: list[int] = []  # statuses that replace the answers of the next requests
             config = uvicorn.Config(self._with_faults, port=0, log_level="error", lifespan="off", interface="asgi3")
             self.http = uvicorn.Server(config)
             self.http.capture_signals = _nothing
@@ -41,7 +41,7 @@ class Background:
             await serving
 
     async def _with_faults(self, scope, receive, send) -> None:
-        """The application; but if a fault waits, a request for training is done and its answer is replaced by the fault."""
+        """Serve the request. If `faults` has a status, a training request is served, but answered with that status."""
         is_training = scope["path"].endswith(("/forward_backward", "/optim_step"))
         if not (is_training and self.faults):
             await self.api.app(scope, receive, send)
@@ -59,7 +59,7 @@ class Background:
         self.thread.join(60)
 
 
-class _nothing:  # noqa: N801  (stands for a context manager's function)
+class _nothing:  # noqa: N801  (replaces a function that makes a context manager)
     def __enter__(self): ...
 
     def __exit__(self, *_): ...

@@ -1,4 +1,4 @@
-"""Runs with adapters of one shape share a trainer, with a model of one number per token in the place of actors."""
+"""Runs whose adapters have the same shape share a trainer. A model with one number per token replaces the actors."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ LORA = {"rank": 4, "seed": 3}
 
 
 async def step(api, model: str, number: int, **params: float) -> float:
-    """The step of this number of a run. Returns the gradient norm."""
+    """Do step `number` of a run. Returns the gradient norm."""
     await api.forward_backward(model, 2 * number + 1, DATA[number % 8])
     metrics = (await api.optim_step(model, 2 * number + 2, **params))["metrics"]
     return metrics["unclipped_grad_l2:mean"]

@@ -1,4 +1,4 @@
-"""Certificates at the door of a service: who has one of the same authority comes in, and nobody else."""
+"""Only a program whose certificate is from the service's authority can connect to the service."""
 
 import contextlib
 import os
@@ -91,7 +91,7 @@ def test_a_program_without_tls_gets_no_answer(served):
 
 
 def test_a_host_that_the_certificate_does_not_name_is_not_trusted(tmp_path, certificates):
-    """The address is that of this machine, but the certificate has not the name by which it is called."""
+    """The address belongs to this machine, but the certificate does not list it."""
     service = Service({"trainer": NoTrainer()})
     door = Door(service, b"", logs=tmp_path, stop=lambda reason: None, transport="tls")
     opening = door.open(Address("127.0.0.2", 0, tls=True), tls.server_context(certificates))

@@ -1,4 +1,4 @@
-"""What a program is told that cannot attach. The door is real; no actor is behind it."""
+"""Errors for programs that cannot attach to a service. The door is real; no actor is behind it."""
 
 import contextlib
 import socket
@@ -17,7 +17,7 @@ from rl_actors.service.service import Service
 from rl_actors.service.wire import PROTOCOL
 
 TIMEOUT = 600.0
-"""No refusal needs it: it is only reached by a hang."""
+"""No refusal takes this long: only a hang reaches the timeout."""
 
 
 class NoTrainer:
@@ -31,7 +31,7 @@ class NoTrainer:
 
 @pytest.fixture
 def served(tmp_path):
-    """(service, address) of an open door. `stopped` has the reasons for which it was asked to stop."""
+    """(service, address) of an open door. `service.stopped` has the reasons with which the door was asked to stop."""
     (tmp_path / "trainer-0.log").write_text("one\ntwo\nthree\n")
     stopped: list[str] = []
     service = Service({"trainer": NoTrainer(), "generator": NoTrainer()})
@@ -44,7 +44,7 @@ def served(tmp_path):
 
 @contextlib.contextmanager
 def listener(answer: bytes | None):
-    """A program that takes one connection and sends `answer`, or nothing. Gives its address."""
+    """A program that takes one connection and sends `answer`, or nothing. Yields the program's address."""
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def serve() -> None:

@@ -1,4 +1,4 @@
-"""The order of the calls of several clients of one trainer, with a fake in the place of the trainer."""
+"""The order in which a trainer gets the calls of several clients. The trainer is a fake."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ LONG = 600.0
 
 @dataclass
 class FakeModel:
-    """The client of a trainer of two ranks. It notes the calls, and runs none while `gate` is clear."""
+    """The client of a trainer of two ranks. It records the calls, and runs none while `gate` is clear."""
 
     name: str = "trainer"
     state: str = "idle"
@@ -52,7 +52,7 @@ async def open_service() -> tuple[FakeModel, Service]:
 
 
 async def settle() -> None:
-    """Let everything run that waits for nothing."""
+    """Let all tasks run until each has ended or waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -1,4 +1,4 @@
-"""A communicator of a trainer's rank and a reader: kept for the next versions, given up when a call hangs or a member ends, and made anew."""
+"""A trainer's rank and a reader keep their communicator until a call hangs or a member ends; then they make another."""
 
 import os
 import socket
@@ -23,7 +23,7 @@ PATH = "point_to_point"
 
 @pytest.fixture
 def made(monkeypatch):
-    """The members of the communicators that were made, in their order."""
+    """The member number of each end of a communicator that was made, in order."""
     PAIRS.end()
     members: list[int] = []
     make = GROUPS["gloo"]
@@ -103,7 +103,7 @@ def test_a_reader_that_hangs_holds_a_slot_no_longer_than_the_timeout_of_the_trai
     assert "read of slot 0 of trainer rank 0" in error
     [logged] = caplog.messages
     assert "pull of s/1: gave up the communicator with ('127.0.0.1', " in logged and "TimeoutError" in logged
-    for version in (2, 3):  # the second one takes the slot that the reader had
+    for version in (2, 3):  # version 3 takes the slot that the reader had
         served.write(version)
     goes_on.set()
     del served
@@ -174,7 +174,7 @@ def test_a_call_that_cannot_write_to_the_other_process_says_that_it_has_ended(si
 
 
 def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monkeypatch):
-    """There is no GPU here: the class notes how it is made."""
+    """There is no GPU here: a fake ProcessGroupNCCL records its arguments."""
     seen = []
 
     class Options:
@@ -198,7 +198,7 @@ def test_nccl_waits_in_wait_and_has_no_watchdog_that_would_end_the_trainer(monke
 def test_nccl_is_for_two_gpus(monkeypatch):
     here = Served().write(1).parts
     on_a_gpu = (replace(here[0], weights_on_gpu=True),)
-    assert not here[0].weights_on_gpu and backend_for(on_a_gpu) == "gloo"  # this process has none
+    assert not here[0].weights_on_gpu and backend_for(on_a_gpu) == "gloo"  # this process has no GPU
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     assert (backend_for(on_a_gpu), backend_for(here), backend_for(on_a_gpu + here)) == ("nccl", "gloo", "gloo")

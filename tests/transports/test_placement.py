@@ -45,7 +45,7 @@ def test_the_trainers_log_says_where_the_slots_are_and_why(room_gb, text, monkey
         place = transport._choose_place(int(16.4 * GB), torch.device("cuda"))
     assert (place.on_gpu, place.num_slots, place.pinned) == LEVELS[room_gb]
     [record] = caplog.records
-    assert re.search(f"slots of the weights: {text}$", record.getMessage())  # Monarch may have put the actor in front
+    assert re.search(f"slots of the weights: {text}$", record.getMessage())  # Monarch may add the actor's name in front
 
 
 @pytest.mark.parametrize("path", ["shared_memory", "tcp"])
@@ -69,5 +69,5 @@ def test_room_counts_what_training_will_take_and_not_what_it_holds_yet():
     # 8B on 150 GB before the first step: only the weights are there, gradients and Adam's moments will come.
     free, held, training = 117 * GB, 33 * GB, 131 * GB
     assert room_for_slots(free, held, training) == 150 * GB - int(MARGIN * training)
-    # The same after a step, when all of it is there.
+    # After a step all of it is there, and the room is the same.
     assert room_for_slots(19 * GB, 131 * GB, training) == room_for_slots(free, held, training)

@@ -1,6 +1,6 @@
-"""Slots from a rank's server, over TCP and from point to point: the bytes of shared memory, for readers with the secret, never half a version.
+"""A reader with the secret gets whole versions from the servers of the ranks, over TCP and from point to point.
 
-Point to point runs with gloo here. test_communicators.py has what only a communicator has.
+Point to point runs with gloo here. test_communicators.py tests what is special about communicators.
 """
 
 import asyncio
@@ -202,7 +202,7 @@ while True:
 
 
 def between_any_two_pieces(*quick: str):
-    """Parametrize by path and the number of pieces that have passed. Only the middle of the `quick` paths is not slow."""
+    """Parametrize by path and number of passed pieces. All cases are slow but the middle ones of the paths `quick`."""
     cases = []
     for path in REASONS:
         for pieces in range(NUM_PIECES + 1):
@@ -264,7 +264,7 @@ def test_a_reader_that_is_killed_between_any_two_pieces_leaves_nothing_behind(tm
     (tmp_path / "manifest").write_bytes(pickle.dumps(manifest))
     left = Left()
     assert start(DYING_READER, tmp_path, path, pieces).wait(GUARD) == -signal.SIGKILL
-    for version in (2, 3):  # the second one takes the slot that the reader had
+    for version in (2, 3):  # version 3 takes the slot that the reader had
         manifest = served.write(version, {"w": torch.full((1 << 20,), float(version))})
     assert versions_in(receive(manifest, "shared_memory")[0]) == {3.0}
     left.wait_for_none()
@@ -272,16 +272,16 @@ def test_a_reader_that_is_killed_between_any_two_pieces_leaves_nothing_behind(tm
 
 
 class Left:
-    """The threads and sockets that this process has beside those that it had when this object was made."""
+    """The threads and sockets that this process has gained since this object was made."""
 
     def __init__(self) -> None:
-        PAIRS.end()  # of other tests
+        PAIRS.end()  # pairs of other tests
         self.before = self.now()
 
     def now(self) -> set[object]:
         found: set[object] = {thread for thread in threading.enumerate() if thread.name.startswith("weights_")}
         for fd in Path("/proc/self/fd").glob("*"):
-            with contextlib.suppress(OSError):  # it was the one of this search
+            with contextlib.suppress(OSError):  # this search had opened it, and has closed it
                 name = os.readlink(fd)
                 found |= {name} if name.startswith("socket:") else set()
         return found

@@ -1,6 +1,7 @@
-"""Memory of a push and of a pull. Slots hold two versions; beside them a reader has one tensor at a time, and a writer nothing.
+"""Memory of a push and of a pull.
 
-A reader of a server has one version more, and no copy of its pieces.
+The slots hold two versions. A reader of shared memory also needs one tensor at a time; a writer needs no more.
+A reader that receives from a server holds one version of its own, and no second copy of the received pieces.
 """
 
 import os
@@ -80,7 +81,7 @@ print(peak() - before)
 
 
 def growth(program: str, *arguments: object) -> int:
-    """Bytes by which a program raised its own peak, as it prints them."""
+    """The bytes by which a program's memory exceeded its former peak. The program prints them."""
     path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1]), *sys.path])
     # Freed tensors go back to the system at once, so the peak shows what was held at the same time.
     allocator = {"MALLOC_MMAP_THRESHOLD_": "1000000"}

@@ -24,7 +24,7 @@ NUM_TENSORS = 5
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
-    """Every value of a version is its number."""
+    """Tensors whose values are all the number of the version."""
     return {f"w{index}": torch.full((3 + index, 7), float(version)) for index in range(NUM_TENSORS)}
 
 
@@ -120,7 +120,7 @@ def test_a_writer_that_is_killed_between_any_two_tensors_leaves_the_newest_versi
         (tmp_path / "go").touch()
         assert writer.wait(GUARD) == -signal.SIGKILL
         assert versions_in(dict(version.tensors())) == {2.0}
-    # The writer has ended. A process that has the slot still reads it, and another one is told.
+    # The writer has ended. A process that has mapped the slot can still read it; a new mapping is refused.
     assert versions_in(read(newest)) == {2.0}
     with pytest.raises(
         VersionGoneError, match=r"s/1 is gone: slot 0 of trainer rank 0 \(pid \d+\) holds a push that did not end"
@@ -232,7 +232,7 @@ def test_a_slot_of_the_former_layout_is_freed_only_when_its_readers_have_ended()
 
 
 def test_a_reader_on_a_gpu_maps_for_writing_where_cuda_pins_nothing_that_is_only_read(monkeypatch):
-    """There is no GPU here: pin answers as a driver would."""
+    """There is no GPU here: pin answers as a driver would that pins no read-only memory."""
     asked, unpinned = [], []
 
     def pin(data: torch.Tensor, *, read_only: bool) -> bool:

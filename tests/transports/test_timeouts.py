@@ -1,4 +1,7 @@
-"""Every phase of a push and a pull ends in time, with an error that names the phase and who waited. test_slots.py has lock and write."""
+"""Every phase of a push and a pull ends in time, with an error that names the phase and who waited.
+
+test_slots.py tests the phases lock and write.
+"""
 
 import asyncio
 import os
@@ -15,7 +18,7 @@ from rl_actors.vllm import pull, weights
 
 
 class NoPickleError(Exception):
-    """It cannot be made again from its arguments."""
+    """pickle cannot make this error again, because its `args` lack the second argument."""
 
     def __init__(self, first: int, second: int) -> None:
         super().__init__(first)
@@ -46,7 +49,10 @@ def test_an_index_that_does_not_answer_is_named_with_the_phase(monkeypatch):
 
 
 class Workers:
-    """A vLLM engine with two workers. One call of `failing` fails, or is not answered if the error is TIMED_OUT."""
+    """A vLLM engine with two workers. In the call `failing` worker 0 raises the error.
+
+    If the error has the text TIMED_OUT, the engine raises it, as for a worker that does not answer.
+    """
 
     def __init__(self, failing: str, error: Exception) -> None:
         self.failing, self.error = failing, error
@@ -56,7 +62,7 @@ class Workers:
         self.calls: list[str] = []
 
     def collective_rpc(self, method, timeout=None, args=()):
-        assert method == "answer" and timeout == 5.0 + pull.ANSWER_SECONDS  # a worker gives up first
+        assert method == "answer" and timeout == 5.0 + pull.ANSWER_SECONDS  # longer than a worker's own timeout of 5 s
         self.calls.append(args[0])
         if args[0] == self.failing:
             if pull.TIMED_OUT in str(self.error):
@@ -74,7 +80,7 @@ SOURCE = LoadedTensors({"w": torch.ones(3)}, key="run/3", timeout=5.0)
 @pytest.mark.parametrize(
     "failing, phase", [("open_version", "read"), ("load_version", "load"), ("close_version", "close")]
 )
-@pytest.mark.parametrize("error", [TimeoutError, Exception])  # Exception: as a core in a process of its own sends it
+@pytest.mark.parametrize("error", [TimeoutError, Exception])  # a core in a process of its own sends Exception
 def test_a_worker_that_does_not_answer_is_a_timeout_that_names_the_phase_and_is_asked_nothing_more(
     failing, phase, error
 ):
