@@ -37,6 +37,9 @@ def tiny_chat() -> ServeConfig:
             max_model_len=ROW_LENGTH,
             max_num_seqs=256,
             max_adapters=8,
+            # On two cores the trainer, the server and its client work at the same time. With two threads, samples beside training took seven
+            # times as long.
+            num_threads=1,
             gpu_memory_utilization=0.3,
             enforce_eager=True,
         ),
