@@ -26,7 +26,7 @@ from rl_actors import ModelConfig, Sample, TrainerConfig
 from rl_actors.engine.packing import Microbatch, Plan, plan, time_of
 
 ROW = 4096  # positions of a row
-SIZES = (100, 1_000, 10_000, 100_000)  # samples of the calls that are planned
+SIZES = (100, 1_000, 10_000, 100_000)  # numbers of samples for which plans are made and timed
 PADDED = "padded"
 
 
@@ -60,7 +60,7 @@ def now() -> float:
 
 
 def print_planning() -> None:
-    """Print time, padding and balance of plans. For the slowest rank it prints by how much the attention cost exceeds the mean of all ranks."""
+    """Print time, padding and balance of plans. Balance is the excess of the slowest rank's attention cost over the mean of all ranks."""
     print("planning, rows of 4,096, one row a microbatch; the best time of three")
     print(
         f"{'samples':>9} {'ranks':>6} {'policy':<13} {'seconds':>8} {'waste':>7} {'microbatches':>13} {'slowest rank':>13}"

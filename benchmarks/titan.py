@@ -1,7 +1,7 @@
 """The reference side of trainer_speed: torchtitan's own pieces, put together as its trainer does, without actors and without our engine.
 
-Blocks and loss are compiled, AdamW is fused, and logits, masks and clipping are torchtitan's. The attention kernel is the one that the row
-names, so that both sides use the same kernel. Each GPU has a process, and the host does not wait for the GPU between steps.
+Blocks and loss are compiled, AdamW is fused, and logits, masks and clipping are torchtitan's. Both sides use the attention kernel that the
+benchmark's Row (harness/rows.py) names. Each GPU has a process, and the host does not wait for the GPU between steps.
 
 B rows, L row length, D hidden size.
 """

@@ -2,7 +2,7 @@
 
 The program parses the command line, checks the config, opens the run, calls the controller's `train`, and closes the run whatever happens.
 The exit status is 0 if the run reached its last step, or if --eval-only, --plan or --dry-run succeeded. It is 1 if the run failed, 2 if the
-config cannot run, 3 if the run missed its gate, 130 after Ctrl-C and 143 after SIGTERM.
+config cannot run, 3 if the run missed its gate (gate.py), 130 after Ctrl-C and 143 after SIGTERM.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ def main(controller: str) -> None:
     """
     running = sys.modules["__main__"]
     if running.__spec__ is not None and running.__spec__.name == controller:
-        # The running module has the name __main__. `configs` imports it by its own name, which would load it a second time without this entry.
+        # The running module has the name __main__. `configs` imports it by its own name. Without this entry Python would load it a second time.
         sys.modules[controller] = running
     prog = started_as(controller)
     configs = import_module("configs").CONFIGS
@@ -126,7 +126,7 @@ def _require_devices(invocation: cli.Invocation, controller: str) -> None:
 
 
 def _with_checkpoint(invocation: cli.Invocation) -> cli.Invocation:
-    """The invocation. If eval_only is set, it becomes the folder of a checkpoint.
+    """The invocation. The folder of a checkpoint replaces eval_only, if eval_only is set.
 
     If a run is resumed, this function also sets damaged checkpoints aside and checks the run. Raises ValueError if
     eval_only holds no whole checkpoint or cannot be written to, or if the run cannot be resumed with this config.
@@ -274,7 +274,7 @@ def _run(
 
 
 async def _until_signal(work: Awaitable[int], interruption: Interruption) -> int:
-    """Wait until the work has ended, by itself or after a signal. By then it has closed everything. Returns the exit status."""
+    """Wait until the work has ended, by itself or after a signal. By then the work has closed everything. Returns the exit status."""
     task = asyncio.ensure_future(work)
     interruption.watch(task)
     try:

@@ -101,7 +101,7 @@ class Generator(Actor):
         """A sign of life of the engine. Raises EngineDiedError if the engine has failed for good."""
         if self._engine is None:
             # During setup a generator counts as idle, because the caller of setup has a time limit of its own. Only a stopped engine core
-            # is noticed earlier.
+            # is noticed before that limit.
             return Heartbeat(is_idle=not await asyncio.to_thread(a_child_is_stopped), num_done=0)
         return self._engine.heartbeat()
 
@@ -198,7 +198,7 @@ class Generator(Actor):
         """Load an adapter from a directory of peft's format, for requests that name it. Does nothing if it is loaded already.
 
         The directory must stay until the adapter is unloaded, because vLLM may read it again.
-        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if another one has the name.
+        Raises ValueError if the config allows no adapters, if the adapter does not fit the model, or if another adapter has this name.
         """
         config, folder = self.config, Path(directory)
         adapters.require_possible(folder, max_adapters=config.max_adapters, max_rank=config.max_adapter_rank)

@@ -71,4 +71,4 @@ RUNS = {
     "qwen3_8b_one_gpu": 1,
     "tiny": 0,
 }
-"""Config -> number of GPUs that its short run takes."""
+"""Name of a config -> number of GPUs in its short run (runs.py)."""

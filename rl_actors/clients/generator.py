@@ -52,8 +52,8 @@ class GeneratorClient(Client):
     """The client of one or several generators. Any number of calls can run at the same time. Each waits until the generators are ready.
 
     A generator that the client spawned is started again when it dies. A call then only takes longer.
-    Bad input is refused by the method, in the caller's thread. Some checks need the limits of the generator. A client of a mesh that the
-    caller spawned learns them in the setup. Before that, these checks run when the call is sent.
+    A method refuses bad input at once, in the caller's thread. Some checks need the limits of the generator. A client of a mesh that the
+    caller spawned learns these limits in the setup. Until then, the client makes these checks only when it sends the call.
     """
 
     def __init__(
@@ -202,10 +202,10 @@ class GeneratorClient(Client):
         return found
 
     async def _death(self, silent_after: float) -> ActorDiedError | ActorSilentError | None:
-        """Wait until no generator is left, and return the first death.
+        """Wait until no generator is left, and return the error that ended the first generator.
 
-        A generator without a sign of life for silent_after seconds counts as dead and is started again. If the config has a smaller number
-        of seconds, that number holds.
+        A generator without a sign of life for silent_after seconds counts as dead and is started again. If restarts.silent_after of the
+        config is smaller, it holds instead.
         """
         self._fleet.expect_signs(silent_after)
         try:
@@ -233,7 +233,7 @@ class GeneratorClient(Client):
         """Load an adapter from a directory of peft's format, such as `TrainerClient.export_lora` writes. Calls can then name it.
 
         Requests with different adapters, and requests without one, run at the same time. The directory must stay unchanged until
-        `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read it under the same path.
+        `unload_adapter` has answered, because vLLM may read it again. Generators on other hosts read a directory of the same path.
         Raises ValueError if the directory has no adapter, if its rank is above max_adapter_rank, if the config has max_adapters=0, or if an
         adapter of this name is loaded.
         """
@@ -315,9 +315,9 @@ class GeneratorClient(Client):
 
         async for index, completions in generator.generate_each(prompts, params): …
 
-        The completions are those that `generate` gives for the same seeds. All prompts start at once. Leaving the loop early ends the
-        unfinished requests in the engine. A plain `for` works, too.
-        indices: for each prompt the p in the formula at SamplingParams.seed; None: its place in the list.
+        The completions are those that `generate` gives for the same seeds. All prompts start at once. If the caller leaves the loop
+        early, the engine ends the unfinished requests. A plain `for` works, too.
+        indices: for each prompt the number p from which its seeds are computed (see SamplingParams.seed). None: p is its place in the list.
         adapter: as in `generate`.
         Raises ValueError (TypeError for a wrong type) if a prompt or a parameter is out of its limits. The loop raises the error of the call.
         """
@@ -384,8 +384,8 @@ class GeneratorClient(Client):
     def pull_model_state_dict(self, version: int, timeout: float = 60.0, *, in_flight: bool = True) -> Call[int]:
         """Replace the weights by those published under `version`, waiting up to `timeout` seconds for them.
 
-        in_flight=True: running requests go on, and their later tokens are the new policy's. False: they end first, and requests that come
-        meanwhile wait for the new weights.
+        in_flight=True: running requests go on, and the new weights generate their later tokens. False: running requests end first, and
+        requests that come meanwhile wait for the new weights.
         """
         validate_pull(version, timeout)
         return self._call("pull_model_state_dict", self._pull, version, timeout, in_flight)

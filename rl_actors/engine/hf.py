@@ -237,7 +237,7 @@ def export_lora(built: BuiltModel, config: LoRAConfig, path: str, *, base: str) 
 
 
 def require_exportable(path: str, dtype: str) -> None:
-    """Raises ValueError on every rank if `path` is taken or the dtype is unknown. An export never deletes anything."""
+    """Raises ValueError on every rank if the dtype is unknown, or if `path` exists and is not an empty directory."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype={dtype!r}; it must be one of {', '.join(DTYPES)}")
     if not on_all_ranks(_is_free(path)):

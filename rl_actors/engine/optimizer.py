@@ -1,4 +1,4 @@
-"""torchtitan's optimizer container, which here also takes an optimizer by its import path, and the hyperparameters of each optim_step.
+"""`Optimizers`, torchtitan's container, which here also takes an optimizer by its import path, and the `Hyperparameters` of an optim_step.
 
 This module knows no gradients.
 """

@@ -1,6 +1,6 @@
 """Read a version from the slots of all ranks of a trainer.
 
-This module also chooses the path by which the bytes come: the one that WeightsConfig.path names, or one that is possible if it is "auto".
+This module also chooses the path by which the bytes come: the path in WeightsConfig.path, or, for "auto", a path that is possible.
 """
 
 import time
