@@ -1,4 +1,4 @@
-"""Results that should repeat bit for bit: two trainers on the same rollouts, and seeded requests to a generator, alone and among others.
+"""Compare the results of two trainers on the same rollouts, and of seeded requests alone and among others. They should be equal bit for bit.
 
 Two trainers have deterministic kernels, and two have the default ones. The trainers of a pair get the same five steps, and every metric,
 logprob and entropy that they report is compared.

@@ -1,6 +1,6 @@
 """Cost of the actors: a training step and generation through the clients, compared with the same engines called directly.
 
-The two sides take turns, so that both meet the same load of the machine. The ratio is the client's median over the engine's. For a training
+The client and the engine take turns, so that both meet the same load of the machine. The ratio is the client's median over the engine's. For a training
 step it compares times, so lower is better. For generation it compares tokens/s, so higher is better.
 """
 
@@ -33,7 +33,7 @@ def compare(
     sides: tuple[str, str] = ("client", "engine"),
     warms_up: bool = True,
 ) -> None:
-    """Record both medians and their ratio.
+    """Time the two sides in turn, and record the median of each and their ratio.
 
     through: one call through a client. direct: the same work by the engine itself. tokens: number of tokens that a call generates; 0 for a
     training step. benchmark: name of the file of results. sides: names of the two sides in the results. warms_up: call each side once
@@ -57,7 +57,7 @@ def compare(
 
 
 def training(repeats: int) -> None:
-    """Compare a step of the tiny model that is as large as a step of GRPO: forward_backward of 1,024 samples, then optim_step."""
+    """Compare a training step of the tiny model: forward_backward of 1,024 samples, as in a step of GRPO, then optim_step."""
     config = tiny().trainer
     generator = torch.Generator().manual_seed(0)
     samples = []

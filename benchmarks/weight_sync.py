@@ -6,8 +6,8 @@ copies it into shared memory, and the other one copies it out.
 The snapshot is read in three ways: from shared memory, by TCP and point to point. The last two use the loopback address, and point to point
 uses gloo. All ways take turns, so that a slow moment of the machine affects all of them.
 
-With --actors the program also times a push and a pull of a real trainer and a real generator, as their callers see them, and the parts of
-both. On a machine with GPUs it measures only these actors. It then times plain copies of the same number of bytes, there and back, because a
+With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them, and each phase of
+the push and the pull. On a machine with GPUs it measures only these actors. It then times plain copies of the same number of bytes, there and back, because a
 push and a pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network,
 NCCL may use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not
 been run on a GPU yet.
@@ -163,7 +163,7 @@ class AgainTrainer(PolicyTrainer):
 def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bool) -> None:
     """Print and record the seconds of a push and a pull between a real trainer and a real generator.
 
-    On a machine with GPUs the trainer's ranks have the first ones, and the generator has the next one. If there is no other GPU, they share the last.
+    On a machine with GPUs the trainer's ranks use the first GPUs, and the generator uses the next one. If no GPU is left, it shares the last one with a rank.
     """
     limits = {"max_sequence_length": 128, "tokens_per_row": 128}
     config = TrainerConfig(model=model_of(size), optimizer=None, **limits)

@@ -1,4 +1,4 @@
-"""Runs of the missing rows: `make bench ROW=missing` runs every row that this machine can run and that has no result from its kind of device.
+"""`make bench ROW=missing` runs the missing rows: those that this machine can run and that have no result from this kind of device.
 
 Rows run one after another, and each command has a process of its own. A result is written as soon as its row is done, so the same command
 continues after an interrupt without repeating finished rows. If a row fails, the others still run; then the failed rows are named and the exit status is 1.
@@ -37,7 +37,7 @@ def gpu_here() -> str:
 
 
 def missing(names: Iterable[str], since: str = "") -> list[str]:
-    """Names of the rows that this machine can run and that have no result since that date.
+    """Names of the rows that this machine can run and that have no result of `since` or later.
 
     A quotient of two rows is never missing, because it has no command of its own. It is computed from the results of these rows.
     """

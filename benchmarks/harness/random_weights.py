@@ -22,7 +22,8 @@ STD = 0.02
 def scratch(model: ModelConfig, times: int = 4) -> str | None:
     """Parent folder for a temporary folder with weights of this model, as tempfile's argument `dir`.
 
-    It is /dev/shm, whose files are in memory, if `times` the size of the weights is free there. Otherwise it is None, the system's default.
+    It is /dev/shm, whose files are in memory, if `times` times the size of the weights is free there. Otherwise it is None, which stands for
+    the system's default.
     """
     memory = Path("/dev/shm")
     num_values = sum(math.prod(shape) for shape in hf.tensor_shapes(model).values())

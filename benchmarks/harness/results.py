@@ -1,7 +1,7 @@
 """Results of benchmarks: files with one line of JSON for each result.
 
 A line has the figures of a result, and the command, date, device and versions of its measurement. This module only
-appends lines, and nobody edits one. It measures nothing and imports no torch.
+appends lines, and nobody edits a line afterwards. The module measures nothing and does not import torch.
 """
 
 import json

@@ -128,7 +128,7 @@ def sentence(name: str, gpu: str) -> str:
 
 
 def ratio(line: Line) -> str:
-    """The ratio of a result with three digits: "1.001"; "" for a result without one."""
+    """The ratio of a result to three decimals: "1.001"; "" for a result without one."""
     return f"{line['ratio']:.3f}" if "ratio" in line else ""
 
 
