@@ -57,7 +57,7 @@ def compare(
 
 
 def training(repeats: int) -> None:
-    """Compare a training step of the tiny model: forward_backward of 1,024 samples, as in a step of GRPO, then optim_step."""
+    """Compare a training step of the tiny model: forward_backward of 1,024 samples, then optim_step."""
     config = tiny().trainer
     generator = torch.Generator().manual_seed(0)
     samples = []

@@ -7,10 +7,10 @@ The snapshot is read in three ways: from shared memory, by TCP and point to poin
 uses gloo. All ways take turns, so that a slow moment of the machine affects all of them.
 
 With --actors the program also times a push by a real trainer and a pull by a real generator, as their callers see them, and each phase of
-the push and the pull. On a machine with GPUs it measures only these actors. It then times plain copies of the same number of bytes, there and back, because a
-push and a pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path point_to_point --network,
-NCCL may use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as between hosts. --actors has not
-been run on a GPU yet.
+the push and the pull. On a machine with GPUs it measures only these actors. It then times plain copies of the same number of bytes, there
+and back, because a push and a pull copy once each. The copies are between the two GPUs, or between a GPU and pinned memory. With --path
+point_to_point --network, NCCL may use neither direct access between GPUs nor shared memory, so it sends the bytes over the network, as
+between hosts. --actors has not been run on a GPU yet.
 """
 
 import argparse
@@ -163,7 +163,8 @@ class AgainTrainer(PolicyTrainer):
 def measure_actors(size: str, *, rounds: int, path: str, ranks: int, network: bool) -> None:
     """Print and record the seconds of a push and a pull between a real trainer and a real generator.
 
-    On a machine with GPUs the trainer's ranks use the first GPUs, and the generator uses the next one. If no GPU is left, it shares the last one with a rank.
+    On a machine with GPUs the trainer's ranks use the first GPUs, and the generator uses the next one. If no GPU is left, it shares the last
+    one with a rank.
     """
     limits = {"max_sequence_length": 128, "tokens_per_row": 128}
     config = TrainerConfig(model=model_of(size), optimizer=None, **limits)

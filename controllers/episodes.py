@@ -292,7 +292,7 @@ def require_demonstrations(environment: AnyEnvironment) -> None:
 
 
 class Scripted:
-    """A policy whose turns are given texts, such as those of a demonstration."""
+    """A policy whose turns are fixed texts, such as those of a demonstration."""
 
     def __init__(self, texts: Sequence[str], player: Player) -> None:
         self.texts, self.player = list(texts), player

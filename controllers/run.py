@@ -211,7 +211,7 @@ class RunConfig:
         )
 
     def with_all_answers(self, problem: Problem) -> list[Problem]:
-        """Copies of the problem, one for each text that the run may train as the answer."""
+        """Copies of the problem, one for each text that the run may train on as the answer."""
         return [problem]
 
     def with_local_models(self) -> Self:
@@ -250,7 +250,7 @@ class RunConfig:
         self._validate_models()
 
     def _validate_tokens(self) -> None:
-        """Check that there is a tokenizer, that max_tokens leaves room for a prompt, and that the generator has the model of the adapters."""
+        """Check that there is a tokenizer, that max_tokens leaves room for a prompt, and that the generator has the base model of the adapters."""
         if not self.alphabet and not self.trainer.hf_path:
             raise ValueError(
                 "alphabet and trainer.hf_path are both empty; one of them must give a tokenizer: --trainer.hf-path takes a directory or "

@@ -66,10 +66,10 @@ class EnvironmentConfig:
     """Regular expression that the whole prompt must match, e.g. "\\d\\d\\+\\d\\d=". A problem whose prompt does not match is left out. Empty: no
     problem is left out."""
     reward: str = "exact_match"
-    """Rule that scores a completion. exact_match compares the texts without surrounding whitespace. math_verify compares mathematical
-    values. regex compares the last matches of reward_pattern in both texts. task asks the reasoning-gym task. judge asks another model. python runs
-    the program in the completion, and then the tests in the answer. module:function calls your function(answer, completion), which returns a
-    number."""
+    """Rule that scores a completion. exact_match compares completion and answer without surrounding whitespace. math_verify compares their
+    mathematical values. regex compares the last matches of reward_pattern in them. task asks the reasoning-gym task. judge asks another
+    model. python runs the program in the completion, and then the tests in the answer. module:function calls your function(answer,
+    completion), which returns a number."""
     reward_pattern: str = ""
     """For the reward regex: a regular expression. Its first group is compared. If it has no group, the whole match is compared."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)

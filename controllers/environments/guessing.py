@@ -1,4 +1,4 @@
-"""A guessing game over several turns: the policy finds a secret digit by hints that say whether it is larger or smaller."""
+"""A guessing game over several turns: the policy finds a secret digit. Hints say whether the secret is larger or smaller than a guess."""
 
 from random import Random
 

@@ -1,6 +1,6 @@
 """Requests for samples: their limits, and how a generator answers them. This module knows no HTTP.
 
-N tokens of the prompt.
+In shapes, N is the number of tokens of the prompt.
 """
 
 from collections.abc import Mapping, Sequence

@@ -30,7 +30,7 @@ class Restarts:
         self._deaths: deque[tuple[float, Exception]] = deque()  # in the last hour: (time on `clock`, error)
 
     def pause_after(self, death: Exception, *, was_ready: bool = True) -> float:
-        """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the first of them."""
+        """Seconds to wait before the restart. If there were too many deaths in the last hour, raises the error of the first one."""
         now = self.clock()
         while self._deaths and self._deaths[0][0] <= now - HOUR:
             self._deaths.popleft()
