@@ -90,8 +90,7 @@ class Actors:
         self.deaths: dict[str, Exception] = {}  # role -> error that reports its death, until the actor is replaced
         self._died = asyncio.Event()
         self._watches: dict[str, asyncio.Task[None]] = {}
-        # The hosts come before the transport, because `connect` sets the address of this process, and that must happen before the first use
-        # of Monarch.
+        # `connect` comes before the transport, because it sets the address of this process, and Monarch needs the address at its first use.
         self.placement = config.hosts.connect(self.logs.directory)
         # Opening the transport imports modules. It goes on in the background while the processes of the actors start.
         self._open_transport()
@@ -154,7 +153,7 @@ class Actors:
             self.report("store", ActorDiedError(await transport.death(silent_after), "store"))
 
     def report(self, role: str, death: Exception) -> None:
-        """Note that an actor has died. The death of a generator is not noted, because the client of the generators replaces it."""
+        """Record the death of an actor. The death of a generator is not recorded, because the client of the generators replaces it."""
         if role == "generator":
             return
         self.deaths.setdefault(role, death)
@@ -210,7 +209,10 @@ class Actors:
         return None
 
     async def _silent_on_hosts(self) -> str | None:
-        """The role of a model on other hosts that has a process which does not answer. Monarch may report the death of such a process late."""
+        """The role of the first model with a process that does not answer, if the run has other hosts; otherwise None.
+
+        Monarch may report the death of a process on another host late.
+        """
         if self.placement.all is None:
             return None
         for role, client in self.clients.items():

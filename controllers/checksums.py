@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files. They are written before state.json, and compared before the checkpoint is read."""
+"""Checksums of a checkpoint's files. They are written before state.json. Before a checkpoint is read, its files are compared with them."""
 
 import hashlib
 import json

@@ -21,8 +21,8 @@ class GAEConfig:
     gamma: float = 1.0
     """Discount. A reward that comes n actions later is multiplied by gamma^n. 1: no discount, which is usual if the only reward comes at the end."""
     actor_lambda: float = 0.95
-    """λ of the policy's advantages. If it is 1, the advantages are returns minus values, which have no bias. A lower λ gives less variance, but
-    errors of the values then bias the advantages. 0.95 is the choice of VC-PPO (arXiv 2503.01491)."""
+    """λ of the policy's advantages. If it is 1, an advantage is the return minus the value, and has no bias. A lower λ gives less
+    variance, but errors of the values then bias the advantages. 0.95 is the choice of VC-PPO (arXiv 2503.01491)."""
     critic_lambda: float = 1.0
     """λ of the returns that the value model learns. 1: the discounted sum of the rewards, which has no bias (VC-PPO)."""
     length_adaptive: float = 0.0
@@ -90,8 +90,8 @@ def _advantages(
 ) -> Tensor:
     """The advantages, computed from the last position to the first.
 
-    A position that is no action changes neither the next value nor the next advantage, so the action before it uses
-    those of the action after it.
+    A position that is no action changes neither the next value nor the next advantage, so the action before such a
+    position uses the value and the advantage of the action after it.
     """
     found_NT = torch.zeros_like(values_NT)
     next_value_N, next_advantage_N = last_N, torch.zeros_like(last_N)

@@ -1,8 +1,8 @@
 """The queue of rollouts that run ahead of the trainer. It chooses the groups of completions on which the next step trains.
 
 The queue draws the next problems at the start of every step, after the newest weights have reached the generator. A step trains on
-`size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on. While a step trains on its
-groups, the generator works on the other groups.
+`size` groups, the config's groups_per_step. At most (ahead + 1) * size groups are drawn and not yet trained on; the next
+paragraph defines `ahead`. While a step trains on its groups, the generator works on the other groups.
 
 No group becomes too old. A group that is drawn at step s must be trained on at step s + ahead at the latest. Until then at most `ahead`
 steps have changed the weights, and each of them has advanced the version by at most `versions_per_step`. The config's max_staleness counts
@@ -147,7 +147,7 @@ class RolloutQueue:
     def update(self) -> AbstractAsyncContextManager[None]:
         """Context manager for an update of the generator's weights.
 
-        If in_flight_updates is False, it first waits until no request is running, and no request begins before the update has ended.
+        If in_flight_updates is False, the update waits until no request is running, and no request begins before the update has ended.
         """
         return self.rollouts.generating.paused(wait=not self.config.in_flight_updates)
 

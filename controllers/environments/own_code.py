@@ -12,7 +12,7 @@ from controllers.environments.base import Problem
 
 
 def imported(field_name: str, name: str) -> Callable:
-    """The function that a name module:function stands for. Raises ValueError, naming the field, if there is no such function."""
+    """The function that `name`, such as "module:function", stands for. Raises ValueError, naming the field, if there is none."""
     module, _, function = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), function)

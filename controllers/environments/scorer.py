@@ -23,8 +23,8 @@ TOTAL = "reward"
 """Name of the component that is taken as the reward. If no component has this name, the reward is the sum of all components."""
 
 LONGEST_PAUSE = 30.0
-"""Longest pause, in seconds, before an `async` reward is asked for again. The first pause is one second, and each later one is twice as
-long. The pauses give time to a server that starts again or has too much to do."""
+"""Longest pause, in seconds, before an `async` reward is asked for again. The first pause is one second, and each later pause is
+twice as long as the one before it. The pauses give time to a server that starts again or has too much to do."""
 
 Answer = float | Mapping[str, float]
 
@@ -40,7 +40,7 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scorer:
-    """Asks environments for rewards. If an answer must be awaited, it has a time limit, and if it fails, it is asked for again."""
+    """Asks environments for rewards. An answer that must be awaited has a time limit, and the scorer asks again if the answer fails."""
 
     timeout: float = 60.0  # seconds
     max_retries: int = 2

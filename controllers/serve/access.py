@@ -1,4 +1,4 @@
-"""Control of access to the server: keys, rates, the access log, and counts of requests. It wraps the application."""
+"""Control of access to the server: keys, rates, the access log, and counts of requests. `Access` wraps the application."""
 
 import asyncio
 import hashlib
