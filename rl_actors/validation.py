@@ -36,7 +36,7 @@ def validate_samples(
     num_bytes, checked_names = 0, None
     for index, sample in enumerate(samples):
         _validate_shapes(f"sample {index}", sample, max_sequence_length)
-        # Most samples of a call have the same columns as the one before, so their names are checked only when they change.
+        # Most samples of a call have the same columns as the sample before, so the names of columns are checked only when they change.
         if sample.columns.keys() != checked_names:
             checked_names = sample.columns.keys()
             _validate_names(f"sample {index}", set(checked_names), loss, required, optional)
@@ -187,8 +187,9 @@ def _is_not_finite(values: np.ndarray) -> np.ndarray:
 def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int, Tensor]) -> _BadValue | None:
     """The first bad value in the tensors, or None.
 
-    All tensors are checked together, which is faster. They are checked one by one only if some value is bad. The checks use numpy, because
-    for so many positions torch would wake a thread for every core of the host. That can take longer than a training step.
+    All tensors are checked together first, because that is faster than one by one. They are checked one by one only if some value is bad.
+    The checks use numpy. For so many positions torch would wake a thread for every core of the host, which can take longer than a
+    training step.
     """
     if not tensors or not is_bad(torch.cat(list(tensors.values())).detach().numpy()).any():
         return None
@@ -200,7 +201,7 @@ def _first_bad(is_bad: Callable[[np.ndarray], np.ndarray], tensors: Mapping[int,
 
 
 def require_optimizer(call: str, optimizer: object | None) -> None:
-    """Raises ValueError if the trainer has no optimizer. `call` is one that trains, or reads or writes the optimizer's state."""
+    """Raises ValueError if the trainer has no optimizer. `call` names a call that trains, or that reads or writes the optimizer's state."""
     if optimizer is None:
         raise ValueError(f"{call} is not possible with optimizer=None: this trainer only infers")
 

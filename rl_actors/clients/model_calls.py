@@ -62,7 +62,7 @@ class ModelCalls:
         raise NotImplementedError
 
     def _mend(self) -> None:
-        """Note that the ranks answer again, and that this tenant has no gradients."""
+        """Record that the ranks answer again, and that this tenant has no gradients."""
         raise NotImplementedError
 
     async def _ordered(self, endpoint: str, *args: object) -> list[Any]:
@@ -118,7 +118,7 @@ class ModelCalls:
 class TrainingCalls(ModelCalls):
     """The calls of a trainer that train, save and export."""
 
-    _writing: Call[None] | None  # the writing of the trainer's last save_checkpoint, for any tenant
+    _writing: Call[None] | None  # the writing of the trainer's last checkpoint, whichever tenant saved it
     # The writing of this tenant's last save_checkpoint, until `wait` of its SavedCheckpoint is called. If the writing fails before that,
     # the next optim_step or save_checkpoint raises the error.
     _unwaited: Call[None] | None = None

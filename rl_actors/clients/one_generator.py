@@ -94,7 +94,7 @@ class OneGenerator(Client):
     ) -> int:
         """Start a generate call, and return its number.
 
-        indices: for each prompt the p in the formula at SamplingParams.seed. adapter: name of a loaded adapter.
+        indices: one for each prompt; it is the p in the comment at SamplingParams.seed. adapter: name of a loaded adapter.
         """
         return await self._one("start_generate", prompts, params, indices, adapter, phase="generate")
 

@@ -1,8 +1,8 @@
 """Random initial weights. A seed gives the same weights in every layout of the ranks, on a CPU and on a GPU.
 
-torchtitan's init_weights does not do this, because each rank draws its own shards on its own device. On a CPU the generators of all ranks
-have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and each stage of a pipeline
-has a seed of its own.
+torchtitan's init_weights does not do this, because each rank draws its own shards on its own device. On a CPU the random generators of all
+ranks have the same seed, so all shards of a parameter get the same numbers. A GPU draws other numbers than a CPU, and each stage of a
+pipeline has a seed of its own.
 
 In this module every rank draws all parameters of the model on the CPU, one after another from one random generator, and keeps its shards of
 the parameters that it holds. The order of the parameters is torchtitan's, so one process gets the numbers that init_weights draws on a CPU.

@@ -1,6 +1,8 @@
-"""The stages of a pipeline. torchtitan splits the model into stages. `Stage` frees the tensors of a microbatch earlier than torch's stages.
+"""The stages of a pipeline. torchtitan splits the model into stages.
 
-This module does not run the pipeline. B rows, L row length, D hidden size.
+`Stage` frees the tensors of a microbatch earlier than torch's own stages do. This module does not run the pipeline.
+
+B rows, L row length, D hidden size.
 """
 
 from collections.abc import Sequence
@@ -62,7 +64,9 @@ class _Received(Protocol):
 
 
 class Stage(PipelineStage):
-    """A stage for microbatches of one shape. It frees the tensors that it received and sent for a microbatch as soon as they are not needed.
+    """A stage for microbatches of one shape.
+
+    It frees the tensors that it received and sent for a microbatch as soon as it no longer needs them.
 
     The stage gives torch the shapes of the tensors between the stages. Otherwise torch would run one extra microbatch, loss included, to
     infer the shapes.

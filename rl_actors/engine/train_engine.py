@@ -260,8 +260,8 @@ class TrainEngine:
         return number
 
     def hf_state_dict(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-        """The tensors that a push publishes, sharded over the ranks. Joined tensors are copied here and have `dtype`. The others keep their
-        own dtype, and the push converts them.
+        """The tensors that a push publishes, sharded over the ranks. Joined tensors (hf_names.py) are copied here and have `dtype`. The
+        others keep their own dtype, and the push converts them.
 
         The tensors are the weights under their Hugging Face names, with adapters merged. A tied head appears once. If lora.sync is "adapter",
         they are only the adapters, under peft's names.

@@ -35,7 +35,8 @@ class PolicyLoss:
     correction: Correction | None = None
     sequence_mean: bool = False
 
-    # True: J contains the ratio to old_logprobs. If these are the generator's, J already corrects for the generator.
+    # True: J contains the ratio to old_logprobs. If old_logprobs are the generator's, J already corrects for the
+    # difference between generator and trainer.
     corrects: ClassVar[bool] = True
     needs_old_logprobs: ClassVar[bool] = True
 
@@ -286,7 +287,7 @@ def clip_metrics(was_clipped_BL: Tensor, ratio_BL: Tensor, is_trained_BL: Tensor
 
 
 def _mean(values_BL: Tensor, is_trained_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """The partial of a mean over trained positions."""
+    """Numerator and denominator of a mean over trained positions."""
     return torch.where(is_trained_BL, values_BL, 0.0).sum(), is_trained_BL.sum()
 
 

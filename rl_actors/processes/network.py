@@ -1,4 +1,4 @@
-"""This machine's network interfaces: which of their addresses leads to another host. This module sends nothing over the network."""
+"""Finds the network interface and the address by which this machine reaches another host. This module sends nothing over the network."""
 
 import fcntl
 import os

@@ -1,4 +1,4 @@
-"""Send the output of a process to files: fd 1 and 2, log lines, warnings. This module knows nothing of actors or run folders."""
+"""Send the output of a process (fd 1 and 2, log lines and warnings) to files. This module knows nothing of actors or run folders."""
 
 import atexit
 import ctypes
@@ -20,7 +20,7 @@ LOG_VARIABLE = "RL_ACTORS_LOG"
 LINE = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 LIBRARIES = ("datasets", "monarch", "torch", "torchao", "torchstore", "torchtitan", "transformers", "vllm")
-"""Libraries whose log lines go to a file in a process that another program started."""
+"""Libraries whose log lines `route_library_logs` sends to a file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

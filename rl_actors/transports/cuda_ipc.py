@@ -1,7 +1,8 @@
 """Memory of a GPU that other processes of the host can open, for slots on a GPU. The module also pins host memory, for slots on the host.
+A slot is the memory in which a rank keeps its part of one version of the weights (slots.py).
 
 torch's own sharing of CUDA tensors counts references in files of /dev/shm, which stay behind when a process is killed. So this module calls
-CUDA itself. It calls cudaMalloc once per slot, and the slot's address holds CUDA's handle of this memory, 64 bytes. A reader opens the
+CUDA itself. It calls cudaMalloc once per slot, and `SlotAddress.handle` is CUDA's handle of this memory, 64 bytes. A reader opens the
 handle once per slot, by cudaIpcOpenMemHandle.
 
 docs/loop.md has a measurement on two GPUs. tests/gpu/test_weights.py tests this module.

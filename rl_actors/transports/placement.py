@@ -1,4 +1,7 @@
-"""Choose the place of a rank's slots: the rank's GPU, or the host's memory. This module needs only numbers, so it runs without a GPU."""
+"""Choose the place of a rank's slots: the rank's GPU, or the host's memory. This module needs only numbers, so it runs without a GPU.
+
+A slot is the memory in which a rank keeps its part of one version of the weights (slots.py).
+"""
 
 from dataclasses import dataclass
 
@@ -29,7 +32,7 @@ def choose(num_bytes: int, *, weights_on_gpu: bool, path: WeightsPath, room: int
     If the path is shared_memory or tcp, the slots are always on the host. Readers on other hosts can also be served from a slot on the GPU:
     NCCL sends the bytes from the GPU, and TCP sends them in parts through the host's memory.
     room: bytes of the GPU that training leaves free.
-    If the path is cuda_ipc, raises ValueError if the weights are on a CPU or no slot fits on the GPU.
+    With the path cuda_ipc, raises ValueError if the weights are on a CPU or no slot fits on the GPU.
     """
     if not weights_on_gpu:
         if path == "cuda_ipc":

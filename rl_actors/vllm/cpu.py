@@ -76,7 +76,7 @@ def prepare_worker() -> None:
 
 @contextlib.contextmanager
 def reloading(model: "nn.Module") -> Iterator[None]:
-    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed copies of weights, so the new ones are packed."""
+    """Context manager for a reload of all weights. vLLM's CPU kernels compute with packed weights, so the new weights are packed, too."""
     _forget_packed_experts(model)
     yield
     _repack_tied_head(model)

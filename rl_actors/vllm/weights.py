@@ -34,7 +34,7 @@ NO_WEIGHTS_TO_LOAD = {
     # A tied head has the weights of the embedding. A pull refuses any other head without weights.
     "ParallelLMHead: Failed to load weights",
 }
-"""Warnings of a reload that are dropped, because these layers never have weights of their own to load."""
+"""Warnings of a reload that are dropped. The layers that they name never have weights of their own to load."""
 
 
 class WeightsExtension:
@@ -117,7 +117,7 @@ class WeightsExtension:
         return time.perf_counter() - begin
 
     def _plan_for(self, version: OpenVersion, model: nn.Module) -> Plan:
-        """The place of every tensor in the live parameters. Empty: vLLM must reload the weights. Made at the first pull."""
+        """The place of every tensor in the live parameters. Empty: vLLM must reload the weights. The first pull makes the plan."""
         if self.plan is None:
             self.plan = {}
             if is_possible(model, self.vllm_config):
@@ -160,7 +160,7 @@ class WeightsExtension:
         mapper = getattr(self.get_model(), "hf_to_vllm_mapper", None)
         adapter = LoRAModel.from_lora_tensors(
             adapter_id,
-            # Copies, because the adapter stays, and the tensors of a version may be views that are valid only while it is open.
+            # The adapter needs copies, because the tensors of a version may be views that are valid only while the version is open.
             {name: tensor.to(dtype, copy=True) for name, tensor in self._open_version().tensors()},
             PEFTHelper(r=rank, lora_alpha=alpha, target_modules=modules),
             device="cpu",
