@@ -1,9 +1,9 @@
 """Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
 
 The corpus comes from benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
-TrainerConfig(float8=True), and one has a scale for each row. A CPU emulates float8, and trains a tiny model. Each curve is
-computed on one GPU, and all four at the same time; if there are fewer than four GPUs, several curves share one. A CPU computes two at a
-time. A picture is written beside the results.
+TrainerConfig(float8=True), and one has a scale for each row. On GPUs all four
+curves are computed at the same time, each on one GPU. If there are fewer than four GPUs, several curves share one. A CPU emulates float8,
+trains a tiny model, and computes two curves at a time. A picture is written beside the results.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def config_here() -> tuple[TrainerConfig, int, int, int]:
 def curve(name: str, directory: str, num_steps: int, learning_rate: float) -> dict:
     """Train from the weights in `directory`, and return {"losses": […], "grad_norms": […], "seconds": …}.
 
-    A loss is in nats a token, before its step. The seconds are the time of all steps together.
+    The losses are in nats a token; each is computed before the weights change in its step. The seconds are the time of all steps together.
     """
     from rl_actors.engine.train_engine import TrainEngine
 

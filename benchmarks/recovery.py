@@ -48,7 +48,7 @@ def last_step(folder: RunFolder) -> int:
 def kill_and_wait(kind: str, step: int, watch: Watch, draw: random.Random) -> tuple[float, int]:
     """Kill a process of this kind after this step. Returns the seconds to the next step, and the step that was recorded last.
 
-    Raises RuntimeError if the run ends before, or if no step comes within RUN_TIMEOUT.
+    Raises RuntimeError if the run ends before the next step, or if no step comes within RUN_TIMEOUT.
     """
     folder, run = watch.folder, watch.run
     wait_until(lambda: last_step(folder) >= step, run, f"step {step}")

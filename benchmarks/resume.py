@@ -43,7 +43,7 @@ FLAGS = {
 }
 _PARITY = {"--environment.task": "tests.fakes:parity_reward", "--environment.options": "{}"}
 _MANY_GROUPS = {"--rollouts.groups-per-step": 64}  # in PPO a group has one completion
-# Config -> its flags. Random weights earn these rewards now and then, so the steps have groups with different rewards.
+# Config -> its flags. In these tasks random weights earn a reward now and then, so the steps have groups with different rewards.
 FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
     "tiny": {"--sft-steps": SFT_STEPS, **_PARITY},
     "tiny_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS},  # episodes of several turns
@@ -72,7 +72,7 @@ class Kill:
 class Controller:
     """A controller in a new process group. Its processes have a mark in their environment, by which they are found.
 
-    The processes of vLLM's engine core are found by their parents, because vLLM overwrites their environment with their title.
+    The processes of vLLM's engine core are found through their parent processes, because vLLM writes its process title over the environment.
     """
 
     def __init__(self, module: str, *arguments: object, log: Path) -> None:

@@ -20,9 +20,10 @@ PROGRAM = "program"
 
 
 def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Callable[[str], None]) -> bool:
-    """Wait until the run can be resumed. Returns False if it cannot, and then tells the user why. tell: shows a line to the user.
+    """Wait until the run can be resumed. Returns False if it cannot be resumed. tell: shows a line to the user.
 
-    Every new program is a line of restarts.jsonl. survival.max_restarts_per_hour limits them.
+    The user is told why the run cannot be resumed, unless the config allows no new program. Every new program is recorded as a line of
+    restarts.jsonl. survival.max_restarts_per_hour limits the number of new programs.
     """
     limit = config.survival.max_restarts_per_hour
     if not (config.hosts.return_timeout and limit and config.checkpoint_every):
@@ -68,7 +69,7 @@ def command(flags: Sequence[str]) -> list[str]:
 
 
 def start_again(folder: RunFolder, *, verbose: bool) -> None:
-    """Replace this program by one that resumes the run. Returns only by an error: OSError, or ValueError of `command`."""
+    """Replace this program by one that resumes the run. Never returns. Raises OSError, or the ValueError of `command`."""
     words = command(["--resume", str(folder.path), *(["--verbose"] if verbose else [])])
     sys.stdout.flush()
     sys.stderr.flush()

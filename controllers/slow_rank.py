@@ -17,7 +17,7 @@ class SlowRank:
     """Compares the ranks after every step."""
 
     def __init__(self) -> None:
-        self._slow: int | None = None  # the rank that is slow by the last printed line; None: no rank is slow
+        self._slow: int | None = None  # the rank that the last printed line called slow; None: no rank is slow
         self._candidate: int | None = None  # the rank that was slow in the last steps; None: no rank was slow
         self._num_steps = 0  # number of these steps
 

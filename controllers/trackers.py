@@ -21,7 +21,7 @@ def validate_trackers(names: Sequence[str]) -> None:
     """Raise ValueError if the package of a tracker is not installed. The error has the command that installs the package."""
     for name in names:
         found = importlib.util.find_spec(name)
-        # wandb and mlflow write folders that have their own names. find_spec takes such a folder for a package, but finds no origin.
+        # wandb and mlflow write folders named after their packages. find_spec takes such a folder for a package, but finds no origin.
         if found is None or found.origin is None:
             raise ValueError(f"trackers has {name!r}, whose package is not installed: pip install {name}")
 

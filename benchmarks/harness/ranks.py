@@ -22,7 +22,9 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A call work(*arguments) on each of num_ranks processes. RANK, WORLD_SIZE and so on in their environment make them one program."""
+    """A call work(*arguments) on each of num_ranks processes. The environment variables RANK, WORLD_SIZE and so on make the
+    processes one distributed program.
+    """
 
     name: str
     work: Callable[..., Any]  # must be defined at the top of a module, because it is pickled by name
@@ -109,7 +111,7 @@ class Ranks:
         """Free places for a job's ranks; an empty list if there are too few.
 
         The first place is a multiple of num_ranks, so a process has the same rank in all jobs of one size. torch caches the shards of a
-        mesh without their rank, so a process that had another rank before would compute with the shards of that rank.
+        mesh, and the key of this cache lacks the rank. So a process that had another rank before would compute with that rank's shards.
         """
         for start in range(0, len(self.processes) - job.num_ranks + 1, job.num_ranks):
             block = list(range(start, start + job.num_ranks))

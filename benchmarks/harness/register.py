@@ -1,4 +1,4 @@
-"""The register of all rows of the table. Each row names the program that measures it, the line of results that counts, and its targets.
+"""The register of all rows of the table in docs/speed.md. Each row names the program that measures it, the line of results that counts, and its targets.
 
 `make bench` lists the rows, `make bench ROW=NAME` measures one, and `make bench ROW=missing` measures all that have no result. Imports no torch.
 """
@@ -26,12 +26,12 @@ class TableRow:
     argument: str = ""  # one more argument; rows with the same command share a process, which gets the arguments of all
     line: str = ""  # the line's name; "" if the fields identify the line
     fields: dict[str, Any] = field(default_factory=dict)
-    # Like `fields`, but about the side with which ours is compared. A quotient of rows reads only our side, so it does not compare these.
+    # Like `fields`, but about the other side of the comparison. A quotient reads only our side's tokens/s, so it ignores these fields.
     compared_fields: dict[str, Any] = field(default_factory=dict)
     measured: Callable[[Line], str]  # makes the table's text about a line that `newest` returned
     at_least: dict[str, float] = field(default_factory=dict)  # field of the line -> lowest value that meets the target
     at_most: dict[str, float] = field(default_factory=dict)  # field of the line -> highest value that meets the target
-    quotient_of: tuple[str, ...] = ()  # two other rows; their tokens/s are divided. This row is a quotient.
+    quotient_of: tuple[str, ...] = ()  # if this row is a quotient: the two rows whose tokens/s are divided
 
     @property
     def needs(self) -> str:

@@ -1,4 +1,4 @@
-"""Numbers over time for the status page. They are in memory only, so they begin with the server."""
+"""Numbers over time for the status page. They are in memory only, so they begin when the server starts."""
 
 from collections import deque
 from collections.abc import Mapping

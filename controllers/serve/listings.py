@@ -1,4 +1,4 @@
-"""Rows of the store as the protocol lists them."""
+"""Rows of the store, as Tinker's protocol lists them."""
 
 from datetime import UTC, datetime
 from typing import Any

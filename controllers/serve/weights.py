@@ -38,7 +38,7 @@ class HfDirectories(Transport):
         return HfDirectory(directory=self.folder / str(manifest.version), manifest=manifest)
 
     async def put_object(self, key: str, value: object) -> None:
-        """Does nothing: a generator announces its dtype here, but nobody pushes."""
+        """Does nothing. A generator calls this method to announce its dtype to the trainer that pushes, but here no trainer pushes."""
 
     async def get_object(self, key: str) -> object | None:
         if key == "latest":
