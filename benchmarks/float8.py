@@ -1,9 +1,9 @@
 """Loss curves over 100 steps in float8, bfloat16 and float32, from the same weights on the same samples, and their differences.
 
 The corpus comes from benchmarks/chains.py. Two curves are in float8: one has a scale for each tensor, the default of
-TrainerConfig(float8=True), and one has a scale for each row. On GPUs all four
-curves are computed at the same time, each on one GPU. If there are fewer than four GPUs, several curves share one. A CPU emulates float8,
-trains a tiny model, and computes two curves at a time. A picture is written beside the results.
+TrainerConfig(float8=True), and one has a scale for each row. On GPUs all four curves are computed at the same
+time, each on one GPU. If there are fewer than four GPUs, several curves share one. A CPU emulates float8, trains a tiny model, and computes
+two curves at a time. A picture is written beside the results.
 """
 
 import argparse

@@ -139,7 +139,7 @@ class PolicyTrainer(Actor):
         entropy: bool = False,
         order: Order | None = None,
     ) -> RankOutput:
-        """Logprobs of the targets, or values of a value model. If a loss is given, its metrics, too. Changes nothing."""
+        """Compute the logprobs of the targets, or the values of a value model, and the metrics of `loss` if it is given. Changes nothing."""
         return await self.in_order(order, lambda: self.engine.forward(samples, loss, entropy=entropy))
 
     @endpoint
@@ -201,7 +201,7 @@ class PolicyTrainer(Actor):
 
     @endpoint
     async def new_tenant(self, name: str, seed: int = 0, order: Order | None = None) -> None:
-        """Add a tenant whose adapters begin with the values of this seed. Its calls name it in Order.tenant."""
+        """Add a tenant. Its adapters are initialised with this seed, and its calls name the tenant in Order.tenant."""
         return await self.in_order(order, lambda: self.engine.new_tenant(name, seed))
 
     @endpoint
@@ -263,7 +263,7 @@ class PolicyTrainer(Actor):
             return self.engine.load_published(opened, version)
 
     async def find_together(self, version: int, publisher: Publisher) -> Manifest:
-        """Rank 0 looks for the manifest of the version. Every rank returns the manifest that rank 0 found, or raises its error.
+        """Rank 0 looks for the manifest of the version. Every rank returns the manifest that rank 0 found, or raises rank 0's error.
 
         If every rank looked for itself, the ranks could find different manifests, because the pushing trainer may begin a new stream.
         """
@@ -281,8 +281,9 @@ class PolicyTrainer(Actor):
 
     @sends_errors
     async def in_order(self, order: Order | None, call: Callable[[], T | Awaitable[T]]) -> T:
-        """Run `call` if its order is the next one, and keep its answer or its error for a repetition. Without an order, only run it.
+        """Run `call` if its order is the next one, and keep its answer or its error for a repetition.
 
+        Without an order, run `call` and keep nothing.
         Raises RuntimeError if the session of the order was replaced, or if the number of the order does not follow the last one.
         """
         if order is None:

@@ -1,5 +1,6 @@
-"""The register of all rows of the table in docs/speed.md. Each row names the program that measures it, the line of results that counts, and its targets.
+"""The register of all rows of the table in docs/speed.md.
 
+Each row names the program that measures it, the line of results that counts, and its targets.
 `make bench` lists the rows, `make bench ROW=NAME` measures one, and `make bench ROW=missing` measures all that have no result. Imports no torch.
 """
 
@@ -104,8 +105,8 @@ def _tls_overhead(line: Line) -> str:
 
 
 def _grpo_step(line: Line) -> str:
-    """Text with the seconds of the step and of every phase. The text has the idle share of each GPU behind the step, and the
-    busy shares behind each phase.
+    """Text with the seconds of the step and of every phase. The idle share of each GPU follows the seconds of the step, and
+    the busy shares follow the seconds of each phase.
 
     The trainer's GPU comes first.
     """

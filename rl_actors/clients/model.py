@@ -222,7 +222,7 @@ class ModelClient(ModelCalls, Client):
 
     @property
     def process_mesh(self) -> Awaitable["ProcMesh"]:
-        """An awaitable of the processes, which is done when the model is set up in them. A client that shares them awaits it."""
+        """An awaitable that gives the processes when the model is set up in them. A client that shares the processes awaits it."""
         return self._processes_with_model()
 
     async def _processes_with_model(self) -> "ProcMesh":

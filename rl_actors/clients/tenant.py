@@ -45,7 +45,7 @@ class TenantClient(TrainingCalls):
     >>> other.forward_backward(samples, loss="cross_entropy")                                 # doctest: +SKIP
     >>> one.optim_step(OptimParams(learning_rate=1e-3)).result()                              # doctest: +SKIP
 
-    Only the trainer's own client pushes weights and moves memory.
+    Only the trainer's own client can push weights, and offload and onload memory.
     """
 
     _version: int | None = None

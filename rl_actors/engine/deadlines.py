@@ -40,8 +40,8 @@ def made_with(seconds: float) -> Iterator[None]:
 def set_together(parallel_dims: ParallelDims, seconds: float) -> None:
     """Wait until all ranks have called this function, and then set the deadline of every group.
 
-    If the ranks did not wait, one rank could already use a new, shorter deadline while another is still busy with its setup, and the second
-    could come too late.
+    If the ranks did not wait, one rank could already use a new, shorter deadline while a slower rank is still busy with its setup. Then the
+    slower rank could come too late.
     """
     on_all_ranks(True)
     groups = {mesh.get_group() for mesh in parallel_dims.get_all_one_dimensional_meshes().values()}

@@ -86,7 +86,7 @@ class Stopwatch(metrics.Stopwatch):
             self._spans.append((self._start, _event_now()))
 
     def take(self) -> float:
-        """The seconds since the last call. Waits until the GPU has done the measured work."""
+        """The seconds that were measured since the last `take`. Waits until the GPU has done the measured work."""
         spans, self._spans = self._spans, []
         milliseconds = 0.0
         for start, end in spans:

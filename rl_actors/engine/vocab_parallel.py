@@ -58,9 +58,9 @@ class Logits:
 class TargetLogprobs:
     """log_softmax at the targets.
 
-    fuse: compiles a function into one kernel, if the machine can. The forward pass and the backward pass then read the logits once each, and
-    no float32 tensor of size [N, V] is written to memory. The forward pass saves the logits in their own dtype. The backward pass returns
-    the gradient in this dtype.
+    fuse: compiles a function into few kernels, if this makes it faster on the machine. The compiled forward and backward
+    pass read the logits once each, and write no float32 tensor of size [N, V] to memory. The forward pass saves the logits in their own dtype.
+    The backward pass returns the gradient in this dtype.
     """
 
     def __init__(self, fuse: Callable[[Callable], Callable]) -> None:

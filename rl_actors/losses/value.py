@@ -75,7 +75,7 @@ class ValueLoss:
 def explained_variance(metrics: dict[str, float]) -> float:
     """1 - Var(R - V) / Var(R) over the trained positions, from the metrics of ValueLoss. NaN if all returns are equal.
 
-    1: the values are the returns. 0: they explain no more than the mean of the returns. Negative: they explain less.
+    1: the values equal the returns, up to a constant. 0: the values explain no more than the mean of the returns. Negative: they explain less.
     """
     variance = metrics["return_square:mean"] - metrics["return:mean"] ** 2
     unexplained = metrics["value_error_square:mean"] - metrics["value_error:mean"] ** 2

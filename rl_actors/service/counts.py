@@ -1,4 +1,4 @@
-"""The numbers of a service and of its actors, for a program that watches them. No actor is called to get them."""
+"""Numbers about a service and its actors, for a program that monitors them. No actor is called to get the numbers."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping

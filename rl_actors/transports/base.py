@@ -2,7 +2,7 @@
 
 A version is the weights of one policy_version. It is published in two steps. First every rank puts its shards. When all ranks have done so,
 rank 0 writes the manifest, the list of the version's tensors. A generator reads only tensors that a manifest lists, so it never reads a
-version of which some ranks have not put their shards. A subclass of Transport decides where manifests and tensors are.
+version before all ranks have put their shards. A subclass of Transport decides where manifests and tensors are.
 """
 
 import asyncio

@@ -56,7 +56,7 @@ class Sender:
             self.pair.run(deadline, self.pair.send, slot.data)
         except Exception as error:
             logger.warning("pull of %s: gave up the communicator with %s: %r", request.key, self.reader, error)
-            self.end()  # here the slot is still locked; after the unlocking it may be freed while NCCL still reads it
+            self.end()  # must come before the caller unlocks the slot: an unlocked slot may be freed while NCCL still reads it
             raise
 
     def end(self) -> None:
@@ -74,7 +74,7 @@ class Pairs:
         atexit.register(self.end)
 
     def take(self, address: SlotAddress, request: Request) -> Pair | None:
-        """Take the pair of a rank. Returns None if no pair has this address, backend and size of a piece, or if the rank has closed it."""
+        """Take the pair of a rank. Returns None if no free pair fits the address and the request, or if the rank has closed the connection."""
         with self.guard:
             if address.rank not in self.free:
                 return None
