@@ -53,7 +53,7 @@ FLAGS_OF_CONFIG: dict[str, dict[str, object]] = {
         "--steps": MAIN_STEPS - 2,
         **_PARITY,
         **_MANY_GROUPS,
-    },  # the run begins with two more steps, which train only the critic
+    },  # two more steps, which train only the critic, come before these
     "tiny_ppo_game": {"--sft-steps": 0, "--steps": SFT_STEPS + MAIN_STEPS - 2, **_MANY_GROUPS},
 }
 
