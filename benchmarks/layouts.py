@@ -118,7 +118,7 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
     """Run one forward_backward and one optim_step on this rank, and return what they report.
 
     keep: a file to which the whole gradients are written. against: a file of gradients to compare them with. "" means no file.
-    "gradients" in the answer is as in Numbers, and empty without `against`.
+    The answer's "gradients" have the form of Numbers.gradients. They are empty without `against`.
     """
     start = time.perf_counter()
     engine = engine_of(shape, directory, layout, dtype)
@@ -146,7 +146,7 @@ def compare(shape: Shape, directory: str, layout: str, dtype: str, keep: str, ag
 
 
 def save(shape: Shape, directory: str, layout: str, dtype: str, checkpoint: str) -> StepReport:
-    """Take two steps and save a checkpoint. Returns the report of the step after it."""
+    """Take two steps, save a checkpoint, and take a third step. Returns the report of the third step."""
     engine = engine_of(shape, directory, layout, dtype)
     for _ in range(2):
         step(engine, shape)
@@ -192,8 +192,8 @@ def merged(shape: Shape, answers: Sequence[Mapping[str, Any]]) -> Numbers:
 def differences(actual: Numbers, expected: Numbers) -> dict[str, float]:
     """Relative differences between a layout and one device.
 
-    The difference of a logprob is relative to 1 + its absolute value. A difference of gradients is the norm of the difference over the norm
-    of the expected gradient, for the whole gradient and for the worst parameter.
+    The difference of a logprob is relative to 1 + its absolute value. A difference of gradients is the norm of the difference divided by the
+    norm of the expected gradient, for the whole gradient and for the worst parameter.
     """
     losses = [numbers.output.metrics["loss:sum"] for numbers in (actual, expected)]
     logprobs, expected_logprobs = (torch.cat(numbers.output.logprobs) for numbers in (actual, expected))
@@ -215,8 +215,8 @@ def limits_of(dtype: str, yardstick: Mapping[str, float]) -> Mapping[str, float]
     """The limit of every difference. yardstick: the differences between bfloat16 and float32 on one device.
 
     If a layout and one device are each as far from float32 as the yardstick, they are at most twice as far from each other. Loss and
-    gradient norm are single numbers, whose yardsticks may be near 0 by chance. The loss cannot differ by more than the logprobs, and the
-    gradient norm not by more than the gradient, so they get the limits of logprobs and gradient.
+    gradient norm are single numbers, whose yardsticks may be near 0 by chance. The loss cannot differ by more than the logprobs, so it
+    gets their limit. The gradient norm cannot differ by more than the gradient, so it gets the gradient's limit.
     """
     if dtype == "float32":
         return TOLERANCE

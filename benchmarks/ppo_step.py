@@ -3,10 +3,10 @@
 python -m benchmarks ppo_step --config qwen3_0_6b_ppo
 
 First controllers.ppo trains for some steps, with the actors on the GPUs that the config gives them. Then, in the same processes, each part of
-a step is timed alone, on new completions: as many as a step has, of at most the same length. The parts are generate, logprobs (of the trainer's
-policy; only if the loss corrects for the difference between generator and trainer), reference, values, policy, critic, push and pull. The seconds
-of a GPU are the sum of the parts that run on it. The slowest GPU has the largest sum. A step takes at least this time, and no longer if that GPU
-never waits. On a CPU all parts share one device, and may overlap on its cores.
+a step is timed alone, on new completions. Their number and the limit of their length are those of a step. The parts are generate, logprobs (of
+the trainer's policy; only if the loss corrects for the difference between generator and trainer), reference, values, policy, critic, push and
+pull. The seconds of a GPU are the sum of the parts that run on it. The slowest GPU has the largest sum. A step takes at least the seconds of the
+slowest GPU, and exactly these if this GPU never waits. On a CPU all parts share one device, and may overlap on its cores.
 The weights are random and there is nothing to learn. A reward is the parity of a completion's length.
 """
 

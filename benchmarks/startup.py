@@ -34,7 +34,7 @@ SHORT = ("--sft-steps", "1", "--steps", "1")
 
 def measure(command: Sequence[str], folder: RunFolder) -> dict[str, float]:
     """Run a command that trains in `folder`, and return its PARTS. Raises SystemExit if it fails."""
-    begun = time.time()  # the clock of the times of files
+    begun = time.time()  # files have times of the same clock
     process = subprocess.Popen(command)
     logs = [folder.log("trainer-0"), folder.log("generator-0")]
     configured = _wait(process, lambda: folder.config.exists()) - begun

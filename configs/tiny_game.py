@@ -11,7 +11,7 @@ from controllers.schedules import ScheduleConfig
 
 
 def tiny_game() -> GRPOConfig:
-    """The model learns from random weights to find a secret digit by at most four guesses of one token each."""
+    """A model with random weights learns to find a secret digit with at most four guesses of one token each."""
     return replace(
         tiny(),
         alphabet="0123456789?+-=",

@@ -31,7 +31,7 @@ COLUMNS = (  # title, width, key of the record, format
     ("loss", 9, "loss", ".3g"),
     ("grad_norm", 9, "grad_norm", ".3g"),
     ("lr", 8, "learning_rate", ".2e"),
-    ("tokens/s", 8, "tokens/s", ",.0f"),  # trained tokens a second of the whole step
+    ("tokens/s", 8, "tokens/s", ",.0f"),  # trained tokens divided by the seconds of the whole step
     ("generate", 8, "time/generate", ".2f"),
     ("train", 5, "time/train", ".2f"),
     ("sync", 5, "time/sync", ".2f"),
@@ -40,7 +40,7 @@ COLUMNS = (  # title, width, key of the record, format
 )
 PANEL_COLUMNS = (
     *COLUMNS,
-    # Share of the step's time in which the actor had a call.
+    # Share of the step's time in which the actor worked on a call.
     ("trainer", 4, "busy/trainer", ".0%"),
     ("generator", 4, "busy/generator", ".0%"),
 )
@@ -124,7 +124,7 @@ class LiveDisplay(LineDisplay):
     def __init__(self, console: Console, total_steps: int | None):
         super().__init__(console, total_steps)
         self._known = self.record  # the last value of each key
-        redirect = console.file is sys.stdout  # True: what others print appears above the panel instead of inside it
+        redirect = console.file is sys.stdout  # True: output of other code appears above the panel, not inside it
         self._live = Live(
             console=console, get_renderable=self._panel, redirect_stdout=redirect, redirect_stderr=redirect
         )

@@ -25,7 +25,7 @@ class Gate:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """parse("40:0.9") -> Gate(40, 0.9). Raises ValueError for another text."""
+        """parse("40:0.9") -> Gate(40, 0.9). Raises ValueError for a text of another form."""
         step, colon, reward = text.partition(":")
         try:
             found = cls(int(step), float(reward))

@@ -115,7 +115,7 @@ class HostsConfig:
         )
 
     def wait_for_workers(self, pause: float = 1.0) -> list[str]:
-        """Wait until all workers listen, for at most return_timeout seconds. Returns the names of those that do not listen then.
+        """Wait until all workers listen, for at most return_timeout seconds. Returns the names of the workers that still do not listen.
 
         Does not wait for the workers of a job, because `connect` starts the job again. pause: seconds between two attempts to connect.
         """

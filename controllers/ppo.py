@@ -49,7 +49,7 @@ class PPOConfig(GRPOConfig):
         }
 
     def validate(self) -> None:
-        # This comes first, because only the rule gae allows the default group size of 1.
+        # This check comes first, because only the rule gae allows the default group size of 1.
         if self.rollouts.advantage != "gae":
             raise ValueError(
                 f"rollouts.advantage={self.rollouts.advantage!r}; PPO needs 'gae'. A preset of --algorithm sets another "

@@ -51,7 +51,7 @@ def summary(path: str | Path, steps: int = 1) -> str:
     ]
     for kind, total in sorted(by_kind.items(), key=lambda item: -item[1]):
         lines.append(f"  {total / steps / 1e3:9.1f} ms {total / whole:6.1%}  {kind}")
-    lines.append("longest gaps, before:")
+    lines.append("longest gaps, each with the kernel after it:")
     for gap, name in sorted(gaps, reverse=True)[:NUM_GAPS]:
         lines.append(f"  {gap / 1e3:9.2f} ms  {name[:100]}")
     lines.append("kernels:")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from reasoning_gym.dataset import ProceduralDataset
 
 HELD_OUT_SHARE = 1 / 8
-"""Largest share of the keys that are held out if the task has many keys. If it has too few for `num_held_out`, the share may rise to one half."""
+"""At most this share of a task's keys is held out. If a task has too few keys for `num_held_out`, the share may rise to one half."""
 
 DRAWS_PER_PROBLEM = 1000
 """Largest number of draws for one training problem. If no draw can be trained on, the run ends with an error."""

@@ -89,7 +89,7 @@ class Server:
             await asyncio.sleep(RATE_SECONDS)
 
     def measure(self, now: float) -> None:
-        """Add a point to the curves of tokens in a second."""
+        """Add a point to the curves of tokens per second."""
         self.rates.add(now, {"sampled": self.num_sampled_tokens, "trained": self.num_trained_positions})
 
     def sweep(self, now: float) -> None:
@@ -394,7 +394,7 @@ class Server:
         user_metadata: Mapping[str, str] | None,
         version: int | None = None,
     ) -> None:
-        """Add a checkpoint whose files are complete to the store."""
+        """Add a checkpoint to the store. Its files must be complete."""
         self.store.put_checkpoint(
             Checkpoint(
                 path=checkpoint_path(run.id, kind, name),

@@ -218,7 +218,9 @@ class Store:
         return [row["number"] for row in self._all(query, run_id)]
 
     def versions(self, owner: str, limit: int) -> list[dict[str, Any]]:
-        """The newest versions that are not dropped, of an owner and of base models: number, run_id, path (of named weights), is_ephemeral."""
+        """The newest versions of an owner's runs and of base models, without dropped versions. Columns: number, run_id, path (of named weights),
+        is_ephemeral.
+        """
         query = """SELECT versions.number, versions.run_id, versions.is_ephemeral, checkpoints.path FROM versions
             LEFT JOIN runs ON runs.id = versions.run_id LEFT JOIN checkpoints ON checkpoints.version = versions.number
             WHERE NOT is_dropped AND versions.directory != '' AND (versions.run_id IS NULL OR runs.owner = ?)
