@@ -148,7 +148,7 @@ def _float8(model_config: Qwen3Model.Config, config: TrainerConfig, machine: Mac
         )
     # The output projection stays in the compute dtype, because its products become the logprobs.
     converter = Float8LinearConverter.Config(
-        recipe_name=config.float8_recipe,  # type: ignore[arg-type]  # torchtitan names two of torchao's three
+        recipe_name=config.float8_recipe,  # type: ignore[arg-type]  # torchtitan's type has two of torchao's three recipes
         emulate=emulate,
         model_compile_enabled=config.compile.enable,
         filter_fqns=["lm_head"],

@@ -1,4 +1,4 @@
-"""Compute logprobs of the targets, or values, from hidden states, and the gradient with respect to the hidden states.
+"""Compute logprobs of the targets, or values, from hidden states. Compute the gradient of a loss with respect to the hidden states.
 
 heads.py has the two heads, one for logprobs and one for values. Only the logits of one chunk of positions exist at a time, never all logits.
 torchtitan's ChunkedLossWrapper splits the rows into chunks and keeps FSDP's gathered weights from one chunk to the next. For each chunk it
@@ -153,8 +153,8 @@ class ChunkedHead:
             named["top_k"] = batch.columns["target_ids"]
         total, _ = wrapper(hidden_BLD, batch.targets_BL, temperatures_BL=batch.temperatures_BL, **named)
         if self.keep_head and isinstance(self.lm_head, FSDPModule):
-            # When the wrapper ends, it sets this option to True. FSDP would then free the weights after the last norm of the next microbatch,
-            # and would have to gather them again for the projection. So the option is set to False again.
+            # When the wrapper ends, it sets reshard_after_forward to True. In the next microbatch FSDP would then free the weights after the
+            # last norm, and would have to gather them again for the projection. So the option is set to False again.
             self.lm_head.set_reshard_after_forward(False, recurse=False)
         return chunks.joined(), merge(chunks.metrics), total
 

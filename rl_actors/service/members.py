@@ -1,5 +1,5 @@
-"""The members of a service. A member is an actor mesh with its only client, which is in the service's process. The member runs
-the calls of attached clients.
+"""The members of a service. A member is an actor mesh and a client in the service's process. No other client calls the mesh: the member
+runs the calls of the attached clients through its own client.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Member(Protocol):
         """The state, for people to read, as values of JSON."""
 
     def numbers(self) -> MemberNumbers:
-        """State for a program that watches the actor, without a call to the actor."""
+        """State for a program that watches the actor. The actor is not called for it."""
 
 
 async def _alive(client: Client) -> list[object]:

@@ -22,10 +22,10 @@ from rl_actors.transports.slots import ALIGNMENT, Layout, Shard, Slot, actor_nam
 class Snapshot:
     """One rank's part of the newest two versions.
 
-    A write goes into the slot of the older version. If the memory has room for only one slot, that slot is overwritten. If there are two slots,
-    a write that fails loses only the older version. Both slots have the same layout. When the layout changes, slots are replaced one per write: the first write
-    replaces the older version's slot, the next write replaces the remaining one. So with two slots the newest version stays readable
-    throughout.
+    A write goes into the slot of the older version. If the memory has room for only one slot, that slot is overwritten. If there are two
+    slots, a write that fails loses only the older version. Both slots have the same layout. When the layout changes, each write replaces one
+    slot: the first write replaces the older version's slot, and the next write replaces the other slot. So with two slots the newest version
+    stays readable throughout.
     """
 
     def __init__(
