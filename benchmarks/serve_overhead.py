@@ -1,7 +1,8 @@
 """Cost of the Tinker server: training steps and samples through the official SDK, compared with the same calls of the actors' clients.
 
 The server is a program of its own, as `make serve` starts it. Each side has actors of its own, of the same config. The two sides take turns,
-so that both meet the same load of the machine. By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with
+so that both meet the same load of the machine. The part `together` compares two states of the server instead: samples while a client trains
+and samples while no client trains. By default the config of the server is `tiny_chat`. With `--model 0_6b` it is `qwen3`, with
 random weights of that shape. Needs the SDK `tinker`.
 """
 
@@ -10,11 +11,14 @@ import contextlib
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +38,7 @@ END_SECONDS = 120.0
 LEARNING_RATE = 1e-4
 NUM_BYTES = 256  # the model's tokens below this number are bytes
 CALL_SECONDS = 600.0  # limit of one call through the SDK
+TRAINED_TOGETHER = 64  # samples of a step in the part `together`
 TINY = "tiny_chat"
 compare_sides = partial(compare, benchmark="serve_overhead", sides=("sdk", "client"))
 
@@ -162,11 +167,67 @@ def sampling(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -
             compare_sides(name, through, direct, times, tokens=count * num_new)
 
 
+@contextlib.contextmanager
+def in_background(call: Callable[[], None]) -> Iterator[None]:
+    """Repeat a call in a thread until the `with` block ends. The block starts after the first call."""
+    called, ends = threading.Event(), threading.Event()
+
+    def repeat() -> None:
+        while not ends.is_set():
+            call()
+            called.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        repeating = pool.submit(repeat)
+        try:
+            while not called.wait(0.1) and not repeating.done():
+                pass
+            yield
+        finally:
+            ends.set()
+        repeating.result()
+
+
+def together(service: tinker.ServiceClient, config: ServeConfig, sizes: Sizes) -> None:
+    """Compare many requests while a client trains on 64 samples of 256 tokens, step after step, with the same requests alone."""
+    draw = random.Random(0)
+    adam = types.AdamParams(learning_rate=LEARNING_RATE)
+    trainer = service.create_lora_training_client(config.name, rank=0).result()
+    sampler = service.create_sampling_client(base_model=config.name).result()
+    inputs = [types.ModelInput.from_ints(tokens_of(32, draw)) for _ in range(sizes.requests)]
+    wanted = types.SamplingParams(max_tokens=128, stop=[])
+    data, _ = both_forms(TRAINED_TOGETHER, 256, draw)
+
+    def train() -> None:
+        forward_backward = trainer.forward_backward(data, "ppo")
+        step = trainer.optim_step(adam)
+        forward_backward.result(CALL_SECONDS)
+        step.result(CALL_SECONDS)
+
+    def sample() -> float:
+        start = time.perf_counter()
+        futures = [sampler.sample(each, 1, wanted) for each in inputs]
+        for future in futures:
+            future.result(CALL_SECONDS)
+        return time.perf_counter() - start
+
+    train()
+    sample()
+    alone, beside = [], []
+    for _ in range(sizes.repeats):
+        alone.append(sample())
+        with in_background(train):
+            beside.append(sample())
+    figures = {"beside_training_seconds": statistics.median(beside), "alone_seconds": statistics.median(alone)}
+    figures["ratio"] = figures["alone_seconds"] / figures["beside_training_seconds"]
+    results.add("serve_overhead", f"{sizes.prefix}{sizes.requests} requests beside training", figures)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     # Sampling is first: on a GPU a generator must start while no trainer takes or frees memory.
-    parts = {"sampling": sampling, "training": training}
-    parser.add_argument("parts", nargs="*", default=list(parts), help=" or ".join(parts), metavar="PART")
+    parts = {"sampling": sampling, "training": training, "together": together}
+    parser.add_argument("parts", nargs="*", default=list(parts), help=", ".join(parts), metavar="PART")
     parser.add_argument("--model", choices=[TINY, "tiny", *MODELS], default=TINY)
     parser.add_argument(
         "--repeats",

@@ -37,8 +37,9 @@ def tiny_chat() -> ServeConfig:
             max_model_len=ROW_LENGTH,
             max_num_seqs=256,
             max_adapters=8,
-            # On two cores the trainer, the server and its client work at the same time. With two threads, samples beside training took seven
-            # times as long.
+            # On two cores the trainer, the server and its client work at the same time. With two threads, vLLM's threads and the trainer's
+            # wait for each other: samples beside training take several times as long.
+            # `python -m benchmarks serve_overhead together` measures such samples.
             num_threads=1,
             gpu_memory_utilization=0.3,
             enforce_eager=True,

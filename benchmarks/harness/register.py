@@ -100,6 +100,11 @@ def _serve_overhead(line: Line) -> str:
     return f"{times[0]:,.{digits}f} beside {times[1]:,.{digits}f} ms"
 
 
+def _samples_beside_training(line: Line) -> str:
+    times = [line[f"{name}_seconds"] * 1e3 for name in ("beside_training", "alone")]
+    return f"{times[0]:,.0f} beside {times[1]:,.0f} ms"
+
+
 def _tls_overhead(line: Line) -> str:
     return f"{line['tls_seconds'] * 1e3:,.0f} beside {line['tcp_seconds'] * 1e3:,.0f} ms"
 
@@ -468,6 +473,15 @@ def _serve_rows(model: str = "") -> dict[str, TableRow]:
             line=f"{prefix}{line}",
             measured=_serve_overhead,
             **limits,
+        )
+    if not model:
+        rows["serve-samples-beside-training-cpu"] = TableRow(
+            what="the Tinker server, 256 requests of 32 + 128 tokens: while another client trains beside alone",
+            num_gpus=0,
+            command=("serve_overhead",),
+            argument="together",
+            line="256 requests beside training",
+            measured=_samples_beside_training,
         )
     return rows
 
