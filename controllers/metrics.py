@@ -148,8 +148,7 @@ class MetricsLogger(AbstractContextManager):
 
     def restart(self, record: Record) -> None:
         """Add the record of a restart to restarts.jsonl."""
-        with self.folder.restarts.open("a") as file:
-            file.write(to_json(record) + "\n")
+        self.folder.add_restart(record)
 
     def setup(self, label: str) -> AbstractContextManager[None]:
         """Show a phase of the startup, such as "starting generator: 7 s", while the body of `with` runs."""

@@ -8,11 +8,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 
 from controllers.actors import StartAgainError
 from controllers.run import RunConfig
-from controllers.run_folder import RunFolder, read_jsonl, to_json
+from controllers.run_folder import RunFolder, read_jsonl
+from controllers.survival import restart_line
 from rl_actors.clients.restarts import HOUR
 
 PROGRAM = "program"
@@ -31,7 +32,9 @@ def wait(config: RunConfig, folder: RunFolder, death: StartAgainError, tell: Cal
     if (number := num_programs(folder) + 1) > limit:
         tell(f"this is death {number} in the last hour, but survival.max_restarts_per_hour={limit}")
         return False
-    _note(folder, death)
+    steps = read_jsonl(folder.metrics)
+    last_step = steps[-1]["step"] if steps else 0
+    folder.add_restart(restart_line(PROGRAM, time.time(), death, after_step=last_step))
     if death.lost and config.hosts.started_by() is None:
         starts = ", ".join(f"make worker ADDRESS={name}" for name in death.lost)
         tell(f"{death}; the run waits for it up to {config.hosts.return_timeout:g} s. Start it again by: {starts}")
@@ -49,14 +52,6 @@ def num_programs(folder: RunFolder) -> int:
     begin = time.time() - HOUR
     lines = [line for line in read_jsonl(folder.restarts) if line["restart"] == PROGRAM]
     return sum(datetime.fromisoformat(line["time"]).timestamp() > begin for line in lines)
-
-
-def _note(folder: RunFolder, death: StartAgainError) -> None:
-    steps = read_jsonl(folder.metrics)
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    line = {"restart": PROGRAM, "time": now, "after_step": steps[-1]["step"] if steps else 0, "cause": str(death)}
-    with folder.restarts.open("a") as file:
-        file.write(to_json(line | {"first_step": None, "seconds": None}) + "\n")
 
 
 def command(flags: Sequence[str]) -> list[str]:

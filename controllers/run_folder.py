@@ -38,6 +38,11 @@ class RunFolder:
         """log("trainer-0") -> logs/trainer-0.log"""
         return self.path / "logs" / f"{name}.log"
 
+    def add_restart(self, line: Record) -> None:
+        """Append a line of `survival.restart_line` to restarts.jsonl."""
+        with self.restarts.open("a") as file:
+            file.write(to_json(line) + "\n")
+
     def drop_after(self, step: int) -> None:
         """Remove from `step_files` the lines of steps after `step`, and lines that a killed run wrote only in part.
 

@@ -130,6 +130,32 @@ class RecordedQueue:
         return self.queue.update()
 
 
+def restart_line(
+    restart: int | str,
+    when: float,
+    cause: object,
+    *,
+    after_step: int,
+    first_step: int | None = None,
+    seconds: float | None = None,
+) -> Record:
+    """One line of restarts.jsonl.
+
+    restart: the number of the restart, the name of the generator that has returned, or "program". when: the time of the death, as of
+    time.time(). after_step: the last step before the restart. first_step, seconds: the first step after the restart, and the seconds until
+    its end; None if no step has ended.
+    """
+    time_text = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
+    return {
+        "restart": restart,
+        "time": time_text,
+        "after_step": after_step,
+        "cause": str(cause),
+        "first_step": first_step,
+        "seconds": seconds,
+    }
+
+
 class Recoveries:
     """The restarts of a run, as its records and restarts.jsonl show them."""
 
@@ -144,11 +170,10 @@ class Recoveries:
         """Note that a restart begins. step: the last recorded step. If no step has ended since the
         former restart, the line of the former restart is written now."""
         if self._line is not None:
-            write(self._line | {"first_step": None, "seconds": None})
+            write(self._line)
         self.num_restarts += 1
         self._began = time.monotonic()
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        self._line = {"restart": self.num_restarts, "time": now, "after_step": step, "cause": str(death)}
+        self._line = restart_line(self.num_restarts, time.time(), death, after_step=step)
 
     def end(self, write: Callable[[Record], None], step: int) -> dict[str, float]:
         """Metrics of a step. If this is the first step after a restart, also writes the line of the restart."""
@@ -171,8 +196,8 @@ class Recoveries:
         self._returns = returns
         for each in returns[known:]:
             self.num_returns += 1
-            now = datetime.fromtimestamp(each.noticed, UTC).isoformat(timespec="milliseconds")
             seconds = time.time() - each.noticed
-            line = {"restart": each.name, "time": now, "after_step": step - 1, "cause": each.cause}
-            write(line | {"first_step": step, "seconds": seconds})
+            write(
+                restart_line(each.name, each.noticed, each.cause, after_step=step - 1, first_step=step, seconds=seconds)
+            )
         return {"restarts/generator": self.num_returns} if self.num_returns else {}
