@@ -147,12 +147,12 @@ def test_of_two_generators_one_may_die_in_a_call_and_one_in_a_pull(transport, ex
         groups = begin(pair)
         support.process_of("pair-1-0").kill()
         assert_close(in_order(groups), expected)
-        wait_until(pair.is_alive(GUARD).result)
+        wait_until(lambda: pair.is_alive(GUARD).result())
         asyncio.run(transport.put_object("victim", "pair-0-0"))
         assert pair.pull_model_state_dict(2).result() == 2
         assert {one.policy_version for one in pair.info().result().replicas if one.state == "healthy"} == {2}
         [[completion]] = pair.generate([[5]], SamplingParams(max_tokens=4)).result()
         assert completion.policy_versions == [2] * 4
-        wait_until(pair.is_alive(GUARD).result)
+        wait_until(lambda: pair.is_alive(GUARD).result())
         assert [(one.policy_version, one.state) for one in pair.info().result().replicas] == [(2, "healthy")] * 2
         assert pair.num_restarts == 2
