@@ -65,7 +65,7 @@ class Call(Generic[T]):
         """
         if self._asked:
             return None
-        ended = asyncio.wrap_future(self._future)
+        ended = self._ended()
         await asyncio.wait([ended])
         error = None if ended.cancelled() else ended.exception()
         if error is None or self._asked:
@@ -76,7 +76,13 @@ class Call(Generic[T]):
     def __await__(self) -> Generator[object, None, T]:
         self._asked = True
         # shield: an `asyncio.wait_for` around this object must not cancel the call, which the ranks are running.
-        return asyncio.shield(asyncio.wrap_future(self._future)).__await__()
+        return asyncio.shield(self._ended()).__await__()
+
+    def _ended(self) -> "asyncio.Future[T]":
+        """A future of the running loop with the answer. If its waiter is cancelled and the call fails later, asyncio does not log the error."""
+        ended = asyncio.wrap_future(self._future)
+        ended.add_done_callback(_mark_error_as_seen)
+        return ended
 
     def __repr__(self) -> str:
         return f"<Call {self._what}: {self._state()}>"
@@ -93,6 +99,11 @@ class Call(Generic[T]):
         # The call may still run when this object is collected. So the future gives the warning, when it is done.
         if not getattr(self, "_asked", True):
             self._future.add_done_callback(functools.partial(_warn_of_failure, self._what))
+
+
+def _mark_error_as_seen(future: "asyncio.Future[T]") -> None:
+    if not future.cancelled():
+        future.exception()
 
 
 def _warn_of_failure(what: str, future: "Future[T]") -> None:

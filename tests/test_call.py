@@ -1,0 +1,36 @@
+"""`Call` without actors: a future of concurrent.futures takes the place of the running call."""
+
+import asyncio
+import gc
+from concurrent.futures import Future
+
+import pytest
+
+from rl_actors.clients.call import Call
+
+
+async def wait_for_answer(call: Call[int]) -> int:
+    return await call
+
+
+@pytest.mark.parametrize("wait", [wait_for_answer, Call.unasked_failure])
+def test_asyncio_logs_no_error_of_a_call_whose_waiter_was_cancelled(wait):
+    logged: list[str] = []
+
+    async def cancel_a_waiter_of_a_call_that_fails_later() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, context: logged.append(context["message"]))
+        running: Future[int] = Future()
+        call = Call(running, "work")
+        waiter = asyncio.ensure_future(wait(call))
+        await asyncio.sleep(0)
+        waiter.cancel()
+        await asyncio.wait([waiter])
+        running.set_exception(ValueError("it failed later"))
+        for _ in range(3):  # turns in which the loop takes the error over
+            await asyncio.sleep(0)
+        with pytest.raises(ValueError, match="it failed later"):
+            call.result()
+
+    asyncio.run(cancel_a_waiter_of_a_call_that_fails_later())
+    gc.collect()  # asyncio logs an error when it collects a future whose error nobody has seen
+    assert logged == []
