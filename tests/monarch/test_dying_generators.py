@@ -76,7 +76,10 @@ def in_order(groups) -> list:
 
 
 def assert_close(groups, expected) -> None:
-    """The tokens are the same, and the logprobs within 1e-5. Generators that share the prompts have other batches than a single generator."""
+    """The tokens are the same, and the logprobs within 1e-5.
+
+    The logprobs differ by rounding, because the batches differ: generators share the prompts, and only unfinished prompts are sent again.
+    """
     for group, wanted in zip(groups, expected, strict=True):
         for completion, other in zip(group, wanted, strict=True):
             assert replace(completion, logprobs=[]) == replace(other, logprobs=[])
@@ -96,7 +99,7 @@ def test_a_generator_that_is_killed_or_stopped_in_a_call_is_replaced_and_the_cal
     before, process = single.num_restarts, support.process_of("single-0")
     groups = begin(single)
     os.kill(process.pid, number)
-    assert in_order(groups) == expected
+    assert_close(in_order(groups), expected)
     assert single.num_restarts == before + 1 == single.info().result().restarts
     assert single.generate(PROMPTS, LONG).result() == expected
     assert gone(process) and support.process_of("single-0").pid != process.pid
@@ -112,7 +115,7 @@ def test_an_engine_core_that_is_killed_or_stopped_is_replaced_with_its_generator
         core = core_below(name="owner")
         groups = begin(generator)
         core.send_signal(number)
-        assert in_order(groups) == expected
+        assert_close(in_order(groups), expected)
         assert generator.num_restarts == 1 and gone(core)
         # The only rank runs in the core's own process, so the message may name the core or the rank.
         cause = (
