@@ -40,7 +40,8 @@ class RolloutConfig:
     """Rule that makes advantages from the rewards of a group. Only PPO takes the rule gae. A value model then makes the advantages, every group
     is trained on, and a group may have only one completion."""
     max_refills: int = 1
-    """Largest number of refills in a step. A refill replaces the groups whose rewards are all equal by groups of new problems."""
+    """Largest number of refills of a draw, which is the set of problems that are started together. A step of the synchronous loop has one draw.
+    A refill replaces the groups whose rewards are all equal by groups of new problems."""
     max_staleness: int = 0
     """Largest age of a group on which a step trains. The age is the trainer's version minus the version that sampled the group's oldest token.
     The generator runs ahead of the trainer as far as this age allows. 0: generation, training and weight sync come one after the other."""
