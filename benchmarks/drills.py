@@ -6,9 +6,10 @@ kind at a random moment. In about half of the rounds a second process is killed 
 steps, and at the same position in the data as the undisturbed run. It must have trained on the same number of problems as that run, and on none
 twice. A synchronous run must have trained on the same problems. No process and no shared memory may be left.
 
-The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits them in rounds with one
-signal, sent after the actors have started. The median must not be above the limit, and the longest time not above twice the limit. After a
-SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit is exceeded.
+The program also measures the seconds from the signal to the record of the next step after the recovery. BARS limits these seconds in rounds
+in which a single signal is sent, after the actors have started. The median must not be above the limit, and the longest time not above
+twice the limit. After a SIGSTOP `--silent-after` is added to both limits. The exit status is 1 if a round has a fault, or if a limit is
+exceeded.
 
 Every round is a line of drills.jsonl in the folder. If the program is interrupted, the same command runs the rounds that have no line yet.
 """
@@ -49,7 +50,7 @@ its seconds include the rest of the start."""
 LOOK_PAUSE = 0.25
 """Seconds between two looks at the shared memory and the steps of a run."""
 LONGEST_DELAY = 1.5  # seconds between the record of a step and a death, at most
-# Seconds between the end of a run and the check of its shared memory. A new semaphore has a name there for a moment, which is no leak.
+# Seconds between the end of a run and the check of its shared memory. A new semaphore has a file in /dev/shm for a moment, and that is no leak.
 SHARED_MEMORY_PAUSE = 2.0
 LONGEST_START = (
     8.0  # seconds between the start of a run and a death before its first step, at most; the shortest runs take 13 s
@@ -73,7 +74,7 @@ class Round:
 
     @property
     def variant(self) -> str:
-        """The name of the undisturbed run that this one is compared with."""
+        """The name of the undisturbed run that this round's run is compared with."""
         place = {"store": "-memory", "engine": "-engine"}
         return f"{self.loop}-{self.mode}{place.get(self.kind, '')}"
 
@@ -149,7 +150,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def wait_until(condition: Callable[[], object], run: Controller, what: str, pause: float = 0.02) -> None:
-    """Wait until the condition holds. Raises RuntimeError if the run ends before, or after RUN_TIMEOUT."""
+    """Wait until the condition holds. Raises RuntimeError if the run ends first, or if the wait takes RUN_TIMEOUT seconds."""
     deadline = time.monotonic() + RUN_TIMEOUT
     while not condition():
         if run.process.poll() is not None or time.monotonic() > deadline:
@@ -163,7 +164,7 @@ class Watch:
     def __init__(self, run: Controller, folder: RunFolder) -> None:
         self.run, self.folder = run, folder
         self.segments: set[shared_memory.Inode] = set()  # of the run
-        self.steps: list[tuple[float, int]] = []  # seconds since 1970 and number of each step, when it was seen
+        self.steps: list[tuple[float, int]] = []  # (seconds since 1970 when the step was seen, its number)
         self._before = set(shared_memory.segments().values())
         self._last = -1
         self._ended = threading.Event()
@@ -297,7 +298,7 @@ def run_round(drawn: Round, base: Path, args: argparse.Namespace) -> Record:
 
 
 def undisturbed(drawn: Round, base: Path, args: argparse.Namespace) -> RunFolder:
-    """The folder of the undisturbed run of this variant, which is made once."""
+    """The folder of the undisturbed run of this variant. If the run does not exist or is not finished, this function makes or finishes it."""
     folder = RunFolder(base / f"undisturbed-{drawn.variant}")
     if folder.outcome.exists() and json.loads(folder.outcome.read_text())["status"] == "finished":
         return folder
@@ -346,9 +347,11 @@ def missed_bars(lines: Sequence[Record], silent_after: float) -> list[str]:
 
 
 def table(lines: Sequence[Record], silent_after: float) -> str:
-    """A row for each kind and signal: rounds, rounds without a fault, and median, worst time and limits of the seconds to the next step.
+    """A row for each kind and signal: the rounds, the rounds without a fault, and the median and the longest seconds to the next step, each with
+    its limit.
 
-    The last two columns have the median and the worst time of rounds without limits: rounds with two deaths, and with a death during the start.
+    The last two columns have the median and the longest seconds of rounds without limits: rounds with two deaths, and rounds with a death during
+    the start.
     """
     columns = f"{'process':<12} {'signal':<6} {'rounds':>6} {'whole':>6} {'median s':>9} {'bar s':>6} {'worst s':>8} {'bar s':>6}"
     rows = [f"{columns}   {'two deaths':>12}   {'start':>12}"]

@@ -103,7 +103,7 @@ def reference(row: Row, warmup: int, steps: int, trace: str) -> dict[str, Any]:
     """
     from benchmarks import titan
 
-    with socket.socket() as unused:  # the system chooses a free port for it
+    with socket.socket() as unused:  # the system gives this socket a free port
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     context = multiprocessing.get_context("spawn")
@@ -135,7 +135,7 @@ def mfu(row: Row, tokens_per_second: float) -> float | None:
     """Model FLOPs utilization: FLOP/s of the model's matrix products and attention, divided by the peak of all GPUs. None on a CPU and for an
     unknown GPU.
 
-    The peak is that of the dtype in which products are computed, so the result cannot exceed 1.
+    The peak is the GPU's peak in the dtype in which products are computed, so the result cannot exceed 1.
     """
     if not row.num_gpus:
         return None
@@ -184,7 +184,10 @@ def run_row(name: str, row: Row, *, warmup: int, steps: int, profile: Path | Non
 
 
 def changed(name: str, **values: str | None) -> tuple[str, Row]:
-    """The row with these fields changed, and a name that says so: ("4b-packed, attention flex", Row(…)). None changes nothing."""
+    """The row with these fields changed, and a name that says so: ("4b-packed, attention flex", Row(…)).
+
+    A value of None leaves its field as it is.
+    """
     row = ROWS[name]
     for field, value in values.items():
         if value is not None and value != getattr(row, field):

@@ -2,8 +2,8 @@
 
 The policy and the reference run on the first GPU, and the critic and the generator run on the second. So policy and
 critic train at the same time, and the generator completes the next step's problems meanwhile. Weights and task are the
-same as in qwen3.py. The learning rates are verl's. These configs have not been run on a GPU yet, nor with pretrained
-weights.
+same as in qwen3.py. The learning rates are verl's. These configs have not been run on a GPU or with pretrained
+weights yet.
 """
 
 from dataclasses import fields, replace
